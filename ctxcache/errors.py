@@ -1,0 +1,243 @@
+"""Everything that can go wrong, one class per reason.
+
+Each class owns a stable `reason`; facts are keyword arguments and become attributes, so that
+`status.py` can put them on the wire and the client can build the same error again.
+This file knows no gRPC code and no transport.
+"""
+
+from typing import ClassVar
+
+Fact = str | int
+
+
+class CacheError(Exception):
+    """Base of every error of the store. Facts are kept as strings or integers."""
+
+    reason: ClassVar[str] = "INTERNAL"
+    template: ClassVar[str] = "internal error"
+
+    def __init__(self, detail: str = "", /, **facts: Fact) -> None:
+        """`detail` replaces the class's own sentence; `facts` fill its template."""
+        super().__init__(detail or self.template.format_map(_Missing(facts)))
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Fact:
+        """Facts read as attributes; a fact that was not given raises AttributeError."""
+        try:
+            return self.__dict__["facts"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class _Missing(dict[str, Fact]):
+    """Renders a fact that was not given as `?`, so that an error can always be printed."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+# -- the caller's request is wrong ---------------------------------------------------------------
+
+
+class InvalidArgument(CacheError):
+    """A field of the request is malformed; `field` names it."""
+
+    reason = "INVALID_FIELD"
+    template = "{field}: {problem}"
+
+
+class ChecksumMismatch(CacheError):
+    """Bytes that arrived do not match the checksum sent with them; nothing was changed."""
+
+    reason = "CHECKSUM_MISMATCH"
+    template = "{field}: data does not match its checksum"
+
+
+class TokenRangeOutOfBounds(CacheError):
+    """A token range reaches past the session's tokens."""
+
+    reason = "TOKEN_RANGE_OUT_OF_BOUNDS"
+    template = "tokens [{begin}, {end}) are not within [0, {token_count})"
+
+
+class Unauthenticated(CacheError):
+    """The caller did not say, in a way we accept, who it is."""
+
+    reason = "UNAUTHENTICATED"
+    template = "credentials are missing or not accepted"
+
+
+# -- it is not there ------------------------------------------------------------------------------
+
+
+class SessionNotFound(CacheError):
+    """No such session for this tenant: never created, deleted, expired or evicted."""
+
+    reason = "SESSION_NOT_FOUND"
+    template = "{session} does not exist"
+
+
+class ModelNotFound(CacheError):
+    """No such model for this tenant."""
+
+    reason = "MODEL_NOT_FOUND"
+    template = "{model} is not registered"
+
+
+class LeaseNotFound(CacheError):
+    """The lease ended: released, past its deadline, or its stream broke."""
+
+    reason = "LEASE_NOT_FOUND"
+    template = "lease {lease_id} does not exist"
+
+
+class ReservationNotFound(CacheError):
+    """The reservation ended: committed, released, past its deadline, or its stream broke."""
+
+    reason = "RESERVATION_NOT_FOUND"
+    template = "reservation {reservation_id} does not exist"
+
+
+class SessionAlreadyExists(CacheError):
+    """A session of that id exists for this tenant."""
+
+    reason = "SESSION_ALREADY_EXISTS"
+    template = "{session} already exists"
+
+
+# -- the state does not allow it --------------------------------------------------------------------
+
+
+class GenerationMismatch(CacheError):
+    """The session changed since the caller last saw it."""
+
+    reason = "GENERATION_MISMATCH"
+    template = "{session} is at generation {actual}, not {expected}"
+
+
+class WriteOffsetMismatch(CacheError):
+    """An append starts elsewhere than at the session's end; continue at `token_count`."""
+
+    reason = "WRITE_OFFSET_MISMATCH"
+    template = "{session} holds {token_count} tokens, the append starts at {write_offset}"
+
+
+class ModelFingerprintMismatch(CacheError):
+    """State of one model was asked for, or saved, as another's."""
+
+    reason = "MODEL_FINGERPRINT_MISMATCH"
+    template = "{model} has fingerprint {actual}, not {expected}"
+
+
+class PositionsNotRelocatable(CacheError):
+    """The model's state depends on absolute positions: only its last tokens can be dropped."""
+
+    reason = "POSITIONS_NOT_RELOCATABLE"
+    template = "{model} learns absolute positions: only the newest tokens can be dropped"
+
+
+class WriteInProgress(CacheError):
+    """Another reservation is open on the session."""
+
+    reason = "WRITE_IN_PROGRESS"
+    template = "{session} has an open reservation"
+
+
+class IncompleteAppend(CacheError):
+    """A commit came before every stream of the layout had its rows."""
+
+    reason = "INCOMPLETE_APPEND"
+    template = "{stream} holds {row_count} rows of the {token_count} to commit"
+
+
+# -- there is no room --------------------------------------------------------------------------------
+
+
+class CapacityExceeded(CacheError):
+    """A tier cannot take the bytes even after everything that may leave has left."""
+
+    reason = "CAPACITY_EXCEEDED"
+    template = "{tier}: {needed_bytes} B needed, {free_bytes} B free or evictable of {limit_bytes} B"
+
+
+class TooManyRequests(CacheError):
+    """A bound on concurrent work was reached; try again after a delay."""
+
+    reason = "TOO_MANY_REQUESTS"
+    template = "{what}: the limit of {limit} is reached"
+
+
+class Draining(CacheError):
+    """The server is shutting down and takes no new work."""
+
+    reason = "DRAINING"
+    template = "the server is shutting down"
+
+
+# -- bytes are not what they must be -------------------------------------------------------------------
+
+
+class CorruptSegment(CacheError):
+    """Stored bytes failed their checksum or carry another identity; the state is a miss from there on."""
+
+    reason = "CORRUPT_SEGMENT"
+    template = "segment {segment_id}: {problem}"
+
+
+class CorruptMetadata(CacheError):
+    """A metadata record or the database itself cannot be trusted."""
+
+    reason = "CORRUPT_METADATA"
+    template = "{where}: {problem}"
+
+
+class TierFailure(CacheError):
+    """A device refused a read, write or sync."""
+
+    reason = "TIER_FAILURE"
+    template = "{path}: {problem}"
+
+
+# -- the server cannot start ------------------------------------------------------------------------------
+
+
+class DataDirectoryUnusable(CacheError):
+    """The data directory cannot be created, read, written or locked."""
+
+    reason = "DATA_DIRECTORY_UNUSABLE"
+    template = "data directory {path}: {problem}"
+
+
+class FormatTooNew(CacheError):
+    """The data directory was written by a newer version."""
+
+    reason = "FORMAT_TOO_NEW"
+    template = "data directory {path} has format {found}; this version reads up to {supported}"
+
+
+class InvalidConfiguration(CacheError):
+    """A configuration value, file or environment variable is wrong."""
+
+    reason = "INVALID_CONFIGURATION"
+    template = "{source}: {problem}"
+
+
+class AddressUnusable(CacheError):
+    """The server cannot listen where it was told to."""
+
+    reason = "ADDRESS_UNUSABLE"
+    template = "cannot listen on {address}: {problem}"
+
+
+class Unavailable(CacheError):
+    """The server cannot be reached, or went away during the call."""
+
+    reason = "UNAVAILABLE"
+    template = "{target}: {problem}"
+
+
+class DeadlineExceeded(CacheError):
+    """The call did not end within its deadline."""
+
+    reason = "DEADLINE_EXCEEDED"
+    template = "{target}: no answer within {timeout_s} s"

@@ -1,0 +1,57 @@
+"""Segment layout: where each stream's chunk lies inside a segment's slot.
+
+A slot is the header, then one chunk per stream in storage order, every piece on a 4 KiB
+boundary, so that a slot can be read and written with O_DIRECT and a chunk by itself too:
+
+    | header | token ids | layer 0 | layer 1 | ... |      each chunk: 64 rows, zero padded
+
+The same layout is used in the arena and on SSD: a flush is one copy-free write.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ctxcache.format.streams import Stream, StreamSpec
+
+ALIGN_BYTES = 4096
+SEGMENT_TOKENS = 64
+HEADER_FIXED_BYTES = 256
+HEADER_STREAM_BYTES = struct.calcsize("<iiiiQ")
+
+
+def align(size_bytes: int) -> int:
+    """The next multiple of 4 KiB at or above `size_bytes`."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Offsets of every chunk in a slot. `specs` in storage order; `segment_tokens` rows per chunk."""
+
+    specs: tuple[StreamSpec, ...]
+    segment_tokens: int = SEGMENT_TOKENS
+    header_bytes: int = field(init=False)
+    size_bytes: int = field(init=False)
+    offsets: tuple[int, ...] = field(init=False)
+    index: dict[Stream, int] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        header_bytes = align(HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * len(self.specs))
+        sizes = [align(spec.row_bytes * self.segment_tokens) for spec in self.specs]
+        ends = list(accumulate(sizes, initial=header_bytes))
+        object.__setattr__(self, "header_bytes", header_bytes)
+        object.__setattr__(self, "offsets", tuple(ends[:-1]))
+        object.__setattr__(self, "size_bytes", ends[-1])
+        object.__setattr__(self, "index", {spec.stream: i for i, spec in enumerate(self.specs)})
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes over all streams, padding not counted."""
+        return sum(spec.row_bytes for spec in self.specs)
+
+    def rows(self, stream: Stream, row_begin: int, row_end: int) -> slice:
+        """Where rows `[row_begin, row_end)` of `stream` lie in the slot. Raises KeyError(stream)."""
+        i = self.index[stream]
+        row_bytes = self.specs[i].row_bytes
+        return slice(self.offsets[i] + row_begin * row_bytes, self.offsets[i] + row_end * row_bytes)

@@ -1,0 +1,74 @@
+"""Streams: the append-only runs of fixed-size rows that make up a session.
+
+A stream is one state kind of one layer. The store treats rows as opaque bytes; this file knows
+their size and element type, and nothing of what the numbers mean.
+"""
+
+import enum
+from dataclasses import dataclass
+
+TOKENS_LAYER = -1
+TOKEN_ROW_BYTES = 4
+
+
+class StateKind(enum.IntEnum):
+    """What the bytes of a row are. Values are those of the wire and of the chunk format."""
+
+    TOKENS = 1
+    """Token ids, int32 little endian; one stream per session, layer -1, always stored."""
+    HIDDEN = 2
+    """The input of a decoder layer, before its norm: [D] elements."""
+    KV = 3
+    """K then V before positional encoding, after biases and norms: [H*C] + [H*C_v] elements."""
+    LATENT = 4
+    """A model's own compressed state (MLA): [kv_lora_rank] + [rope_dim] elements, not rotated."""
+
+
+class DType(enum.IntEnum):
+    """Element type of a row. Values are those of the wire and of the chunk format."""
+
+    INT32 = 1
+    FLOAT32 = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+    INT8 = 5
+    FLOAT8_E4M3 = 6
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one element."""
+        return _DTYPE_BYTES[self]
+
+
+_DTYPE_BYTES = {
+    DType.INT32: 4,
+    DType.FLOAT32: 4,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.INT8: 1,
+    DType.FLOAT8_E4M3: 1,
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stream:
+    """Names a stream within a session: layer number (-1 for token ids) and state kind."""
+
+    layer: int
+    kind: StateKind
+
+    def __str__(self) -> str:
+        return "tokens" if self.kind is StateKind.TOKENS else f"layer {self.layer} {self.kind.name.lower()}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StreamSpec:
+    """A stream a model can save: its name, the bytes of one token's row, and the element type."""
+
+    stream: Stream
+    row_bytes: int
+    dtype: DType
+
+
+TOKENS = Stream(TOKENS_LAYER, StateKind.TOKENS)
+TOKENS_SPEC = StreamSpec(TOKENS, TOKEN_ROW_BYTES, DType.INT32)
