@@ -1,0 +1,1 @@
+"""Generated from proto/ctxcache/v1; do not edit."""
