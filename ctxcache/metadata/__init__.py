@@ -1,0 +1,1 @@
+"""Records of models, sessions and segments, and the stores that keep them."""

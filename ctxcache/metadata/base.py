@@ -1,0 +1,100 @@
+"""Records, and the interface of a metadata store.
+
+Records are facts as they are durable; the cache's own state (leases, tails in DRAM) is not in
+them. Every implementation passes `ctxcache.testing.metadata.MetadataContract`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.slot import Slot
+from ctxcache.format.streams import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """A registered model. Key: tenant and model id. Times are nanoseconds since the epoch."""
+
+    tenant: str
+    spec: ModelSpec
+    create_time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """A durable segment. Key: segment id, never reused.
+
+    `header_checksum` is that of the header in the slot, which in turn holds every chunk's: bytes of
+    another time or place cannot pass for this segment's.
+    """
+
+    segment_id: int
+    identity: SegmentIdentity
+    slot: Slot
+    header_checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session's durable state. Key: uid (16 bytes), never reused.
+
+    `segment_ids` in log order; `live` are position ranges `[begin, end)` of the log, ascending and
+    disjoint; `log_end` is one past the last position ever used by a durable row. Exactly one of
+    `ttl_ns` (sliding) and an absolute `expire_time_ns` applies: `ttl_ns` is None for the latter.
+    """
+
+    uid: bytes
+    tenant: str
+    session_id: str
+    model_id: str
+    layout: tuple[Stream, ...]
+    generation: int
+    segment_ids: tuple[int, ...]
+    live: tuple[tuple[int, int], ...]
+    log_end: int
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    ttl_ns: int | None
+    is_pinned: bool
+
+
+@dataclass(slots=True)
+class Changes:
+    """What becomes true at once: all of it or, after a crash, none of it."""
+
+    models: list[ModelRecord] = field(default_factory=list)
+    sessions: list[SessionRecord] = field(default_factory=list)
+    segments: list[SegmentRecord] = field(default_factory=list)
+    deleted_session_uids: list[bytes] = field(default_factory=list)
+    deleted_segment_ids: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any((self.models, self.sessions, self.segments, self.deleted_session_uids, self.deleted_segment_ids))
+
+
+class MetadataStore(Protocol):
+    """Keeps records. Owned by the event loop; reads happen once, at start."""
+
+    def models(self) -> Iterator[ModelRecord]:
+        """Every model. Raises CorruptMetadata."""
+
+    def sessions(self) -> Iterator[SessionRecord]:
+        """Every session. Raises CorruptMetadata."""
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """Every segment. Raises CorruptMetadata."""
+
+    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+        """Apply `changes` atomically. Changes are applied in the order of the calls.
+
+        With `is_durable`, returns when they and every commit before them are synced (many callers
+        share one sync); without, they survive the death of the process, not of the machine. The
+        event loop is never blocked by a sync. Raises TierFailure when the device refuses.
+        """
+
+    def close(self) -> None:
+        """Give up the files. Nothing may be in flight."""

@@ -1,0 +1,1 @@
+"""Places where segments lie. Concrete tiers are built by `server.py` only."""
