@@ -1,0 +1,49 @@
+"""What can go wrong between the store's rows and an engine's cache, one class per reason.
+
+Knows neither torch nor the store. Each of these is raised before a cache is handed out, so that
+the worst case is a session recomputed from its tokens, never a wrong KV.
+"""
+
+from ctxcache.errors import CacheError
+
+
+class UnsupportedArchitecture(CacheError):
+    """The model's family, or a setting of it, is not one that state can be saved for."""
+
+    reason = "UNSUPPORTED_ARCHITECTURE"
+    template = "{architecture}: {problem}"
+
+
+class ShapeMismatch(CacheError):
+    """A tensor does not have the shape that the model and the token range demand."""
+
+    reason = "SHAPE_MISMATCH"
+    template = "{what}: expected shape {expected}, got {actual}"
+
+
+class UnsupportedDtype(CacheError):
+    """Rows or weights are of an element type that is not the model's, or that no row can have."""
+
+    reason = "UNSUPPORTED_DTYPE"
+    template = "{what}: expected {expected}, got {actual}"
+
+
+class UnsupportedBatch(CacheError):
+    """Capture sees one sequence per forward pass; the pass had more."""
+
+    reason = "UNSUPPORTED_BATCH"
+    template = "capture needs batch size 1, the pass has {batch_size}"
+
+
+class IncompleteRestore(CacheError):
+    """A cache was asked for before every layer had all its rows."""
+
+    reason = "INCOMPLETE_RESTORE"
+    template = "layer {layer} holds {row_count} of {token_count} tokens"
+
+
+class RowsOutOfOrder(CacheError):
+    """A piece of a layer starts elsewhere than at that layer's end."""
+
+    reason = "ROWS_OUT_OF_ORDER"
+    template = "layer {layer} continues at token {expected}, the piece starts at {actual}"

@@ -1,0 +1,66 @@
+"""The store's description of a model: its identity and every stream it can save.
+
+Knows adapters and the store's ModelSpec. Worst case: hashing all weights, once per process; pass
+`weights_digest` where it is known.
+"""
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import StateKind, Stream, StreamSpec
+from gpu_worker.digests import digest_parameters, digest_tokenizer
+from gpu_worker.errors import UnsupportedDtype
+from gpu_worker.families import Adapter, adapt
+from gpu_worker.rows import row_dtype
+
+
+def model_spec(
+    hf_model: PreTrainedModel,
+    *,
+    model_id: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    weights_digest: str | None = None,
+    revision: str = "",
+) -> ModelSpec:
+    """Describe `hf_model` with HIDDEN and KV (or LATENT) streams of every layer.
+
+    The same weights, settings and tokenizer give the same fingerprint in any process.
+    `weights_digest` defaults to `digest_parameters`; `digest_checkpoint` is cheaper but a different
+    string, so a deployment chooses one of them and keeps to it.
+    Raises UnsupportedArchitecture, UnsupportedDtype.
+    """
+    adapter = adapt(hf_model)
+    _check_dtype(adapter)
+    return ModelSpec(
+        model_id=model_id,
+        architecture=adapter.architecture,
+        revision=revision,
+        weights_digest=digest_parameters(hf_model) if weights_digest is None else weights_digest,
+        tokenizer_digest="" if tokenizer is None else digest_tokenizer(tokenizer),
+        dtype=row_dtype(hf_model.dtype),
+        layer_count=len(adapter.layers),
+        hidden_size=adapter.hidden_size,
+        kv_head_count=adapter.key.head_count,
+        head_size=adapter.key.head_size,
+        rope=adapter.rope_name,
+        norm=adapter.norm_name,
+        is_relocatable=adapter.is_relocatable,
+        streams=_streams(adapter),
+    )
+
+
+def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
+    dtype = row_dtype(adapter.model.dtype)
+    sizes = {StateKind.HIDDEN: adapter.hidden_size, adapter.kind: adapter.row_size}
+    return tuple(
+        StreamSpec(Stream(layer, kind), size * dtype.size_bytes, dtype)
+        for layer in range(len(adapter.layers))
+        for kind, size in sizes.items()
+    )
+
+
+def _check_dtype(adapter: Adapter) -> None:
+    if adapter.model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        expected = "float32, float16 or bfloat16"
+        raise UnsupportedDtype(what=adapter.architecture, expected=expected, actual=str(adapter.model.dtype))

@@ -1,0 +1,61 @@
+"""Rows as tensors and as bytes: the border between the engine's numbers and the store's bytes.
+
+Knows element types and row sizes, not what a row means. Worst case: bytes of another element type
+or length, refused before a tensor is made.
+"""
+
+import torch
+from torch import Tensor
+
+from ctxcache.format.streams import DType, StreamSpec
+from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
+
+_TORCH_DTYPES = {
+    DType.INT32: torch.int32,
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+}
+_ROW_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items()}
+
+
+def row_dtype(dtype: torch.dtype) -> DType:
+    """The row element type of a tensor element type; raises UnsupportedDtype if there is none."""
+    if dtype not in _ROW_DTYPES:
+        known = ", ".join(str(item) for item in _ROW_DTYPES)
+        raise UnsupportedDtype(what="rows", expected=f"one of {known}", actual=str(dtype))
+    return _ROW_DTYPES[dtype]
+
+
+def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
+    """Rows [T, row] as `spec` stores them: T * row_bytes bytes, native (little) endian.
+
+    A view of the tensor where it is contiguous and on the host, else of a copy.
+    Raises ShapeMismatch, UnsupportedDtype.
+    """
+    element_count = spec.row_bytes // spec.dtype.size_bytes
+    if rows.ndim != 2 or rows.shape[1] != element_count:
+        raise ShapeMismatch(
+            what=str(spec.stream), expected=f"[T, {element_count}]", actual=str(list(rows.shape))
+        )
+    if row_dtype(rows.dtype) is not spec.dtype:
+        raise UnsupportedDtype(what=str(spec.stream), expected=spec.dtype.name, actual=str(rows.dtype))
+    return rows.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
+
+
+def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
+    """Bytes of whole rows -> [T, row] on the host, a view of `data`, which must be writable.
+
+    Raises ShapeMismatch where `data` is no whole number of rows, UnsupportedDtype for a type that
+    torch cannot hold here.
+    """
+    if spec.dtype not in _TORCH_DTYPES:
+        raise UnsupportedDtype(what=str(spec.stream), expected="a torch element type", actual=spec.dtype.name)
+    if data.nbytes % spec.row_bytes:
+        raise ShapeMismatch(
+            what=str(spec.stream), expected=f"a multiple of {spec.row_bytes} B", actual=f"{data.nbytes} B"
+        )
+    element_count = spec.row_bytes // spec.dtype.size_bytes
+    if not data.nbytes:
+        return torch.empty(0, element_count, dtype=_TORCH_DTYPES[spec.dtype])
+    return torch.frombuffer(data, dtype=_TORCH_DTYPES[spec.dtype]).view(-1, element_count)
