@@ -1,0 +1,39 @@
+"""Models: registered once, never changed."""
+
+from ctxcache.cache.state import State
+from ctxcache.errors import ModelFingerprintMismatch
+from ctxcache.format.model import ModelSpec
+from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
+
+
+class Models:
+    """The use cases of models."""
+
+    def __init__(self, state: State, metadata: MetadataStore) -> None:
+        self._state = state
+        self._metadata = metadata
+
+    async def register(self, tenant: str, spec: ModelSpec) -> ModelRecord:
+        """Register a model, or return it when it is the same. Raises ModelFingerprintMismatch."""
+        known = self._state.models.get((tenant, spec.model_id))
+        if known is None:
+            known = ModelRecord(tenant, spec, self._state.clock.now_ns())
+            self._state.models[tenant, spec.model_id] = known
+        elif known.spec.fingerprint() != spec.fingerprint():
+            raise ModelFingerprintMismatch(
+                model=f"models/{spec.model_id}",
+                actual=known.spec.fingerprint().hex(),
+                expected=spec.fingerprint().hex(),
+            )
+        # Also when it was known: another call may still be waiting for its commit.
+        await self._metadata.commit(Changes(models=[known]), is_durable=True)
+        return known
+
+    def get(self, tenant: str, model_id: str) -> ModelRecord:
+        """One model. Raises ModelNotFound."""
+        return self._state.model(tenant, model_id)
+
+    def list(self, tenant: str, *, after: str, limit: int) -> list[ModelRecord]:
+        """Up to `limit` models with ids greater than `after`, by id."""
+        ids = sorted(model_id for owner, model_id in self._state.models if owner == tenant)
+        return [self._state.models[tenant, i] for i in ids if i > after][:limit]

@@ -1,0 +1,265 @@
+"""Residency: which segments are in DRAM, which on SSD, and the moves between.
+
+Order that everything here rests on: bytes are durable before the record that points at them, and
+a record is gone before its bytes are given back. A held segment keeps its slots. Moves run to
+their end even when the caller that wanted them is cancelled, so that no slot is given back under
+a device's hands. Worst case: making room waits for a flush, and a flush for an eviction.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from ctxcache.cache.segment_io import SegmentIO, Written
+from ctxcache.cache.state import State, record_of
+from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+from ctxcache.errors import CapacityExceeded, SessionNotFound
+from ctxcache.format.slot import Slot
+from ctxcache.metadata.base import Changes, MetadataStore, SegmentRecord
+
+PARALLEL_SEGMENTS = 8
+"""Segments in flight per move: enough to keep several paths busy, few enough to bound memory."""
+
+T = TypeVar("T")
+
+
+class Residency:
+    """Moves segments between the tiers, and sessions out of the cache. Owned by the event loop."""
+
+    def __init__(
+        self, state: State, io: SegmentIO, metadata: MetadataStore, dram: SlotAllocator, ssd: SlotAllocator
+    ) -> None:
+        self._state = state
+        self._io = io
+        self._metadata = metadata
+        self.dram = dram
+        self.ssd = ssd
+        self._flush_locks: dict[bytes, asyncio.Lock] = {}
+        self._promotions: dict[int, asyncio.Task[None]] = {}
+        self._moves: set[asyncio.Task[Any]] = set()
+
+    # -- holds -----------------------------------------------------------------------------------
+
+    def hold(self, segment: Segment) -> None:
+        """Keep the segment's slots until `release`."""
+        segment.hold_count += 1
+
+    def release(self, segment: Segment) -> None:
+        """End one hold; the last one frees a discarded segment."""
+        segment.hold_count -= 1
+        if segment.is_discarded:
+            self.free(segment)
+
+    def free(self, segment: Segment) -> None:
+        """Give a segment's slots back as soon as nothing holds it. Its record is gone."""
+        segment.is_discarded = True
+        if segment.hold_count:
+            return
+        if segment.dram:
+            self.dram.give(segment.dram)
+        if segment.ssd:
+            self.ssd.give(segment.ssd)
+        segment.dram = segment.ssd = None
+
+    # -- DRAM ------------------------------------------------------------------------------------
+
+    async def place(self, size_bytes: int) -> Slot:
+        """A DRAM slot, made free if need be. Raises CapacityExceeded, TierFailure."""
+        while (slot := self.dram.take(size_bytes)) is None:
+            if not self._drop_clean(size_bytes):
+                victim = self._coldest_dirty()
+                if victim is None:
+                    raise CapacityExceeded(
+                        tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
+                        limit_bytes=self.dram.capacity_bytes,
+                    )  # fmt: skip
+                await self.flush(victim)
+        return slot
+
+    async def keep_free(self, free_bytes: int) -> None:
+        """Drop the coldest clean segments until that much DRAM is free, as far as that goes."""
+        missing = free_bytes - self.dram.free_bytes
+        if missing > 0:
+            self._drop_clean(missing)
+
+    def _drop_clean(self, size_bytes: int) -> bool:
+        """Drop DRAM copies that SSD has too, coldest session and newest tokens first, until `size_bytes` went."""
+        dropped_bytes = 0
+        for uid in self._state.policy.candidates():
+            for segment in reversed(self._state.by_uid[uid].segments):
+                if dropped_bytes >= size_bytes:
+                    return True
+                if segment.dram and not segment.hold_count and not segment.is_dirty:
+                    dropped_bytes += segment.dram.size_bytes
+                    self._drop(segment, segment.dram)
+        return dropped_bytes > 0
+
+    def _drop(self, segment: Segment, slot: Slot) -> None:
+        # Closed: what was appended later would have to be read back first.
+        segment.is_open = False
+        segment.dram = None
+        self.dram.give(slot)
+
+    def _coldest_dirty(self) -> Session | None:
+        for uid in self._state.policy.candidates():
+            session = self._state.by_uid[uid]
+            if any(s.is_dirty and not s.hold_count for s in session.segments):
+                return session
+        return None
+
+    async def promote(self, segments: Sequence[Segment]) -> None:
+        """Bring held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
+        missing = [s for s in segments if not s.dram]
+        for begin in range(0, len(missing), PARALLEL_SEGMENTS):
+            await _all(self._promotion(s) for s in missing[begin : begin + PARALLEL_SEGMENTS])
+
+    def _promotion(self, segment: Segment) -> "asyncio.Future[None]":
+        task = self._promotions.get(segment.segment_id)
+        if task is None:
+            task = self._start(self._promote(segment))
+            self._promotions[segment.segment_id] = task
+            task.add_done_callback(lambda _: self._promotions.pop(segment.segment_id, None))
+        return asyncio.shield(task)
+
+    async def _promote(self, segment: Segment) -> None:
+        self.hold(segment)
+        slot = None
+        try:
+            slot = await self.place(segment.layout.size_bytes)
+            segment.checksums = await self._io.read(segment, slot)
+            segment.dram, slot = slot, None
+            self._state.counters.promoted_segment_count += 1
+        finally:
+            if slot:
+                self.dram.give(slot)
+            self.release(segment)
+
+    async def demote(self, session: Session) -> None:
+        """Flush a session and drop its segments from DRAM, held ones excepted."""
+        await self.flush(session)
+        for segment in session.segments:
+            if segment.dram and not segment.hold_count and not segment.is_dirty:
+                self._drop(segment, segment.dram)
+
+    # -- SSD -------------------------------------------------------------------------------------
+
+    async def flush(self, session: Session) -> None:
+        """Make every token committed so far durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
+        await asyncio.shield(self._start(self._flush(session)))
+
+    async def _flush(self, session: Session) -> None:
+        async with self._flush_locks.setdefault(session.uid, asyncio.Lock()):
+            end = session.log_end
+            dirty = [s for s in session.segments if s.is_dirty]
+            for segment in dirty:
+                self.hold(segment)
+            try:
+                if dirty:
+                    await self._record(session, await self._write(session, dirty), end)
+            finally:
+                for segment in dirty:
+                    self.release(segment)
+        if session.is_gone:
+            self._flush_locks.pop(session.uid, None)
+
+    async def _write(self, session: Session, segments: Sequence[Segment]) -> list[Written]:
+        written: list[Written] = []
+        try:
+            for begin in range(0, len(segments), PARALLEL_SEGMENTS):
+                for segment in segments[begin : begin + PARALLEL_SEGMENTS]:
+                    slot = await self._ssd_slot(segment.layout.size_bytes, session)
+                    written.append(Written(segment, slot, segment.row_count))
+                await _all(self._io.write(w) for w in written[begin:])
+            await self._io.sync({w.slot.path_index for w in written})
+        except BaseException:
+            for item in written:
+                self.ssd.give(item.slot)
+            raise
+        return written
+
+    async def _record(self, session: Session, written: Sequence[Written], end: int) -> None:
+        kept = [w for w in written if w.segment.reference_count and not session.is_gone]
+        for item in written:
+            if item not in kept:
+                self.ssd.give(item.slot)
+        if session.is_gone:
+            raise SessionNotFound(session=session.name)
+        replaced = [w.segment.ssd for w in kept if w.segment.ssd]
+        for item in kept:
+            item.adopt()
+        # Before the commit: a record written meanwhile must not fall back behind this one.
+        session.recorded_end = end
+        changes = Changes(sessions=[record_of(session)], segments=[_segment_record(w.segment) for w in kept])
+        await self._metadata.commit(changes, is_durable=True)
+        session.durable_end = max(session.durable_end, end)
+        self._state.counters.flushed_segment_count += len(kept)
+        for slot in replaced:
+            self.ssd.give(slot)
+
+    async def _ssd_slot(self, size_bytes: int, for_session: Session) -> Slot:
+        while (slot := self.ssd.take(size_bytes)) is None:
+            victim = self._coldest_removable(for_session)
+            if victim is None:
+                raise CapacityExceeded(
+                    tier="SSD", needed_bytes=size_bytes, free_bytes=self.ssd.free_bytes,
+                    limit_bytes=self.ssd.capacity_bytes,
+                )  # fmt: skip
+            self._state.counters.evicted_session_count += 1
+            await self.remove([victim])
+        return slot
+
+    def _coldest_removable(self, for_session: Session) -> Session | None:
+        for uid in self._state.policy.candidates():
+            session = self._state.by_uid[uid]
+            if session.is_pinned or session.is_writing or session is for_session:
+                continue
+            if any(s.ssd for s in session.segments) and not any(s.hold_count for s in session.segments):
+                return session
+        return None
+
+    # -- out of the cache --------------------------------------------------------------------------
+
+    async def remove(self, sessions: Iterable[Session]) -> None:
+        """Make sessions unreachable at once, and give their bytes back when their records are gone."""
+        await asyncio.shield(self._start(self._remove([s for s in sessions if not s.is_gone])))
+
+    async def _remove(self, sessions: Sequence[Session]) -> None:
+        dead = [segment for session in sessions for segment in self._state.forget(session)]
+        await self.drop_segments(dead, Changes(deleted_session_uids=[s.uid for s in sessions]))
+        for session in sessions:
+            self._flush_locks.pop(session.uid, None)
+
+    async def drop_segments(self, dead: Sequence[Segment], changes: Changes) -> None:
+        """Commit `changes` with the removal of unreferenced segments, then give their slots back."""
+        changes.deleted_segment_ids += [s.segment_id for s in dead]
+        await self._metadata.commit(changes, is_durable=True)
+        for segment in dead:
+            self.free(segment)
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Wait for every move under way."""
+        while self._moves:
+            await asyncio.gather(*self._moves, return_exceptions=True)
+
+    def _start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.get_running_loop().create_task(move)
+        self._moves.add(task)
+        task.add_done_callback(self._moves.discard)
+        return task
+
+
+async def _all(moves: Iterable[Any]) -> None:
+    """Wait for all of them, then raise the first failure: none is left running behind an error."""
+    for result in await asyncio.gather(*moves, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _segment_record(segment: Segment) -> SegmentRecord:
+    assert segment.ssd is not None  # noqa: S101  # adopt() has just set it
+    identity = segment.identity(segment.ssd_row_count)
+    return SegmentRecord(segment.segment_id, identity, segment.ssd, segment.header_checksum)

@@ -1,0 +1,282 @@
+"""Sessions: create, look at, update, truncate, fork, delete, expire.
+
+Each change is checked first, made in memory in one step, and then committed; nothing awaits
+between check and change.
+"""
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ctxcache.cache.residency import Residency
+from ctxcache.cache.state import State, record_of
+from ctxcache.core import ranges
+from ctxcache.core.expiry import Expiration
+from ctxcache.core.ranges import Ranges
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session, SessionView
+from ctxcache.errors import (
+    CacheError,
+    InvalidArgument,
+    PositionsNotRelocatable,
+    SessionAlreadyExists,
+    WriteInProgress,
+)
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import Stream
+from ctxcache.metadata.base import Changes, MetadataStore
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup found: `reason` is empty for a hit."""
+
+    session_id: str
+    reason: str = ""
+    view: SessionView | None = None
+    dram_token_count: int = 0
+    is_pending: bool = False
+
+
+class Sessions:
+    """The use cases of sessions that move no rows."""
+
+    def __init__(
+        self, state: State, residency: Residency, metadata: MetadataStore, default: Expiration
+    ) -> None:
+        self._state = state
+        self._residency = residency
+        self._metadata = metadata
+        self._default = default
+
+    async def create(
+        self, tenant: str, session_id: str, *, model_id: str, layout: Iterable[Stream],
+        expiration: Expiration | None, is_pinned: bool,
+    ) -> SessionView:  # fmt: skip
+        """Create an empty session; an empty id means one of our choice.
+
+        Raises ModelNotFound, SessionAlreadyExists, InvalidArgument (a stream the model does not have).
+        """
+        model = self._state.model(tenant, model_id)
+        try:
+            specs = model.spec.resolve(layout)
+        except KeyError as error:
+            raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
+        session = self._blank(
+            tenant, session_id, model_id, model.spec.fingerprint(), SegmentLayout(specs),
+            expiration or self._default,
+        )  # fmt: skip
+        session.is_pinned = is_pinned
+        return await self._admit(session)
+
+    def get(self, tenant: str, session_id: str) -> SessionView:
+        """One session. Raises SessionNotFound."""
+        return self._state.session(tenant, session_id).view()
+
+    def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
+        """Up to `limit` sessions with ids greater than `after`, by id; of one model unless `model_id` is empty."""
+        now_ns = self._state.clock.now_ns()
+        found = sorted(
+            session_id
+            for (owner, session_id), session in self._state.sessions.items()
+            if owner == tenant and session_id > after and session.expire_time_ns > now_ns
+            and model_id in ("", session.model_id)
+        )  # fmt: skip
+        return [self._state.sessions[tenant, i].view() for i in found[:limit]]
+
+    async def update(
+        self, tenant: str, session_id: str, *, expiration: Expiration | None, is_pinned: bool | None
+    ) -> SessionView:
+        """Change expiry or pin, and count an access. Raises SessionNotFound."""
+        session = self._state.session(tenant, session_id)
+        if expiration is not None:
+            session.expiration = expiration
+        if is_pinned is not None:
+            session.is_pinned = is_pinned
+        self._state.touch(session)
+        self._state.expiry.schedule(session.uid, session.expire_time_ns)
+        return await self._record(session)
+
+    async def keep_recent(
+        self, tenant: str, session_id: str, generation: int | None, *, recent_count: int, sink_count: int
+    ) -> SessionView:
+        """Drop what lies between the first `sink_count` and the last `recent_count` tokens. See `drop`."""
+        session = self._state.session(tenant, session_id)
+        dropped = ranges.sinks_and_recent(
+            session.token_count, sink_count=sink_count, recent_count=recent_count
+        )
+        return await self.drop(tenant, session_id, generation, dropped)
+
+    async def keep_first(
+        self, tenant: str, session_id: str, generation: int | None, token_count: int
+    ) -> SessionView:
+        """Drop every token at or after `token_count`. See `drop`."""
+        session = self._state.session(tenant, session_id)
+        session.check_range(token_count, session.token_count)
+        return await self.drop(tenant, session_id, generation, ((token_count, session.token_count),))
+
+    async def drop(
+        self, tenant: str, session_id: str, generation: int | None, dropped: Ranges
+    ) -> SessionView:
+        """Drop tokens by index. What drops nothing changes nothing.
+
+        Raises SessionNotFound, GenerationMismatch, WriteInProgress, TokenRangeOutOfBounds,
+        PositionsNotRelocatable.
+        """
+        session = self._state.session(tenant, session_id)
+        self._check_change(session, generation)
+        for begin, end in dropped:
+            session.check_range(begin, end)
+        self._check_relocatable(session, dropped)
+        self._state.touch(session)
+        positions = [p for begin, end in dropped for p in ranges.select(session.live, begin, end)]
+        if positions:
+            dead = self._state.unreference(session.drop_positions(ranges.normalise(positions)))
+            await self._residency.drop_segments(dead, Changes(sessions=[record_of(session)]))
+        return session.view()
+
+    async def fork(
+        self, tenant: str, session_id: str, new_id: str, generation: int | None,
+        *, token_count: int | None, expiration: Expiration | None,
+    ) -> SessionView:  # fmt: skip
+        """Create a session that shares the source's first tokens, which are made durable first.
+
+        Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
+        TokenRangeOutOfBounds, CapacityExceeded, TierFailure.
+        """
+        source = self._state.session(tenant, session_id)
+        self._check_new(tenant, new_id)
+        self._check_change(source, generation)
+        source.check_range(0, source.token_count if token_count is None else token_count)
+        while source.durable_end < source.log_end:
+            await self._residency.flush(source)
+        # The flush awaited: what was checked may have changed.
+        source = self._state.session(tenant, session_id)
+        self._check_change(source, generation)
+        kept = source.token_count if token_count is None else token_count
+        source.check_range(0, kept)
+        self._state.touch(source)
+        fork = self._blank(
+            tenant, new_id, source.model_id, source.model_fingerprint, source.layout,
+            expiration or source.expiration,
+        )  # fmt: skip
+        _share(source, fork, kept)
+        return await self._admit(fork)
+
+    async def flush(self, tenant: str, session_id: str) -> SessionView:
+        """Make what is committed durable. Raises SessionNotFound, CapacityExceeded, TierFailure."""
+        session = self._state.session(tenant, session_id)
+        await self._residency.flush(session)
+        return session.view()
+
+    async def demote(self, tenant: str, session_id: str) -> SessionView:
+        """Flush, and drop from DRAM what nobody holds. Raises SessionNotFound, CapacityExceeded, TierFailure."""
+        session = self._state.session(tenant, session_id)
+        await self._residency.demote(session)
+        return session.view()
+
+    async def delete(self, tenant: str, session_id: str, generation: int | None) -> None:
+        """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
+        session = self._state.session(tenant, session_id)
+        self._check_change(session, generation)
+        await self._residency.remove([session])
+
+    async def expire_due(self) -> None:
+        """Remove the sessions whose time has come; one that is being written waits for its writer."""
+        now_ns = self._state.clock.now_ns()
+        due = [self._state.by_uid[uid] for uid in self._state.expiry.due(now_ns, self._expire_time)]
+        for session in due:
+            if session.is_writing:
+                self._state.expiry.schedule(session.uid, now_ns)
+        gone = [session for session in due if not session.is_writing]
+        self._state.counters.expired_session_count += len(gone)
+        if gone:
+            await self._residency.remove(gone)
+
+    async def save_access_times(self) -> None:
+        """Write down accesses since the last call, so that sliding expiry survives a restart."""
+        touched, self._state.touched = self._state.touched, set()
+        if touched:
+            records = [record_of(self._state.by_uid[uid]) for uid in touched]
+            await self._metadata.commit(Changes(sessions=records), is_durable=False)
+
+    def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Found:
+        """What could be restored of a session, without side effects. Never raises."""
+        try:
+            session = self._state.session(tenant, session_id)
+            session.check_fingerprint(fingerprint)
+        except CacheError as error:
+            return Found(session_id, reason=error.reason)
+        pieces = session.pieces(0, session.token_count)
+        in_dram = sum(p.row_end - p.row_begin for p in pieces if p.segment.dram)
+        reason = "" if session.live else "EMPTY"
+        return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
+
+    async def quarantine(self, segment: Segment) -> None:
+        """End every session that lists a segment found bad before that segment's tokens.
+
+        The state behind a gap is of no use to a reader; what is before it stays.
+        """
+        self._state.counters.corrupt_segment_count += 1
+        for session in [s for s in self._state.by_uid.values() if segment in s.segments]:
+            dead = self._state.unreference(session.drop_positions(((segment.begin, session.log_end),)))
+            await self._residency.drop_segments(dead, Changes(sessions=[record_of(session)]))
+
+    # -- checks and parts ----------------------------------------------------------------------------
+
+    def _expire_time(self, uid: bytes) -> int | None:
+        session = self._state.by_uid.get(uid)
+        return session.expire_time_ns if session else None
+
+    def _check_change(self, session: Session, generation: int | None) -> None:
+        session.check_generation(generation)
+        if session.is_writing:
+            raise WriteInProgress(session=session.name)
+
+    def _check_relocatable(self, session: Session, dropped: Sequence[tuple[int, int]]) -> None:
+        model = self._state.model(session.tenant, session.model_id)
+        whole = ranges.normalise(list(dropped))
+        is_suffix = all(end == session.token_count for _, end in whole)
+        if not model.spec.is_relocatable and not is_suffix:
+            raise PositionsNotRelocatable(model=f"models/{session.model_id}")
+
+    def _check_new(self, tenant: str, session_id: str) -> None:
+        known = self._state.sessions.get((tenant, session_id))
+        if known and known.expire_time_ns > self._state.clock.now_ns():
+            raise SessionAlreadyExists(session=known.name)
+
+    def _blank(
+        self, tenant: str, session_id: str, model_id: str, fingerprint: bytes, layout: SegmentLayout,
+        expiration: Expiration,
+    ) -> Session:  # fmt: skip
+        uid, now_ns = uuid.uuid4(), self._state.clock.now_ns()
+        return Session(
+            uid=uid.bytes, tenant=tenant, session_id=session_id or uid.hex, model_id=model_id,
+            model_fingerprint=fingerprint, layout=layout, expiration=expiration, create_time_ns=now_ns,
+            access_time_ns=now_ns, expire_time_ns=expiration.after_access(now_ns),
+        )  # fmt: skip
+
+    async def _admit(self, session: Session) -> SessionView:
+        self._check_new(session.tenant, session.session_id)
+        expired = self._state.sessions.get((session.tenant, session.session_id))
+        dead = self._state.forget(expired) if expired else []
+        self._state.add(session)
+        changes = Changes(sessions=[record_of(session)])
+        changes.deleted_session_uids = [expired.uid] if expired else []
+        await self._residency.drop_segments(dead, changes)
+        return session.view()
+
+    async def _record(self, session: Session) -> SessionView:
+        await self._metadata.commit(Changes(sessions=[record_of(session)]), is_durable=True)
+        return session.view()
+
+
+def _share(source: Session, fork: Session, token_count: int) -> None:
+    """Give the fork the source's first tokens. Shared segments grow no more; both logs go on behind them."""
+    fork.live = ranges.select(source.live, 0, token_count)
+    end = fork.live[-1][1] if fork.live else 0
+    fork.segments = [s for s in source.segments if s.begin < end and ranges.clip(fork.live, s.begin, s.end)]
+    for segment in fork.segments:
+        segment.is_open = False
+    fork.log_end = max((s.end for s in fork.segments), default=0)
+    fork.recorded_end = fork.durable_end = fork.log_end

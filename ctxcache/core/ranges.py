@@ -1,0 +1,72 @@
+"""Arithmetic of position ranges: what truncation keeps, and where live tokens lie in the log.
+
+A session's tokens have two numbers. The *position* is where a token was appended to the log; it
+never changes and is never used again. The *index* is its rank among the live tokens, which is
+what callers see: after dropping positions [4, 132) of 200,
+
+    positions  0..3   4 .......... 131   132 ....... 199
+    live       [0,4)                     [132, 200)
+    indexes    0..3                      4 .......... 71
+
+Every function takes and returns ascending, disjoint, non-empty ranges `[begin, end)`.
+"""
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+def count(ranges: Ranges) -> int:
+    """How many positions the ranges hold."""
+    return sum(end - begin for begin, end in ranges)
+
+
+def clip(ranges: Ranges, begin: int, end: int) -> Ranges:
+    """What of the ranges lies within `[begin, end)`."""
+    cut = ((max(b, begin), min(e, end)) for b, e in ranges)
+    return tuple((b, e) for b, e in cut if b < e)
+
+
+def extend(ranges: Ranges, begin: int, end: int) -> Ranges:
+    """The ranges and `[begin, end)`, which starts at or after their end."""
+    if begin == end:
+        return ranges
+    if ranges and ranges[-1][1] == begin:
+        return (*ranges[:-1], (ranges[-1][0], end))
+    return (*ranges, (begin, end))
+
+
+def normalise(ranges: list[Range]) -> Ranges:
+    """Any ranges, in order, with touching and overlapping ones merged and empty ones left out."""
+    merged: list[Range] = []
+    for begin, end in sorted(r for r in ranges if r[0] < r[1]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
+
+
+def subtract(ranges: Ranges, dropped: Ranges) -> Ranges:
+    """What of the ranges lies in none of `dropped`."""
+    kept = ranges
+    for begin, end in dropped:
+        kept = clip(kept, 0, begin) + clip(kept, end, kept[-1][1] if kept else end)
+    return kept
+
+
+def select(ranges: Ranges, begin: int, end: int) -> Ranges:
+    """Positions of the live tokens with indexes `[begin, end)`."""
+    found: list[Range] = []
+    index = 0
+    for b, e in ranges:
+        low, high = max(begin, index), min(end, index + e - b)
+        if low < high:
+            found.append((b + low - index, b + high - index))
+        index += e - b
+    return tuple(found)
+
+
+def sinks_and_recent(token_count: int, *, sink_count: int, recent_count: int) -> Ranges:
+    """Indexes that `keep_recent` drops: those between the first `sink_count` and the last `recent_count`."""
+    begin, end = min(sink_count, token_count), max(token_count - recent_count, 0)
+    return ((begin, end),) if begin < end else ()

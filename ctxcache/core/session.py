@@ -1,0 +1,157 @@
+"""Session: one conversation's state as the cache holds it, and the arithmetic over it.
+
+The log holds every position ever appended; `live` says which are still there; `segments` hold the
+rows:
+
+    position   0 ........ durable_end ........ recorded_end ........ log_end
+               synced to SSD       written, sync under way   committed in DRAM
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ctxcache.core import ranges
+from ctxcache.core.expiry import Expiration
+from ctxcache.core.ranges import Ranges
+from ctxcache.core.segment import Segment
+from ctxcache.errors import (
+    GenerationMismatch,
+    ModelFingerprintMismatch,
+    TokenRangeOutOfBounds,
+)
+from ctxcache.format.layout import SegmentLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Live rows `[row_begin, row_end)` of a segment; the first one's token has index `token_begin`."""
+
+    segment: Segment
+    row_begin: int
+    row_end: int
+    token_begin: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """State of one session. Owned by the event loop."""
+
+    uid: bytes
+    tenant: str
+    session_id: str
+    model_id: str
+    model_fingerprint: bytes
+    layout: SegmentLayout
+    expiration: Expiration
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    generation: int = 1
+    is_pinned: bool = False
+    segments: list[Segment] = field(default_factory=list)
+    live: Ranges = ()
+    log_end: int = 0
+    recorded_end: int = 0
+    durable_end: int = 0
+    is_writing: bool = False
+    is_gone: bool = False
+
+    @property
+    def name(self) -> str:
+        """Resource name."""
+        return f"sessions/{self.session_id}"
+
+    @property
+    def token_count(self) -> int:
+        """Live tokens."""
+        return ranges.count(self.live)
+
+    @property
+    def durable_token_count(self) -> int:
+        """Live tokens that are on SSD and recorded."""
+        return ranges.count(ranges.clip(self.live, 0, self.durable_end))
+
+    def touch(self, now_ns: int) -> None:
+        """Count an access."""
+        self.access_time_ns = now_ns
+        self.expire_time_ns = self.expiration.after_access(now_ns)
+
+    def check_generation(self, expected: int | None) -> None:
+        """Raise GenerationMismatch unless `expected` is None or holds."""
+        if expected is not None and expected != self.generation:
+            raise GenerationMismatch(session=self.name, expected=expected, actual=self.generation)
+
+    def check_fingerprint(self, expected: bytes) -> None:
+        """Raise ModelFingerprintMismatch unless the session's state was computed by that model."""
+        if expected != self.model_fingerprint:
+            raise ModelFingerprintMismatch(
+                model=f"models/{self.model_id}", actual=self.model_fingerprint.hex(), expected=expected.hex()
+            )
+
+    def check_range(self, begin: int, end: int) -> None:
+        """Raise TokenRangeOutOfBounds unless `[begin, end)` are live tokens."""
+        if not 0 <= begin <= end <= self.token_count:
+            raise TokenRangeOutOfBounds(begin=begin, end=end, token_count=self.token_count)
+
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """Where the tokens `[begin, end)` lie, in order."""
+        index = begin
+        starts = [segment.begin for segment in self.segments]
+        for low, high in ranges.select(self.live, begin, end):
+            position = low
+            while position < high:
+                segment = self.segments[bisect_right(starts, position) - 1]
+                stop = min(high, segment.end)
+                yield Piece(segment, position - segment.begin, stop - segment.begin, index)
+                index += stop - position
+                position = stop
+
+    def drop_positions(self, dropped: Ranges) -> list[Segment]:
+        """Make these positions dead; returns segments that hold no live token any more, unlisted."""
+        self.live = ranges.subtract(self.live, dropped)
+        self.generation += 1
+        dead = [s for s in self.segments if not ranges.clip(self.live, s.begin, s.end)]
+        gone = {s.segment_id for s in dead}
+        self.segments = [s for s in self.segments if s.segment_id not in gone]
+        return dead
+
+    def append_rows(self, end: int) -> None:
+        """Make the positions from the log's end up to `end` live; their rows are in the segments."""
+        self.live = ranges.extend(self.live, self.log_end, end)
+        self.log_end = end
+        self.generation += 1
+
+    def view(self) -> "SessionView":
+        """The session's facts as they are now."""
+        return SessionView(
+            name=self.name, uid=self.uid, tenant=self.tenant, model_id=self.model_id,
+            model_fingerprint=self.model_fingerprint, layout=self.layout, generation=self.generation,
+            token_count=self.token_count, durable_token_count=self.durable_token_count,
+            create_time_ns=self.create_time_ns, access_time_ns=self.access_time_ns,
+            expire_time_ns=self.expire_time_ns, ttl_ns=self.expiration.ttl_ns, is_pinned=self.is_pinned,
+            dram_bytes=sum(s.layout.size_bytes for s in self.segments if s.dram),
+            ssd_bytes=sum(s.layout.size_bytes for s in self.segments if s.ssd),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session's facts at one moment; stays true of a lease's rows when the session goes on."""
+
+    name: str
+    uid: bytes
+    tenant: str
+    model_id: str
+    model_fingerprint: bytes
+    layout: SegmentLayout
+    generation: int
+    token_count: int
+    durable_token_count: int
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    ttl_ns: int | None
+    is_pinned: bool
+    dram_bytes: int
+    ssd_bytes: int
