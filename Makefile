@@ -1,0 +1,55 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Everything lands in .venv and .venv-store.
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+BIN := .venv/bin
+SOURCES := ctxcache gpu_worker tests scripts
+
+# Threads beside torch's own only get in each other's way on the small machines where tests run.
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format proto check-proto setup setup-store test-all test-store clean
+
+help: ## Say what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: setup ## Show what the cache saves on a real small model (ARGS="--help" for its options)
+	@$(BIN)/ctxcache demo $(ARGS)
+
+test: lint check-proto test-all test-store ## Check everything: style, types, contract, tests with and without torch
+
+lint: setup ## Check style, types and who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/import_law.py
+	$(BIN)/mypy $(SOURCES)
+
+format: setup ## Rewrite sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	cd proto && ../$(BIN)/buf format --write
+
+proto: setup ## Generate the Python code of proto/
+	$(BIN)/python scripts/generate_proto.py
+
+check-proto: setup
+	scripts/check_proto.sh
+
+test-all: setup
+	@command -v node >/dev/null || echo 'NOTICE: node is not installed: the JavaScript client test will be SKIPPED' >&2
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The store must import, serve and pass its tests where torch does not exist.
+test-store: setup-store test-all
+	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
+	.venv-store/bin/python -m pytest --ignore=tests/gpu_worker --ignore=tests/demo $(PYTEST_ARGS)
+
+setup: ## Make .venv, with everything (no network once it is made)
+	@$(PYTHON) scripts/setup.py worker
+
+setup-store: setup
+	@$(PYTHON) scripts/setup.py store
+
+clean: ## Remove both environments and the tools' caches, not the models
+	rm -rf .venv .venv-store .mypy_cache .ruff_cache .pytest_cache
