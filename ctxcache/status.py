@@ -1,0 +1,166 @@
+"""Errors on the wire: the one table between error classes and gRPC codes, read in both directions.
+
+Knows every error class and every code, and nothing of what a caller was doing. Worst case: an error
+that no table knows arrives as the base class with its code in the message, never as success.
+"""
+
+import re
+from collections.abc import Mapping
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
+
+from ctxcache import errors
+from ctxcache.errors import CacheError, Fact
+
+DOMAIN = "ctxcache"
+DETAILS_KEY = "grpc-status-details-bin"
+RETRY_DELAY_MS = 250
+# Trailing metadata is bounded (8 KiB by default): a long text must not turn an error into another one.
+FACT_CHARACTERS = 256
+MESSAGE_CHARACTERS = 512
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+
+CODES: dict[type[CacheError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ChecksumMismatch: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.TokenRangeOutOfBounds: grpc.StatusCode.OUT_OF_RANGE,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.SessionNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.LeaseNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.ReservationNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.SessionAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.GenerationMismatch: grpc.StatusCode.ABORTED,
+    errors.WriteInProgress: grpc.StatusCode.ABORTED,
+    errors.WriteOffsetMismatch: grpc.StatusCode.ABORTED,
+    errors.ModelFingerprintMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.PositionsNotRelocatable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IncompleteAppend: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.TooManyRequests: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Draining: grpc.StatusCode.UNAVAILABLE,
+    errors.TierFailure: grpc.StatusCode.UNAVAILABLE,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.CorruptSegment: grpc.StatusCode.DATA_LOSS,
+    errors.CorruptMetadata: grpc.StatusCode.DATA_LOSS,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.DataDirectoryUnusable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.FormatTooNew: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.InvalidConfiguration: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AddressUnusable: grpc.StatusCode.FAILED_PRECONDITION,
+    CacheError: grpc.StatusCode.INTERNAL,
+}
+RETRYABLE = (errors.TooManyRequests, errors.Draining, errors.Unavailable)
+
+_FIELD_ERRORS = (errors.InvalidArgument, errors.ChecksumMismatch)
+_BY_REASON = {error_class.reason: error_class for error_class in CODES}
+
+
+def code_of(error: CacheError) -> grpc.StatusCode:
+    """Return the gRPC code of an error; a subclass that the table does not name has its base's."""
+    return next(CODES[base] for base in type(error).__mro__ if base in CODES)
+
+
+def to_status(error: CacheError) -> status_pb2.Status:
+    """Put an error into a status: ErrorInfo with its facts, RetryInfo and BadRequest where they apply."""
+    status = status_pb2.Status(code=_number(code_of(error)), message=message_of(error))
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=wire_facts(error))
+    status.details.add().Pack(info)
+    if isinstance(error, RETRYABLE):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(RETRY_DELAY_MS)
+        status.details.add().Pack(retry)
+    if isinstance(error, _FIELD_ERRORS):
+        status.details.add().Pack(_bad_request(error))
+    return status
+
+
+def trailing_metadata(error: CacheError) -> tuple[tuple[str, bytes], ...]:
+    """Return what a servicer sets as trailing metadata before it aborts with `code_of`, `message_of`."""
+    return ((DETAILS_KEY, to_status(error).SerializeToString()),)
+
+
+def message_of(error: CacheError) -> str:
+    """Return the error's sentence, short enough for a header."""
+    return _clip(str(error), MESSAGE_CHARACTERS)
+
+
+def wire_facts(error: CacheError) -> dict[str, str]:
+    """Return the error's facts as ErrorInfo.metadata and OperationError.metadata carry them."""
+    return {name: _clip(str(fact), FACT_CHARACTERS) for name, fact in error.facts.items()}
+
+
+def from_rpc_error(error: grpc.RpcError, target: str) -> CacheError:
+    """Rebuild the error that the server at `target` raised, or say how the call failed."""
+    if not isinstance(error, grpc.Call):
+        return errors.Unavailable(target=target, problem=str(error))
+    message = error.details() or ""
+    info = _error_info(error)
+    if info is None:
+        return _from_code(error.code(), message, target)
+    return from_parts(_number(error.code()), info.reason, message, info.metadata, target=target)
+
+
+def from_parts(
+    code: int, reason: str, message: str, metadata: Mapping[str, str], *, target: str = "server"
+) -> CacheError:
+    """Rebuild an error from an OperationError's fields. An unknown reason is read by its code."""
+    error_class = _BY_REASON.get(reason)
+    if error_class is None:
+        return _from_code(_code(code), message, target)
+    return error_class(message, **{name: _fact(text) for name, text in metadata.items()})
+
+
+def _from_code(code: grpc.StatusCode, message: str, target: str) -> CacheError:
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return errors.Unavailable(target=target, problem=message)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(f"{target}: {message}", target=target)
+    return CacheError(f"{target}: {code.name}: {message}", target=target, code=code.name)
+
+
+def _error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
+    for key, value in call.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return _parse_info(value)
+    return None
+
+
+def _parse_info(encoded: bytes) -> error_details_pb2.ErrorInfo | None:
+    info = error_details_pb2.ErrorInfo()
+    try:
+        for detail in status_pb2.Status.FromString(encoded).details:
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return info
+    except DecodeError:
+        return None
+    return None
+
+
+def _bad_request(error: CacheError) -> error_details_pb2.BadRequest:
+    facts = wire_facts(error)
+    request = error_details_pb2.BadRequest()
+    request.field_violations.add(
+        field=facts.get("field", ""), description=facts.get("problem", message_of(error))
+    )
+    return request
+
+
+def _fact(text: str) -> Fact:
+    return int(text) if _INTEGER.fullmatch(text) else text
+
+
+def _clip(text: str, limit: int) -> str:
+    # A path may hold bytes that are not UTF-8; protobuf would refuse the whole status.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _number(code: grpc.StatusCode) -> int:
+    return int(code.value[0])
+
+
+def _code(number: int) -> grpc.StatusCode:
+    return next((code for code in grpc.StatusCode if _number(code) == number), grpc.StatusCode.UNKNOWN)

@@ -1,0 +1,204 @@
+"""The error table: what a servicer raises is what the client's caller catches."""
+
+import inspect
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctxcache import errors, status
+from ctxcache.errors import CacheError
+
+TARGET = "cache.example:7420"
+FACT_NAMES = st.from_regex(r"[a-z][a-z_]{0,20}", fullmatch=True)
+FACT_VALUES = st.integers(-(2**63) + 1, 2**63 - 1) | st.text(max_size=80).filter(
+    lambda text: not _is_number(text)
+)
+FACTS = st.dictionaries(FACT_NAMES, FACT_VALUES, max_size=6)
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").isdigit()
+
+
+def _error_classes() -> list[type[CacheError]]:
+    members = vars(errors).values()
+    return [member for member in members if inspect.isclass(member) and issubclass(member, CacheError)]
+
+
+class _FailedCall(grpc.RpcError, grpc.Call):
+    """A call that ended, as gRPC raises it."""
+
+    def __init__(
+        self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] = ()
+    ) -> None:
+        super().__init__()
+        self._end = (code, details, metadata)
+
+    def code(self) -> grpc.StatusCode:
+        return self._end[0]
+
+    def details(self) -> str:
+        return self._end[1]
+
+    def trailing_metadata(self):
+        return self._end[2]
+
+    def initial_metadata(self):
+        return ()
+
+    def is_active(self) -> bool:
+        return False
+
+    def time_remaining(self) -> None:
+        return None
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_callback(self, callback) -> bool:  # noqa: ARG002  # named by grpc.Call
+        return False
+
+
+def _failed(error: CacheError) -> _FailedCall:
+    return _FailedCall(status.code_of(error), status.message_of(error), status.trailing_metadata(error))
+
+
+def _details(error: CacheError, kind: type) -> Iterator[object]:
+    for packed in status.to_status(error).details:
+        message = kind()
+        if packed.Unpack(message):
+            yield message
+
+
+@pytest.mark.parametrize("error_class", _error_classes())
+def test_every_error_class_has_a_code(error_class):
+    """A class added to errors.py without a row in the table fails here."""
+    assert error_class in status.CODES
+
+
+def test_reasons_are_unique():
+    """A reason names one class, or the client could not tell which to rebuild."""
+    reasons = [error_class.reason for error_class in status.CODES]
+
+    assert len(set(reasons)) == len(reasons)
+
+
+@pytest.mark.parametrize("error_class", _error_classes())
+@given(facts=FACTS)
+def test_an_error_survives_the_wire_with_its_facts(error_class, facts):
+    """The client rebuilds class, sentence and facts, integers as integers."""
+    error = error_class(**facts)
+
+    rebuilt = status.from_rpc_error(_failed(error), TARGET)
+
+    assert type(rebuilt) is error_class
+    assert rebuilt.facts == facts
+    assert str(rebuilt) == str(error)[: status.MESSAGE_CHARACTERS]
+
+
+@pytest.mark.parametrize("error_class", _error_classes())
+@given(facts=FACTS)
+def test_an_error_survives_an_operation_error(error_class, facts):
+    """The four fields of OperationError say as much as a status does."""
+    error = error_class(**facts)
+
+    rebuilt = status.from_parts(
+        status.code_of(error).value[0], error.reason, str(error), status.wire_facts(error)
+    )
+
+    assert (type(rebuilt), rebuilt.facts) == (error_class, facts)
+
+
+def test_a_subclass_without_a_row_takes_the_code_of_its_base():
+    """An error that only one module knows still leaves the server as what it is a kind of."""
+
+    class Narrower(errors.SessionNotFound):
+        """A kind of miss."""
+
+    assert status.code_of(Narrower()) is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("error", [errors.Draining(), errors.TooManyRequests(what="reads", limit=8)])
+def test_an_error_worth_retrying_says_when(error):
+    """RetryInfo carries the delay, as the contract promises for these two."""
+    (retry,) = _details(error, error_details_pb2.RetryInfo)
+
+    assert retry.retry_delay.ToMilliseconds() == status.RETRY_DELAY_MS
+
+
+def test_an_error_not_worth_retrying_carries_no_delay():
+    """Repeating a request for a session that is not there would find it missing again."""
+    assert not list(_details(errors.SessionNotFound(session="sessions/a"), error_details_pb2.RetryInfo))
+
+
+@pytest.mark.parametrize("error_class", [errors.InvalidArgument, errors.ChecksumMismatch])
+def test_a_bad_field_is_named(error_class):
+    """BadRequest names the field, for clients that know nothing of our reasons."""
+    (bad,) = _details(error_class(field="ttl", problem="is negative"), error_details_pb2.BadRequest)
+
+    assert [(one.field, one.description) for one in bad.field_violations] == [("ttl", "is negative")]
+
+
+def test_a_broken_connection_is_unavailable():
+    """A failure of gRPC itself carries no details; its code says what it was."""
+    rebuilt = status.from_rpc_error(_FailedCall(grpc.StatusCode.UNAVAILABLE, "refused"), TARGET)
+
+    assert type(rebuilt) is errors.Unavailable
+    assert rebuilt.facts == {"target": TARGET, "problem": "refused"}
+
+
+def test_a_late_answer_is_a_deadline_exceeded():
+    """A deadline that passed on this side is the same class as one that passed on the other."""
+    rebuilt = status.from_rpc_error(_FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED, "late"), TARGET)
+
+    assert type(rebuilt) is errors.DeadlineExceeded
+    assert TARGET in str(rebuilt)
+
+
+def test_an_unknown_reason_is_read_by_its_code():
+    """A newer server may name reasons that this client has never heard of."""
+    rebuilt = status.from_parts(14, "SHARD_MOVED", "ask elsewhere", {})
+
+    assert type(rebuilt) is errors.Unavailable
+
+
+@pytest.mark.parametrize("code", [0, 2, 13, 99])
+def test_an_unknown_code_is_still_an_error(code):
+    """Whatever a server says went wrong, the caller sees the base class."""
+    assert type(status.from_parts(code, "WHO_KNOWS", "?", {})) is CacheError
+
+
+def test_unreadable_details_do_not_hide_the_failure():
+    """Details that do not parse are as good as none."""
+    call = _FailedCall(grpc.StatusCode.UNAVAILABLE, "gone", ((status.DETAILS_KEY, b"\xff\xff"),))
+
+    assert type(status.from_rpc_error(call, TARGET)) is errors.Unavailable
+
+
+def test_details_of_another_domain_are_not_ours():
+    """A proxy's ErrorInfo may carry a reason that happens to be one of ours."""
+    foreign = status_pb2.Status(code=14)
+    foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="DRAINING", domain="proxy.example"))
+    call = _FailedCall(
+        grpc.StatusCode.UNAVAILABLE, "gone", ((status.DETAILS_KEY, foreign.SerializeToString()),)
+    )
+
+    assert type(status.from_rpc_error(call, TARGET)) is errors.Unavailable
+
+
+def test_a_long_text_fits_into_a_header():
+    """A fact of a megabyte is cut, so that the error does not become a metadata overflow."""
+    ((_, encoded),) = status.trailing_metadata(errors.TierFailure(path="x" * 2**20, problem="y" * 2**20))
+
+    assert len(encoded) < 4096
+
+
+def test_a_path_that_is_no_text_still_leaves_the_server():
+    """A file name of undecodable bytes is replaced instead of breaking the status."""
+    error = errors.TierFailure(path=b"/\xff".decode(errors="surrogateescape"), problem="refused")
+
+    assert type(status.from_rpc_error(_failed(error), TARGET)) is errors.TierFailure
