@@ -98,7 +98,7 @@ class DramArena:
     async def prefault(self) -> None:
         """Map every page ahead of use: a first touch costs four times a later one.
 
-        Reads and writes go on meanwhile. About 0.5 s per GiB; does nothing on a kernel before 5.14.
+        Reads and writes go on meanwhile. One to three seconds per GiB; does nothing on a kernel before 5.14.
         """
         start = self._bytes.ctypes.data
         for begin in range(0, self._size_bytes, _PREFAULT_BYTES):
