@@ -7,7 +7,7 @@ waits for that layer.
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -50,7 +50,7 @@ class Capture:
         self._is_in_pass = False
         self._hooks: list[RemovableHandle] = []
 
-    def __enter__(self) -> "Capture":
+    def __enter__(self) -> Self:
         self._hooks = [*self._watch_passes()]
         for stream in self._streams:
             self._hooks += self._watch(stream)

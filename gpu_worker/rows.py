@@ -40,6 +40,8 @@ def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
         )
     if row_dtype(rows.dtype) is not spec.dtype:
         raise UnsupportedDtype(what=str(spec.stream), expected=spec.dtype.name, actual=str(rows.dtype))
+    if not len(rows):
+        return memoryview(b"")
     return rows.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 

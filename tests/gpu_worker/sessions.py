@@ -1,0 +1,119 @@
+"""A saved session of a tiny model: what capture saw, and the run that was never dropped."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from tiny_models import VOCABULARY_SIZE, build
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.capture import Capture
+from gpu_worker.engines.transformers import continue_greedy
+from gpu_worker.families import Adapter, adapt
+from gpu_worker.plan import RestorePlan
+from gpu_worker.restore import restore_cache
+
+PROMPT_TOKENS = 70
+DECODED_TOKENS = 12
+NEW_TOKENS = 16
+PIECE_TOKENS = 64
+RELATIVE_BOUND = 1e-5
+
+
+@dataclass(frozen=True)
+class Session:
+    """One turn that was saved while it ran, and the turn after it on the cache that stayed."""
+
+    adapter: Adapter
+    token_ids: Tensor
+    rows: dict[Stream, Tensor]
+    kept_cache: Cache
+    next_ids: list[int]
+    expected_ids: list[int]
+
+    @property
+    def token_count(self) -> int:
+        """Tokens whose state was saved."""
+        return len(self.token_ids)
+
+    @property
+    def positions(self) -> Tensor:
+        """Where they stand: 0..T-1."""
+        return torch.arange(self.token_count)
+
+    def read(self, stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
+        """Rows in pieces, as a store hands them out."""
+        yield from torch.split(self.rows[stream][begin:end], PIECE_TOKENS)
+
+    def restore(self, plan: str, *, positions: Tensor | None = None, cache: Cache | None = None) -> Cache:
+        """The session restored by the plan in its compact form."""
+        return restore_cache(
+            self.adapter,
+            RestorePlan.parse(plan),
+            self.read,
+            positions=self.positions if positions is None else positions,
+            token_ids=self.token_ids,
+            cache=cache,
+        )
+
+    def continue_on(self, cache: Cache) -> list[int]:
+        """The next turn, generated on `cache`, which it extends."""
+        return continue_greedy(self.adapter.model, cache, self.next_ids, max_new_tokens=NEW_TOKENS).token_ids
+
+
+@cache
+def saved_session(name: str, dtype: torch.dtype = torch.float32, layer_count: int = 3) -> Session:
+    """Prefill a prompt, decode a reply, save all streams of both; then keep the cache and go on."""
+    torch.set_num_threads(1)
+    adapter = adapt(build(name, dtype=dtype, layer_count=layer_count))
+    model = adapter.model
+    pieces: dict[Stream, list[Tensor]] = defaultdict(list)
+    generator = torch.Generator().manual_seed(7)
+    prompt = torch.randint(VOCABULARY_SIZE, (PROMPT_TOKENS,), generator=generator).tolist()
+    kept = DynamicCache(config=model.config)
+
+    def sink(layer: int, kind: StateKind, rows: Tensor) -> None:
+        pieces[Stream(layer, kind)].append(rows)
+
+    with Capture(adapter, all_streams(adapter), sink):
+        reply = continue_greedy(model, kept, prompt, max_new_tokens=DECODED_TOKENS + 1).token_ids
+    rows = {stream: torch.cat(parts) for stream, parts in pieces.items()}
+    session = Session(adapter, torch.tensor(prompt + reply[:-1]), rows, kept, [reply[-1], 5, 3, 8], [])
+    session.expected_ids.extend(session.continue_on(copy.deepcopy(kept)))
+    return session
+
+
+def all_streams(adapter: Adapter) -> list[Stream]:
+    """Every stream the model can save, token ids apart."""
+    kinds = (StateKind.HIDDEN, adapter.kind)
+    return [Stream(layer, kind) for layer in range(len(adapter.layers)) for kind in kinds]
+
+
+def relative_errors(actual: Cache, expected: Cache) -> list[float]:
+    """Largest difference over largest magnitude, of keys and of values, layer by layer."""
+    return [
+        relative_error(mine, theirs)
+        for layer in range(len(expected.layers))
+        for mine, theirs in zip(contents(actual, layer), contents(expected, layer), strict=True)
+    ]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over largest magnitude of two tensors of one shape."""
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def contents(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values that a cache holds for one layer."""
+    held = cache.layers[layer]
+    assert isinstance(held, CacheLayerMixin)
+    assert held.keys is not None
+    assert held.values is not None
+    return held.keys, held.values

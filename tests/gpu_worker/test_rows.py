@@ -1,0 +1,43 @@
+"""Rows to bytes and back, without a change of any bit."""
+
+import pytest
+import torch
+
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
+from gpu_worker.rows import pack_rows, row_dtype, unpack_rows
+
+_STREAM = Stream(0, StateKind.KV)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("token_count", [0, 1, 65])
+def test_rows_survive_the_store(dtype: torch.dtype, token_count: int) -> None:
+    """Packing and unpacking gives the same bits, for strided rows and for none."""
+    rows = torch.arange(token_count * 14).reshape(token_count, 14).to(dtype)[:, ::2]
+    spec = StreamSpec(_STREAM, 7 * dtype.itemsize, row_dtype(dtype))
+
+    data = pack_rows(rows, spec)
+
+    assert data.nbytes == token_count * spec.row_bytes
+    assert torch.equal(unpack_rows(memoryview(bytearray(data)), spec), rows)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    """Rows of another width and bytes that end inside a row raise ShapeMismatch."""
+    spec = StreamSpec(_STREAM, 8, DType.FLOAT32)
+
+    with pytest.raises(ShapeMismatch, match=r"expected shape \[T, 2\], got \[4, 3\]"):
+        pack_rows(torch.zeros(4, 3), spec)
+    with pytest.raises(ShapeMismatch, match="a multiple of 8 B"):
+        unpack_rows(memoryview(bytearray(9)), spec)
+
+
+def test_wrong_types_are_refused() -> None:
+    """Rows of another element type, or of one without rows, raise UnsupportedDtype."""
+    with pytest.raises(UnsupportedDtype, match=r"expected FLOAT32, got torch\.float16"):
+        pack_rows(torch.zeros(1, 2).half(), StreamSpec(_STREAM, 8, DType.FLOAT32))
+    with pytest.raises(UnsupportedDtype, match=r"got torch\.float64"):
+        row_dtype(torch.float64)
+    with pytest.raises(UnsupportedDtype, match="INT8"):
+        unpack_rows(memoryview(bytearray(8)), StreamSpec(_STREAM, 8, DType.INT8))
