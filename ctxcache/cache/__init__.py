@@ -36,7 +36,7 @@ class Cache:
         self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots)
         self.models = Models(self.state, metadata)
         self.sessions = Sessions(self.state, self.residency, metadata, default_expiration)
-        self.writing = Writing(self.state, self.residency)
+        self.writing = Writing(self.state, self.residency, io)
         self.reading = Reading(self.state, self.residency, self.sessions, io)
 
     async def open(self) -> None:

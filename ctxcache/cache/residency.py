@@ -78,7 +78,7 @@ class Residency:
                 await self.flush(victim)
         return slot
 
-    async def keep_free(self, free_bytes: int) -> None:
+    def keep_free(self, free_bytes: int) -> None:
         """Drop the coldest clean segments until that much DRAM is free, as far as that goes."""
         missing = free_bytes - self.dram.free_bytes
         if missing > 0:

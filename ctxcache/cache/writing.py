@@ -5,13 +5,18 @@ lies there. When a writer disappears, its slots are kept for a while before othe
 may still be writing.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ctxcache.cache.residency import Residency
+from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
 from ctxcache.errors import InvalidArgument, ReservationNotFound, WriteInProgress, WriteOffsetMismatch
+from ctxcache.format.streams import Stream
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
 GRACE_NS = 60 * 10**9
@@ -27,6 +32,11 @@ class Run:
     row_end: int
     token_begin: int
 
+    @property
+    def token_end(self) -> int:
+        """One past the index of the last row's token."""
+        return self.token_begin + self.row_end - self.row_begin
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:
@@ -39,13 +49,20 @@ class Reservation:
     deadline_ns: int
     runs: list[Run] = field(default_factory=list)
 
+    def runs_of(self, token_begin: int, token_end: int) -> list[Run]:
+        """The runs that hold tokens of `[token_begin, token_end)`."""
+        first = bisect_right(self.runs, token_begin, key=lambda run: run.token_begin) - 1
+        last = bisect_left(self.runs, token_end, key=lambda run: run.token_begin)
+        return self.runs[max(first, 0) : last]
+
 
 class Writing:
     """The use cases of a writer."""
 
-    def __init__(self, state: State, residency: Residency) -> None:
+    def __init__(self, state: State, residency: Residency, io: SegmentIO) -> None:
         self._state = state
         self._residency = residency
+        self._io = io
         self._open: dict[int, Reservation] = {}
         self._last_id = 0
         self._quarantine: list[tuple[int, Segment]] = []
@@ -101,6 +118,10 @@ class Writing:
         are then committed in memory all the same.
         """
         session = reservation.session
+        if session.token_count != reservation.committed:
+            # A segment before it was found bad: what was to follow has nothing to follow.
+            self.release(reservation, is_abandoned=True)
+            raise ReservationNotFound(reservation_id=reservation.reservation_id)
         if not reservation.committed <= token_count <= reservation.end:
             problem = f"{token_count} is not within [{reservation.committed}, {reservation.end}]"
             raise InvalidArgument(field="token_count", problem=problem)
@@ -141,6 +162,18 @@ class Writing:
         self._quarantine = [item for item in self._quarantine if item[0] > now_ns]
         for segment in ready:
             self._residency.release(segment)
+
+    def place(self, reservation: Reservation, stream: Stream, token_begin: int, data: memoryview) -> None:
+        """Put rows of one stream where they belong: all of them lie within the reservation."""
+        row_bytes = reservation.session.layout.row_bytes(stream)
+        token_end = token_begin + len(data) // row_bytes
+        for run in reservation.runs_of(token_begin, token_end):
+            first = max(token_begin, run.token_begin)
+            last = min(token_end, run.token_end)
+            row = run.row_begin + first - run.token_begin
+            target = self._io.view(run.segment)[run.segment.layout.rows(stream, row, row + last - first)]
+            source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     # -- parts -----------------------------------------------------------------------------------------
 
@@ -189,5 +222,15 @@ class Writing:
         if added:
             session.append_rows(session.log_end + added)
         reservation.committed = token_count
+        self._let_go(reservation)
         self._state.counters.appended_token_count += added
         self._state.touch(session)
+
+    def _let_go(self, reservation: Reservation) -> None:
+        """End the holds on segments that are written in full."""
+        done = [r for r in reservation.runs[:-1] if r.token_end <= reservation.committed]
+        reservation.runs = reservation.runs[len(done) :]
+        still = {run.segment.segment_id for run in reservation.runs}
+        for segment in {r.segment.segment_id: r.segment for r in done}.values():
+            if segment.segment_id not in still:
+                self._residency.release(segment)

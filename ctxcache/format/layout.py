@@ -50,6 +50,10 @@ class SegmentLayout:
         """Bytes one token takes over all streams, padding not counted."""
         return sum(spec.row_bytes for spec in self.specs)
 
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row of `stream`. Raises KeyError(stream)."""
+        return self.specs[self.index[stream]].row_bytes
+
     def rows(self, stream: Stream, row_begin: int, row_end: int) -> slice:
         """Where rows `[row_begin, row_end)` of `stream` lie in the slot. Raises KeyError(stream)."""
         i = self.index[stream]

@@ -1,0 +1,108 @@
+"""Configuration of the server: arguments over environment over TOML file over safe defaults.
+
+Environment names are CTXCACHE_ and the knob's name in capitals; the TOML file has the same names.
+Unknown names are errors.
+"""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ctxcache.errors import InvalidConfiguration
+
+GIB = 1 << 30
+MIB = 1 << 20
+ARENA_CAP_BYTES = 8 * GIB
+SSD_CAP_BYTES = 32 * GIB
+PREFIX = "CTXCACHE_"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS = {"": 1, "B": 1} | {f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")}
+
+
+def parse_size(value: object) -> object:
+    """`512MiB`, `8 GiB`, `1.5GB` or a number of bytes. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if not match:
+        raise ValueError(f"{value!r} is not a size such as 512MiB or 8GiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+
+def default_data_directory() -> Path:
+    """The user's state directory for ctxcache."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "ctxcache"
+
+
+class Settings(BaseSettings):
+    """Every knob of `ctxcache serve`, with unit and default."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
+
+    data_directory: Path = Field(default_factory=default_data_directory)
+    """Where metadata and, unless `ssd_directories` says otherwise, SSD files lie."""
+    listen: str = "127.0.0.1:7420"
+    """TCP address, `host:port`; port 0 takes a free one; empty for none."""
+    unix_socket: str = "auto"
+    """Path of the Unix socket; `auto` for `ctxcache.sock` in the data directory; empty for none."""
+    arena_directory: Path = Path("/dev/shm")  # noqa: S108  # shared memory is what it is for
+    """Where the DRAM arena's file lies: a tmpfs that clients can reach."""
+    arena_size_bytes: Size = Field(default=0, ge=0)
+    """Size of the arena. 0: a quarter of the memory available, at most 8 GiB."""
+    ssd_directories: tuple[Path, ...] = ()
+    """Directories of the SSD tier, one per device. Empty: `ssd` in the data directory."""
+    ssd_size_bytes: Size = Field(default=0, ge=0)
+    """Size of the preallocated file in each. 0: a fifth of the free space, at most 32 GiB; what is there on restart."""
+    default_ttl_s: float = Field(default=3600, ge=1, le=3650 * 86400)
+    """Time a session lives on after an access when its creator does not say."""
+    max_concurrent_rpcs: int = Field(default=256, ge=1)
+    """Rpcs at a time; more are refused with a retry delay."""
+    drain_timeout_s: float = Field(default=30, ge=0)
+    """How long running rpcs may take to end on shutdown."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, then environment; `load` puts the file below both."""
+        return init_settings, env_settings
+
+
+def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
+    """Settings from arguments that are not None, the environment and a TOML file. Raises InvalidConfiguration."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    known = set(Settings.model_fields)
+    stray = {name for name in os.environ if name.startswith(PREFIX)} - {PREFIX + n.upper() for n in known}
+    if stray - {"CTXCACHE_CONFIG", "CTXCACHE_TARGET"}:
+        raise InvalidConfiguration(source="environment", problem=f"unknown name {min(stray)}")
+    below = {n: v for n, v in _file(file).items() if PREFIX + n.upper() not in os.environ} if file else {}
+    try:
+        return Settings(**{**below, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidConfiguration(source=field or "configuration", problem=first["msg"]) from error
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as handle:
+            return tomllib.load(handle)
+    except OSError as error:
+        raise InvalidConfiguration(source=str(path), problem=error.strerror or str(error)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidConfiguration(source=str(path), problem=f"is not TOML: {error}") from error

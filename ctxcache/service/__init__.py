@@ -1,0 +1,1 @@
+"""The gRPC edge: validation, conversion and servicers of a few lines per rpc. Decides nothing."""

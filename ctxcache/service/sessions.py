@@ -1,0 +1,211 @@
+"""SessionService, the rpcs that move no rows; `streams.py` has the two that do."""
+
+from typing import TypeAlias
+
+from ctxcache.cache import Cache
+from ctxcache.cache.sessions import Found
+from ctxcache.core.expiry import Expiration
+from ctxcache.core.session import SessionView
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import StateKind
+from ctxcache.service import convert, validate
+from ctxcache.service.edge import Context
+from ctxcache.service.streams import StreamRpcs
+from ctxcache.service.tenant import tenant_of
+from ctxcache.v1 import model_pb2, session_pb2
+
+DEFAULT_SINK_TOKENS = 4
+LOOKUP_LIMIT = 1000
+DROP_LIMIT = 65536
+
+_Expiring: TypeAlias = (
+    session_pb2.CreateSessionRequest | session_pb2.UpdateSessionRequest | session_pb2.ForkSessionRequest
+)
+_Conditional: TypeAlias = (
+    session_pb2.TruncateSessionRequest | session_pb2.ForkSessionRequest | session_pb2.DeleteSessionRequest
+)
+
+
+class SessionService(StreamRpcs):
+    """See proto/ctxcache/v1/session.proto."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache)
+        self._sessions = cache.sessions
+        self._clock = cache.state.clock
+
+    async def CreateSession(  # noqa: N802
+        self, request: session_pb2.CreateSessionRequest, context: Context
+    ) -> session_pb2.Session:
+        """See the proto."""
+        view = await self._sessions.create(
+            tenant_of(context),
+            validate.new_session_id(request.session_id),
+            model_id=validate.model_id(request.model, "model"),
+            layout=validate.streams(request.layout, "layout"),
+            expiration=self._future(_expiration(request)),
+            is_pinned=request.is_pinned,
+        )
+        return convert.session_message(view)
+
+    async def GetSession(  # noqa: N802
+        self, request: session_pb2.GetSessionRequest, context: Context
+    ) -> session_pb2.Session:
+        """See the proto."""
+        view = self._sessions.get(tenant_of(context), validate.session_id(request.name))
+        return convert.session_message(view)
+
+    async def ListSessions(  # noqa: N802
+        self, request: session_pb2.ListSessionsRequest, context: Context
+    ) -> session_pb2.ListSessionsResponse:
+        """See the proto."""
+        limit = validate.page_size(request.page_size)
+        found = self._sessions.list(
+            tenant_of(context),
+            after=validate.page_token(request.page_token),
+            limit=limit,
+            model_id=validate.model_id(request.model, "model") if request.model else "",
+        )
+        ids = [view.name.removeprefix("sessions/") for view in found]
+        return session_pb2.ListSessionsResponse(
+            sessions=[convert.session_message(view) for view in found],
+            next_page_token=validate.next_page_token(ids, limit),
+        )
+
+    async def UpdateSession(  # noqa: N802
+        self, request: session_pb2.UpdateSessionRequest, context: Context
+    ) -> session_pb2.Session:
+        """See the proto."""
+        view = await self._sessions.update(
+            tenant_of(context),
+            validate.session_id(request.name),
+            expiration=_expiration(request),
+            is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
+        )
+        return convert.session_message(view)
+
+    async def TruncateSession(  # noqa: N802
+        self, request: session_pb2.TruncateSessionRequest, context: Context
+    ) -> session_pb2.Session:
+        """See the proto."""
+        return convert.session_message(await self._truncate(request, tenant_of(context)))
+
+    async def _truncate(self, request: session_pb2.TruncateSessionRequest, tenant: str) -> SessionView:
+        session_id, generation = validate.session_id(request.name), _generation(request)
+        match request.WhichOneof("kept"):
+            case "keep_recent":
+                recent, sinks = _keep_recent(request.keep_recent)
+                return await self._sessions.keep_recent(
+                    tenant, session_id, generation, recent_count=recent, sink_count=sinks
+                )
+            case "drop":
+                return await self._sessions.drop(tenant, session_id, generation, _dropped(request.drop))
+            case "keep_first":
+                return await self._sessions.keep_first(tenant, session_id, generation, request.keep_first)
+            case None:
+                raise InvalidArgument(field="kept", problem="is required")
+
+    async def ForkSession(  # noqa: N802
+        self, request: session_pb2.ForkSessionRequest, context: Context
+    ) -> session_pb2.Session:
+        """See the proto."""
+        view = await self._sessions.fork(
+            tenant_of(context),
+            validate.session_id(request.name),
+            validate.new_session_id(request.session_id),
+            _generation(request),
+            token_count=request.token_count if request.HasField("token_count") else None,
+            expiration=self._future(_expiration(request)),
+        )
+        return convert.session_message(view)
+
+    async def FlushSession(  # noqa: N802
+        self, request: session_pb2.FlushSessionRequest, context: Context
+    ) -> session_pb2.Session:
+        """See the proto."""
+        view = await self._sessions.flush(tenant_of(context), validate.session_id(request.name))
+        return convert.session_message(view)
+
+    async def DeleteSession(  # noqa: N802
+        self, request: session_pb2.DeleteSessionRequest, context: Context
+    ) -> session_pb2.DeleteSessionResponse:
+        """See the proto."""
+        session_id = validate.session_id(request.name)
+        await self._sessions.delete(tenant_of(context), session_id, _generation(request))
+        return session_pb2.DeleteSessionResponse()
+
+    async def LookupSessions(  # noqa: N802
+        self, request: session_pb2.LookupSessionsRequest, context: Context
+    ) -> session_pb2.LookupSessionsResponse:
+        """See the proto."""
+        validate.within(len(request.queries), 1, LOOKUP_LIMIT, "queries")
+        asked = [
+            (validate.session_id(q.name, f"queries[{i}].name"), validate.fingerprint(q.model_fingerprint))
+            for i, q in enumerate(request.queries)
+        ]
+        tenant = tenant_of(context)
+        found = [self._sessions.lookup(tenant, session_id, print_) for session_id, print_ in asked]
+        return session_pb2.LookupSessionsResponse(results=[_result(item) for item in found])
+
+    def _future(self, expiration: Expiration | None) -> Expiration | None:
+        if expiration and expiration.ttl_ns is None and expiration.expire_time_ns <= self._clock.now_ns():
+            raise InvalidArgument(field="expire_time", problem="is not in the future")
+        return expiration
+
+
+def _expiration(request: _Expiring) -> Expiration | None:
+    match request.WhichOneof("expiration"):
+        case "expire_time":
+            return validate.absolute(request.expire_time)
+        case "ttl":
+            return validate.sliding(request.ttl)
+        case None:
+            return None
+
+
+def _generation(request: _Conditional) -> int | None:
+    return request.if_generation_match if request.HasField("if_generation_match") else None
+
+
+def _keep_recent(kept: session_pb2.KeepRecent) -> tuple[int, int]:
+    sinks = kept.sink_token_count if kept.HasField("sink_token_count") else DEFAULT_SINK_TOKENS
+    recent = validate.within(kept.token_count, 0, 2**62, "keep_recent.token_count")
+    return recent, validate.within(sinks, 0, 2**62, "keep_recent.sink_token_count")
+
+
+def _dropped(drop: session_pb2.DropRanges) -> tuple[tuple[int, int], ...]:
+    validate.within(len(drop.ranges), 1, DROP_LIMIT, "drop.ranges")
+    for i, item in enumerate(drop.ranges):
+        if item.begin > item.end:
+            raise InvalidArgument(field=f"drop.ranges[{i}]", problem="ends before it begins")
+    return tuple((item.begin, item.end) for item in drop.ranges)
+
+
+def _result(found: Found) -> session_pb2.LookupResult:
+    name = f"sessions/{found.session_id}"
+    miss = session_pb2.LOOKUP_STATE_MISS
+    if found.view is None:
+        return session_pb2.LookupResult(name=name, state=miss, reason=found.reason)
+    if found.is_pending:
+        miss = session_pb2.LOOKUP_STATE_PENDING
+    return session_pb2.LookupResult(
+        name=name,
+        state=miss if found.reason else session_pb2.LOOKUP_STATE_HIT,
+        reason="" if found.is_pending else found.reason,
+        generation=found.view.generation,
+        token_count=found.view.token_count,
+        dram_token_count=found.dram_token_count,
+        kinds=_kinds(found.view.layout, found.view.token_count),
+        expire_time=convert.timestamp(found.view.expire_time_ns),
+    )
+
+
+def _kinds(layout: SegmentLayout, token_count: int) -> list[session_pb2.KindAvailability]:
+    by_kind: dict[StateKind, session_pb2.KindAvailability] = {}
+    for spec in layout.specs:
+        kind = model_pb2.StateKind.ValueType(spec.stream.kind)
+        item = by_kind.setdefault(spec.stream.kind, session_pb2.KindAvailability(kind=kind))
+        item.layers.append(spec.stream.layer)
+        item.size_bytes += spec.row_bytes * token_count
+    return list(by_kind.values())

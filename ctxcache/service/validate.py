@@ -1,0 +1,138 @@
+"""Request fields: what is accepted, and which field is to blame when it is not."""
+
+import enum
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ctxcache.core.expiry import Expiration
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.model import FINGERPRINT_BYTES
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream
+from ctxcache.v1 import model_pb2
+
+PAGE_SIZE = 50
+PAGE_SIZE_LIMIT = 1000
+LAYER_LIMIT = 65536
+TTL_LIMIT_S = 3650 * 86400
+_MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
+_SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
+_TIMESTAMP_LIMIT_S = 253402300800  # the year 10000, where protobuf's Timestamp ends
+
+
+E = TypeVar("E", bound=enum.IntEnum)
+
+
+def model_id(name: str, field: str = "name") -> str:
+    """The id in `models/{model_id}`."""
+    return _id(name, "models/", _MODEL_ID, field)
+
+
+def session_id(name: str, field: str = "name") -> str:
+    """The id in `sessions/{session_id}`."""
+    return _id(name, "sessions/", _SESSION_ID, field)
+
+
+def new_session_id(value: str) -> str:
+    """An id for a new session, or empty."""
+    if value and not _SESSION_ID.fullmatch(value):
+        raise InvalidArgument(field="session_id", problem=f"does not match {_SESSION_ID.pattern}")
+    return value
+
+
+def fingerprint(value: bytes) -> bytes:
+    """A model fingerprint."""
+    if len(value) != FINGERPRINT_BYTES:
+        problem = f"{FINGERPRINT_BYTES} bytes expected, {len(value)} given"
+        raise InvalidArgument(field="model_fingerprint", problem=problem)
+    return value
+
+
+def stream(name: model_pb2.StreamName, field: str) -> Stream:
+    """A stream's name."""
+    found = Stream(name.layer, _member(StateKind, int(name.kind), f"{field}.kind"))
+    if found.kind is StateKind.TOKENS and found != TOKENS:
+        raise InvalidArgument(field=f"{field}.layer", problem="token ids have layer -1")
+    if found.kind is not StateKind.TOKENS and not 0 <= found.layer < LAYER_LIMIT:
+        raise InvalidArgument(field=f"{field}.layer", problem=f"{found.layer} is not within [0, {LAYER_LIMIT})")
+    return found
+
+
+def streams(names: Iterable[model_pb2.StreamName], field: str) -> list[Stream]:
+    """Streams' names, each once."""
+    found = [stream(name, f"{field}[{i}]") for i, name in enumerate(names)]
+    if len(set(found)) != len(found):
+        raise InvalidArgument(field=field, problem="names a stream twice")
+    return found
+
+
+def dtype(value: int, field: str) -> DType:
+    """An element type."""
+    return _member(DType, value, field)
+
+
+def within(value: int, low: int, high: int, field: str) -> int:
+    """An integer within `[low, high]`."""
+    if not low <= value <= high:
+        raise InvalidArgument(field=field, problem=f"{value} is not within [{low}, {high}]")
+    return value
+
+
+def text(value: str, limit_bytes: int, field: str, *, is_required: bool = False) -> str:
+    """A text of bounded size."""
+    if len(value.encode()) > limit_bytes:
+        raise InvalidArgument(field=field, problem=f"is longer than {limit_bytes} bytes")
+    if is_required and not value:
+        raise InvalidArgument(field=field, problem="is required")
+    return value
+
+
+def page_size(value: int) -> int:
+    """How many to list."""
+    if value < 0:
+        raise InvalidArgument(field="page_size", problem="is negative")
+    return min(value or PAGE_SIZE, PAGE_SIZE_LIMIT)
+
+
+def page_token(value: str) -> str:
+    """Where to go on listing: the last id of the page before, with a prefix so that it stays opaque."""
+    if value and not value.startswith("after:"):
+        raise InvalidArgument(field="page_token", problem="is not one of ours")
+    return value.removeprefix("after:")
+
+
+def next_page_token(ids: Sequence[str], limit: int) -> str:
+    """The token for what follows a page of at most `limit`; empty when the page was not full."""
+    return f"after:{ids[-1]}" if len(ids) == limit else ""
+
+
+def absolute(value: Timestamp, field: str = "expire_time") -> Expiration:
+    """An absolute expiry."""
+    within(value.seconds, 0, _TIMESTAMP_LIMIT_S - 1, field)
+    within(value.nanos, 0, 10**9 - 1, f"{field}.nanos")
+    return Expiration(None, value.seconds * 10**9 + value.nanos)
+
+
+def sliding(value: Duration, field: str = "ttl") -> Expiration:
+    """An expiry that moves with every access."""
+    within(value.seconds, 1, TTL_LIMIT_S, field)
+    within(value.nanos, 0, 10**9 - 1, f"{field}.nanos")
+    return Expiration(value.seconds * 10**9 + value.nanos)
+
+
+def _member(closed_set: type[E], value: int, field: str) -> E:
+    try:
+        return closed_set(value)
+    except ValueError:
+        problem = f"{value} is not a {closed_set.__name__}"
+        raise InvalidArgument(field=field, problem=problem) from None
+
+
+def _id(name: str, prefix: str, pattern: re.Pattern[str], field: str) -> str:
+    found = name.removeprefix(prefix)
+    if not name.startswith(prefix) or not pattern.fullmatch(found):
+        raise InvalidArgument(field=field, problem=f"does not match {prefix}{pattern.pattern}")
+    return found
