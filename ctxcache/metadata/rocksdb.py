@@ -9,6 +9,7 @@ its end, tables are checksummed by RocksDB, and every value carries its own chec
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,7 @@ class RocksDbMetadata:
         self._syncer = ThreadPoolExecutor(1, "metadata-sync")
         self._next_sync: Future[None] | None = None
         self._failure: str | None = None
+        self._is_closed = False
 
     def models(self) -> Iterator[ModelRecord]:
         """See MetadataStore."""
@@ -73,13 +75,20 @@ class RocksDbMetadata:
             await asyncio.shield(asyncio.wrap_future(self._join_sync()))
 
     def close(self) -> None:
-        """Sync what is still in the page cache and give up the files. Raises TierFailure."""
+        """Sync what is still in the page cache and give up the files, whatever the device says.
+
+        Raises TierFailure for a sync that fails here; a fenced store has said so before.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._syncer.shutdown()
         try:
-            self._db.flush_wal(sync=True)
-            self._db.close()
-        except Exception as error:
-            self._fail(error)
+            if self._failure is None:
+                self._sync()
+        finally:
+            _release(self._db)
+            del self._db
 
     def _scan(self, prefix: bytes, decode: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
         cursor = self._db.iter()
@@ -90,13 +99,13 @@ class RocksDbMetadata:
         # Not optional: a damaged table ends the iteration early, and only the status tells.
         try:
             cursor.status()
-        except Exception as error:
+        except Exception as error:  # rocksdict raises nothing narrower
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
 
     def _write(self, batch: WriteBatch) -> None:
         try:
             self._db.write(batch)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             self._fail(error)
 
     def _join_sync(self) -> "Future[None]":
@@ -112,7 +121,7 @@ class RocksDbMetadata:
         self._check()
         try:
             self._db.flush_wal(sync=True)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             self._fail(error)
 
     def _check(self) -> None:
@@ -129,13 +138,20 @@ class RocksDbMetadata:
 def _open(path: str) -> Rdict:
     try:
         return Rdict(path, _options())
-    except Exception as error:
+    except Exception as error:  # rocksdict raises nothing narrower
         problem = str(error)
         if "Corruption" in problem or "MANIFEST" in problem:
             raise CorruptMetadata(where=path, problem=problem) from error
         if "LOCK" in problem:
             problem = f"another process holds the metadata ({problem})"
         raise DataDirectoryUnusable(path=path, problem=problem) from error
+
+
+def _release(database: Rdict) -> None:
+    # Closing also turns the log into a table. Where that fails the log still holds everything, and
+    # dropping the last reference gives up the lock.
+    with contextlib.suppress(Exception):  # rocksdict raises nothing narrower
+        database.close()
 
 
 def _options() -> Options:

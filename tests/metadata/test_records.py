@@ -1,0 +1,201 @@
+"""Records as bytes: whole or refused."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from ctxcache.errors import CorruptMetadata
+from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.slot import Slot
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.metadata import records
+from ctxcache.metadata.base import ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.testing.metadata import make_model, make_segment, make_session
+
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
+SIZE = st.integers(0, (1 << 63) - 1)
+UINT64 = st.integers(0, (1 << 64) - 1)
+INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+NAME = st.text(max_size=40)
+STREAM = st.builds(Stream, INT32, st.sampled_from(StateKind))
+SEGMENTS = st.builds(
+    SegmentRecord,
+    UINT64,
+    st.builds(
+        SegmentIdentity,
+        NAME,
+        st.binary(min_size=16, max_size=16),
+        INT64,
+        INT64,
+        INT64,
+        st.binary(min_size=32, max_size=32),
+    ),
+    st.builds(Slot, st.integers(0, 65535), SIZE, SIZE),
+    UINT64,
+)
+SESSIONS = st.builds(
+    SessionRecord,
+    uid=st.binary(min_size=16, max_size=16),
+    tenant=NAME,
+    session_id=NAME,
+    model_id=NAME,
+    layout=st.lists(STREAM, max_size=5).map(tuple),
+    generation=INT64,
+    segment_ids=st.lists(UINT64, max_size=5).map(tuple),
+    live=st.lists(st.tuples(INT64, INT64), max_size=4).map(tuple),
+    log_end=INT64,
+    create_time_ns=INT64,
+    access_time_ns=INT64,
+    expire_time_ns=INT64,
+    ttl_ns=st.none() | INT64,
+    is_pinned=st.booleans(),
+)
+SPECS = st.builds(
+    ModelSpec,
+    **dict.fromkeys(
+        ("model_id", "architecture", "revision", "weights_digest", "tokenizer_digest", "rope", "norm"), NAME
+    ),
+    dtype=st.sampled_from(DType),
+    **dict.fromkeys(("layer_count", "hidden_size", "kv_head_count", "head_size"), INT64),
+    is_relocatable=st.booleans(),
+    streams=st.lists(st.builds(StreamSpec, STREAM, INT64, st.sampled_from(DType)), max_size=4).map(tuple),
+)
+MODELS = st.builds(ModelRecord, NAME, SPECS, INT64)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A record as it is kept, and how to read it."""
+
+    record: object
+    key: bytes
+    value: bytes
+    decode: Callable[[bytes, bytes], object]
+
+
+def encode(record: ModelRecord | SessionRecord | SegmentRecord) -> Encoded:
+    """Encode a record of any kind."""
+    match record:
+        case ModelRecord():
+            key = records.model_key(record.tenant, record.spec.model_id)
+            return Encoded(record, key, records.encode_model(record), records.decode_model)
+        case SessionRecord():
+            return Encoded(
+                record,
+                records.session_key(record.uid),
+                records.encode_session(record),
+                records.decode_session,
+            )
+        case SegmentRecord():
+            key = records.segment_key(record.segment_id)
+            return Encoded(record, key, records.encode_segment(record), records.decode_segment)
+
+
+SAMPLES = {
+    "model": encode(make_model()),
+    "session": encode(make_session(segment_ids=(1, 2))),
+    "segment": encode(make_segment()),
+}
+
+
+def reseal(key: bytes, sealed: bytes) -> bytes:
+    """Put a right checksum under any bytes, as another version of the software would."""
+    return sealed + xxh3_64_intdigest(sealed, seed=xxh3_64_intdigest(key)).to_bytes(8, "little")
+
+
+@given(MODELS | SESSIONS | SEGMENTS)
+def test_every_record_comes_back_as_it_went_in(record: ModelRecord | SessionRecord | SegmentRecord) -> None:
+    """Encoding loses nothing, whatever is in the fields."""
+    encoded = encode(record)
+
+    assert encoded.decode(encoded.key, encoded.value) == record
+
+
+@given(MODELS | SESSIONS | SEGMENTS, st.data())
+def test_any_flipped_bit_of_any_record_is_refused(
+    record: ModelRecord | SessionRecord | SegmentRecord, data: st.DataObject
+) -> None:
+    """No single flipped bit passes, wherever it is."""
+    encoded = encode(record)
+    position = data.draw(st.integers(0, len(encoded.value) * 8 - 1))
+    damaged = bytearray(encoded.value)
+    damaged[position // 8] ^= 1 << position % 8
+
+    with pytest.raises(CorruptMetadata):
+        encoded.decode(encoded.key, bytes(damaged))
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+def test_every_flipped_bit_is_refused(sample: Encoded) -> None:
+    """Every bit of a record is covered, one after the other."""
+    for position in range(len(sample.value) * 8):
+        damaged = bytearray(sample.value)
+        damaged[position // 8] ^= 1 << position % 8
+        with pytest.raises(CorruptMetadata):
+            sample.decode(sample.key, bytes(damaged))
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+def test_a_record_cut_short_is_refused(sample: Encoded) -> None:
+    """No beginning of a record passes for a record."""
+    for size_bytes in range(len(sample.value)):
+        with pytest.raises(CorruptMetadata):
+            sample.decode(sample.key, sample.value[:size_bytes])
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+def test_a_value_under_another_key_is_refused(sample: Encoded) -> None:
+    """A value is tied to its key: right bytes in the wrong place are wrong."""
+    with pytest.raises(CorruptMetadata, match="checksum"):
+        sample.decode(sample.key[:-1] + bytes((sample.key[-1] ^ 1,)), sample.value)
+
+
+def test_a_session_is_not_read_as_a_segment() -> None:
+    """The kind is part of the key, and so of the checksum."""
+    session = SAMPLES["session"]
+    with pytest.raises(CorruptMetadata):
+        records.decode_segment(records.segment_key(1), session.value)
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+def test_an_unknown_version_is_named(sample: Encoded) -> None:
+    """A record of a newer version is refused as that, not as damage."""
+    newer = reseal(sample.key, bytes((2,)) + sample.value[1:-8])
+
+    with pytest.raises(CorruptMetadata, match="record version 2"):
+        sample.decode(sample.key, newer)
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"\xff" * 400], ids=["empty", "object", "list", "ones"])
+def test_a_body_that_does_not_parse_is_refused(sample: Encoded, body: bytes) -> None:
+    """A right checksum over nonsense is still nonsense."""
+    with pytest.raises(CorruptMetadata, match="parse"):
+        sample.decode(sample.key, reseal(sample.key, b"\x01" + body))
+
+
+def test_the_error_names_the_record() -> None:
+    """An operator can tell which record it is."""
+    sample = SAMPLES["segment"]
+    with pytest.raises(CorruptMetadata) as caught:
+        sample.decode(sample.key, b"short")
+
+    assert caught.value.where == f"record g/{1:016x}"
+
+
+def test_a_session_without_an_expiry_of_its_own_keeps_a_ttl_of_zero_apart() -> None:
+    """No ttl and a ttl of 0 are two things."""
+    zero = encode(replace(make_session(), ttl_ns=0))
+
+    assert zero.decode(zero.key, zero.value) == zero.record
+
+
+def test_a_uid_of_another_length_has_no_key() -> None:
+    """Keys are of one length, so that none is the beginning of another."""
+    with pytest.raises(ValueError, match="16 bytes"):
+        records.session_key(b"short")

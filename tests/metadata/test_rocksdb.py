@@ -1,0 +1,278 @@
+"""RocksDB under kills, refused syncs and damage on disk."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rocksdict import Options, Rdict
+
+from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, TierFailure
+from ctxcache.metadata import records
+from ctxcache.metadata.base import Changes
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.testing.metadata import make_segment, make_session
+
+RECORD_COUNT = 50
+COMMITS_UNTIL_KILLED = """
+import asyncio, sys
+from ctxcache.metadata.base import Changes
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.testing.metadata import make_segment
+
+async def main():
+    store = RocksDbMetadata(sys.argv[1])
+    first, step = int(sys.argv[2]), 8
+    for i in range(first, 1 << 40, step):
+        ids = range(i, i + step)
+        commits = (store.commit(Changes(segments=[make_segment(n)]), is_durable=True) for n in ids)
+        await asyncio.gather(*commits)
+        print(i + step, flush=True)
+
+asyncio.run(main())
+"""
+COMMITS_AT_ONCE = """
+import asyncio, sys
+from ctxcache.metadata.base import Changes
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.testing.metadata import make_segment
+
+async def main():
+    store = RocksDbMetadata(sys.argv[1])
+    changes = [Changes(segments=[make_segment(n)]) for n in range(500)]
+    await asyncio.gather(*(store.commit(change, is_durable=True) for change in changes))
+
+asyncio.run(main())
+"""
+
+
+def fill(path: Path, *, is_killed: bool = False) -> None:
+    """Leave a store with 50 segments: in a table, as closing does, or in the log, as a kill does."""
+
+    async def commit_all() -> None:
+        store = RocksDbMetadata(path.with_suffix(".open"))
+        for i in range(RECORD_COUNT):
+            await store.commit(Changes(segments=[make_segment(i)]), is_durable=True)
+        if is_killed:
+            shutil.copytree(path.with_suffix(".open"), path)
+        store.close()
+
+    asyncio.run(commit_all())
+    if not is_killed:
+        path.with_suffix(".open").rename(path)
+
+
+def newest(path: Path, pattern: str) -> Path:
+    """Find the file of that name with the most in it."""
+    return max(path.glob(pattern), key=lambda file: file.stat().st_size)
+
+
+def read_all(path: Path) -> int:
+    """Open, count the segments, close. Raises CorruptMetadata."""
+    store = RocksDbMetadata(path)
+    try:
+        return len(list(store.segments()))
+    finally:
+        store.close()
+
+
+@contextmanager
+def refused_syncs(path: Path) -> Iterator[None]:
+    """Put a pipe, which cannot be synced, in the place of the open log of the store at `path`."""
+    links = {int(name): Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208
+    fd = next(
+        fd
+        for fd, link in links.items()
+        if link.is_symlink() and re.match(f"{path}/.*log$", str(link.readlink()))
+    )
+    kept, (pipe_out, pipe_in) = os.dup(fd), os.pipe()
+    os.dup2(pipe_in, fd)
+    try:
+        yield
+    finally:
+        os.dup2(kept, fd)
+        for unused in (kept, pipe_out, pipe_in):
+            os.close(unused)
+
+
+@pytest.mark.parametrize("kill_after", [1, 7, 40])
+def test_acknowledged_commits_survive_kill_9(tmp_path: Path, kill_after: int) -> None:
+    """What a durable commit has returned for is there after a kill, three times in a row."""
+    acknowledged = 0
+    for _ in range(3):
+        arguments = [
+            sys.executable,
+            "-c",
+            COMMITS_UNTIL_KILLED,
+            str(tmp_path / "metadata"),
+            str(acknowledged),
+        ]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            for _ in range(kill_after):
+                acknowledged = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+
+        store = RocksDbMetadata(tmp_path / "metadata")
+        ids = [segment.segment_id for segment in store.segments()]
+        store.close()
+        assert ids[:acknowledged] == list(range(acknowledged))
+        acknowledged = len(ids)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace: sharing of syncs is NOT checked")
+def test_commits_at_once_share_their_syncs(tmp_path: Path) -> None:
+    """Five hundred durable commits that come together cost a few syncs, not five hundred."""
+    trace = tmp_path / "trace"
+    command = ["strace", "-f", "-e", "trace=fdatasync", "-o", str(trace)]
+    subprocess.run([*command, sys.executable, "-c", COMMITS_AT_ONCE, str(tmp_path / "metadata")], check=True)
+    syncs = [line for line in trace.read_text().splitlines() if "fdatasync(" in line]
+
+    assert 0 < len(syncs) < 25
+
+
+def test_a_store_that_is_open_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Two processes never share a store, and the second is told why."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    with pytest.raises(DataDirectoryUnusable, match="another process"):
+        RocksDbMetadata(tmp_path / "metadata")
+    store.close()
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """A file in the place of the directory is named, and left alone."""
+    path = tmp_path / "metadata"
+    path.write_text("mine")
+    with pytest.raises(DataDirectoryUnusable, match="metadata"):
+        RocksDbMetadata(path)
+
+    assert path.read_text() == "mine"
+
+
+async def test_a_refused_sync_fails_every_commit_that_waits_for_it(tmp_path: Path) -> None:
+    """Nobody who shares a failed sync is told that all is well."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    commits = [Changes(segments=[make_segment(i)]) for i in range(10)]
+    with refused_syncs(tmp_path / "metadata"):
+        outcomes = await asyncio.gather(
+            *(store.commit(changes, is_durable=True) for changes in commits), return_exceptions=True
+        )
+
+    assert [type(outcome) for outcome in outcomes] == [TierFailure] * 10
+    store.close()
+
+
+async def test_a_store_stays_fenced_after_a_refused_sync(tmp_path: Path) -> None:
+    """A later sync that would succeed is not asked: it says nothing of the writes that were lost."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+        await store.commit(Changes(segments=[make_segment(1)]), is_durable=True)
+    with pytest.raises(TierFailure, match="fenced"):
+        await store.commit(Changes(), is_durable=True)
+    with pytest.raises(TierFailure, match="fenced"):
+        await store.commit(Changes(segments=[make_segment(2)]), is_durable=False)
+    store.close()
+
+
+async def test_closing_says_when_the_last_sync_is_refused(tmp_path: Path) -> None:
+    """An orderly end that lost something is not silent, and still gives up the lock."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    await store.commit(Changes(segments=[make_segment(1)]), is_durable=False)
+    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+        store.close()
+
+    RocksDbMetadata(tmp_path / "metadata").close()
+
+
+async def test_acknowledged_commits_outlive_a_refused_sync(tmp_path: Path) -> None:
+    """A restart after a fence finds everything that was acknowledged before it."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    await store.commit(Changes(segments=[make_segment(1)]), is_durable=True)
+    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+        await store.commit(Changes(segments=[make_segment(2)]), is_durable=True)
+    store.close()
+
+    again = RocksDbMetadata(tmp_path / "metadata")
+    assert make_segment(1) in list(again.segments())
+    again.close()
+
+
+def test_damage_in_the_log_is_never_silent(tmp_path: Path) -> None:
+    """A flipped bit anywhere in the log refuses the store, or costs no record at all."""
+    fill(tmp_path / "whole", is_killed=True)
+    log_bytes = newest(tmp_path / "whole", "*.log").stat().st_size
+    refused = 0
+    for position in range(3, log_bytes, log_bytes // 24):
+        path = tmp_path / f"damaged-{position}"
+        shutil.copytree(tmp_path / "whole", path)
+        flip(newest(path, "*.log"), position)
+        try:
+            assert read_all(path) == RECORD_COUNT
+        except CorruptMetadata:
+            refused += 1
+
+    assert refused > 20
+
+
+def flip(file: Path, position: int) -> None:
+    """Flip one bit."""
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_torn_end_of_the_log_costs_only_the_last_commit(tmp_path: Path) -> None:
+    """A crash in the middle of a write, which nobody was told had happened, does not stop the server."""
+    fill(tmp_path / "metadata", is_killed=True)
+    log = newest(tmp_path / "metadata", "*.log")
+    os.truncate(log, log.stat().st_size - 5)
+
+    assert read_all(tmp_path / "metadata") == RECORD_COUNT - 1
+
+
+def test_damage_in_a_table_is_never_silent(tmp_path: Path) -> None:
+    """A scan that meets a damaged block raises; it does not end early as if there were no more."""
+    fill(tmp_path / "metadata")
+    table = newest(tmp_path / "metadata", "*.sst")
+    flip(table, table.stat().st_size // 3)
+
+    with pytest.raises(CorruptMetadata):
+        read_all(tmp_path / "metadata")
+
+
+@pytest.mark.parametrize("pattern", ["CURRENT", "MANIFEST-*", "*.sst"])
+def test_a_missing_file_is_corruption(tmp_path: Path, pattern: str) -> None:
+    """A store that lost a file is refused; it is not created anew over what is left."""
+    fill(tmp_path / "metadata")
+    newest(tmp_path / "metadata", pattern).unlink()
+
+    with pytest.raises(CorruptMetadata):
+        read_all(tmp_path / "metadata")
+
+
+def test_a_value_moved_to_another_key_is_corruption(tmp_path: Path) -> None:
+    """RocksDB's own checksums do not know which value belongs to which key; ours do."""
+    fill(tmp_path / "metadata")
+    database = Rdict(str(tmp_path / "metadata"), Options(raw_mode=True))
+    database[records.segment_key(1)] = database[records.segment_key(2)]
+    database.close()
+
+    with pytest.raises(CorruptMetadata, match="checksum"):
+        read_all(tmp_path / "metadata")
+
+
+async def test_one_kind_of_record_is_not_read_as_another(tmp_path: Path) -> None:
+    """Scans keep to their prefix."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    await store.commit(Changes(sessions=[make_session()]), is_durable=False)
+
+    assert not list(store.segments())
+    assert not list(store.models())
+    store.close()
