@@ -27,7 +27,8 @@ class Capture:
     Rows are what the engine's cache needs, bit for bit: HIDDEN the layer's input, KV and LATENT
     the halves before positions. They may share memory with activations: the sink must not write to
     them. Restoring within it captures nothing. Batches of more than one sequence raise
-    UnsupportedBatch out of the forward pass.
+    UnsupportedBatch out of the forward pass. Passes are taken to be unpadded, and rows of tokens
+    that the engine later crops (assisted decoding) are the caller's to drop.
     """
 
     def __init__(

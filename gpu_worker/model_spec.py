@@ -43,11 +43,19 @@ def model_spec(
         hidden_size=adapter.hidden_size,
         kv_head_count=adapter.key.head_count,
         head_size=adapter.key.head_size,
-        rope=adapter.rope_name,
+        rope=_position_name(adapter),
         norm=adapter.norm_name,
         is_relocatable=adapter.is_relocatable,
         streams=_streams(adapter),
     )
+
+
+def _position_name(adapter: Adapter) -> str:
+    # Which positions a layer sees shapes the state after it as much as their angles do.
+    windows = [layer.window for layer in adapter.layers]
+    if not any(windows):
+        return adapter.rope_name
+    return f"{adapter.rope_name} windows {','.join(str(window or 'all') for window in windows)}"
 
 
 def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:

@@ -91,6 +91,13 @@ def test_one_changed_weight_changes_the_fingerprint() -> None:
     assert model_spec(model, model_id="m").fingerprint() != before
 
 
+def test_sliding_window_is_part_of_the_fingerprint() -> None:
+    """The same weights with another window compute other state and have another fingerprint."""
+    spec = model_spec(build("gemma2"), model_id="m", weights_digest="w")
+
+    assert spec.rope.endswith("windows 24,all,24")
+
+
 def test_same_numbers_in_another_type_are_another_model() -> None:
     """The element type of weights is part of their digest."""
     assert digest_parameters(build("llama")) != digest_parameters(build("llama", dtype=torch.bfloat16))
