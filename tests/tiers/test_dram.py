@@ -1,0 +1,142 @@
+"""The arena: shared, wholly allocated, and gone when it is closed."""
+
+import mmap
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
+from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.format.slot import Slot
+from ctxcache.testing.tiers import buffer
+from ctxcache.tiers.dram import DramArena
+
+SIZE_BYTES = 8 << 20
+SLOT = Slot(0, ALIGN_BYTES, ALIGN_BYTES)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Name the arena's file."""
+    return tmp_path / "arena"
+
+
+@pytest.fixture
+def arena(path: Path) -> Iterator[DramArena]:
+    """Give a fresh arena of 8 MiB."""
+    arena = DramArena(path, SIZE_BYTES)
+    yield arena
+    arena.close()
+
+
+def test_the_file_begins_with_the_arena_id(arena: DramArena, path: Path) -> None:
+    """Whoever maps the file can tell that it is this arena."""
+    assert path.read_bytes()[:16] == arena.arena_id
+
+
+def test_two_arenas_have_two_ids(arena: DramArena, path: Path) -> None:
+    """An arena made anew in the same place is another one."""
+    again = DramArena(path, SIZE_BYTES)
+    again.close()
+
+    assert again.arena_id != arena.arena_id
+
+
+def test_all_memory_is_allocated_for_this_user_alone(arena: DramArena, path: Path) -> None:
+    """A first touch can neither fail nor be seen by others."""
+    facts = path.stat()
+
+    assert facts.st_blocks * 512 >= SIZE_BYTES
+    assert facts.st_mode & 0o777 == 0o600
+
+
+async def test_a_view_is_what_others_map(arena: DramArena, path: Path) -> None:
+    """Bytes written to a view, or by write, are at the slot's offset of the shared file."""
+    view = arena.view(SLOT)
+    view[:5] = b"hello"
+    await arena.write(Slot(0, 2 * ALIGN_BYTES, ALIGN_BYTES), 0, buffer(ALIGN_BYTES, seed=9))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+        mapped = shared[ALIGN_BYTES : 3 * ALIGN_BYTES]
+
+    assert view.nbytes == ALIGN_BYTES
+    assert mapped[:5] == b"hello"
+    assert mapped[ALIGN_BYTES:] == buffer(ALIGN_BYTES, seed=9)
+
+
+def test_the_first_page_has_no_view(arena: DramArena) -> None:
+    """The arena's own page cannot be overwritten as a slot."""
+    with pytest.raises(ValueError, match="not in"):
+        arena.view(Slot(0, 0, ALIGN_BYTES))
+
+
+def test_a_stale_file_is_replaced(path: Path) -> None:
+    """What a killed server left is gone: a new arena is all zeros."""
+    path.write_bytes(b"stale" * SIZE_BYTES)
+    arena = DramArena(path, SIZE_BYTES)
+
+    assert path.stat().st_size == SIZE_BYTES
+    assert bytes(arena.view(SLOT)) == bytes(ALIGN_BYTES)
+    arena.close()
+
+
+def test_a_symbolic_link_is_refused(path: Path, tmp_path: Path) -> None:
+    """Nobody can have the arena replace, or write to, a file of their choice."""
+    (tmp_path / "victim").write_text("mine")
+    path.symlink_to(tmp_path / "victim")
+    with pytest.raises(TierFailure, match="not a file"):
+        DramArena(path, SIZE_BYTES)
+
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    """An arena that cannot be created says where."""
+    with pytest.raises(TierFailure, match="nowhere"):
+        DramArena(tmp_path / "nowhere" / "arena", SIZE_BYTES)
+
+
+@pytest.mark.parametrize("size_bytes", [0, ALIGN_BYTES, 2 * ALIGN_BYTES + 1])
+def test_an_odd_size_is_refused(path: Path, size_bytes: int) -> None:
+    """An arena is whole pages, its own and at least one more."""
+    with pytest.raises(InvalidConfiguration, match="multiple"):
+        DramArena(path, size_bytes)
+
+
+def test_too_little_memory_is_refused_at_the_start(path: Path) -> None:
+    """No memory is an error at creation, with what is needed and what is there, and leaves no file."""
+    shared_memory = Path("/dev/shm")  # noqa: S108  the filesystem that arenas are on
+    path = shared_memory / f"ctxcache-test-{path.parent.name}"
+    needed_bytes = (shutil.disk_usage(shared_memory).total // ALIGN_BYTES + 1) * ALIGN_BYTES
+    with pytest.raises(CapacityExceeded, match=str(path)) as caught:
+        DramArena(path, needed_bytes)
+
+    assert caught.value.needed_bytes == needed_bytes
+    assert int(caught.value.free_bytes) < needed_bytes
+    assert not path.exists()
+
+
+async def test_prefaulting_changes_no_bytes(arena: DramArena) -> None:
+    """Mapping pages ahead of use leaves what is in them."""
+    arena.view(SLOT)[:5] = b"hello"
+    await arena.prefault()
+
+    assert bytes(arena.view(SLOT)[:5]) == b"hello"
+
+
+def test_closing_removes_the_file_and_spares_the_views(arena: DramArena, path: Path) -> None:
+    """A view that is still in use stays readable; the file's name is gone."""
+    view = arena.view(SLOT)
+    view[:5] = b"hello"
+    arena.close()
+
+    assert not path.exists()
+    assert bytes(view[:5]) == b"hello"
+
+
+def test_two_views_share_their_bytes(arena: DramArena) -> None:
+    """A view is the memory itself, no copy of it."""
+    arena.view(SLOT)[0] = 7
+
+    assert arena.view(SLOT)[0] == 7

@@ -1,0 +1,251 @@
+"""The SSD tier where only a device can show it: full disks, refused syncs, files cut short."""
+
+import asyncio
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
+from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.format.slot import Slot
+from ctxcache.testing.tiers import buffer
+from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
+
+SIZE_BYTES = 16 << 20
+SLOT = Slot(0, 0, 1 << 20)
+OpenTier = Callable[..., SsdFiles]
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
+    """Open tiers on directories of this test; they are closed at its end."""
+    tiers: list[SsdFiles] = []
+
+    def open_tier(*sizes_bytes: int, **options: bool) -> SsdFiles:
+        sizes_bytes = sizes_bytes or (SIZE_BYTES,)
+        tiers.append(
+            SsdFiles([SsdPath(str(tmp_path / str(i)), size) for i, size in enumerate(sizes_bytes)], **options)
+        )
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+@contextmanager
+def refused_syncs(path: str) -> Iterator[None]:
+    """Put a pipe, which cannot be synced, in the place of this process's open file of that path."""
+    links = {int(name): Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208
+    fd = next(
+        fd for fd, link in links.items() if link.is_symlink() and re.fullmatch(path, str(link.readlink()))
+    )
+    kept, (pipe_out, pipe_in) = os.dup(fd), os.pipe()
+    os.dup2(pipe_in, fd)
+    try:
+        yield
+    finally:
+        os.dup2(kept, fd)
+        for unused in (kept, pipe_out, pipe_in):
+            os.close(unused)
+
+
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """Let the kernel cut writes at this byte of any file, and refuse those past it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_every_block_is_allocated_at_creation(open_tier: OpenTier, tmp_path: Path) -> None:
+    """A write never finds the disk full: its blocks are there from the start, for this user alone."""
+    open_tier()
+    facts = (tmp_path / "0" / FILE_NAME).stat()
+
+    assert facts.st_size == SIZE_BYTES
+    assert facts.st_blocks * 512 >= SIZE_BYTES
+    assert facts.st_mode & 0o777 == 0o600
+
+
+async def test_synced_bytes_are_there_after_a_restart(open_tier: OpenTier) -> None:
+    """Opening keeps what an earlier opening wrote."""
+    tier = open_tier()
+    data, into = buffer(SLOT.size_bytes, seed=1), buffer(SLOT.size_bytes)
+    await tier.write(SLOT, 0, data)
+    await tier.sync([0])
+    tier.close()
+    await open_tier().read(SLOT, 0, into)
+
+    assert into == data
+
+
+async def test_a_file_may_grow(open_tier: OpenTier) -> None:
+    """A larger size keeps what is there and adds room behind it."""
+    tier = open_tier()
+    data, into = buffer(SLOT.size_bytes, seed=1), buffer(SLOT.size_bytes)
+    await tier.write(SLOT, 0, data)
+    tier.close()
+    grown = open_tier(2 * SIZE_BYTES)
+    await grown.read(SLOT, 0, into)
+    await grown.write(Slot(0, 2 * SIZE_BYTES - ALIGN_BYTES, ALIGN_BYTES), 0, buffer(ALIGN_BYTES))
+
+    assert into == data
+    assert grown.capacities_bytes == (2 * SIZE_BYTES,)
+
+
+def test_a_file_does_not_shrink(open_tier: OpenTier, tmp_path: Path) -> None:
+    """A smaller size is refused, because slots beyond it may be in use; the file stays as it was."""
+    open_tier().close()
+    with pytest.raises(InvalidConfiguration, match="cannot shrink"):
+        open_tier(SIZE_BYTES // 2)
+
+    assert (tmp_path / "0" / FILE_NAME).stat().st_size == SIZE_BYTES
+
+
+@pytest.mark.parametrize("size_bytes", [0, -ALIGN_BYTES, ALIGN_BYTES + 512])
+def test_an_odd_size_is_refused(open_tier: OpenTier, size_bytes: int) -> None:
+    """Sizes are positive multiples of 4 KiB."""
+    with pytest.raises(InvalidConfiguration, match="multiple"):
+        open_tier(size_bytes)
+
+
+def test_a_disk_that_is_too_small_is_refused(open_tier: OpenTier, tmp_path: Path) -> None:
+    """No room is found out at the start, with what is needed and what is free, and takes no room."""
+    needed_bytes = (shutil.disk_usage(tmp_path).total // ALIGN_BYTES + 1) * ALIGN_BYTES
+    with pytest.raises(CapacityExceeded, match=FILE_NAME) as caught:
+        open_tier(needed_bytes)
+
+    assert caught.value.needed_bytes == needed_bytes
+    assert int(caught.value.free_bytes) < needed_bytes
+    assert (tmp_path / "0" / FILE_NAME).stat().st_size == 0
+
+
+def test_a_refused_allocation_leaves_the_file_as_it_was(open_tier: OpenTier, tmp_path: Path) -> None:
+    """A file that cannot grow keeps its size, so that the next start may try again."""
+    open_tier().close()
+    with file_size_limit(SIZE_BYTES), pytest.raises(DataDirectoryUnusable, match="File too large"):
+        open_tier(2 * SIZE_BYTES)
+
+    assert (tmp_path / "0" / FILE_NAME).stat().st_size == SIZE_BYTES
+    open_tier().close()
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    """What cannot be a directory is named."""
+    (tmp_path / "file").touch()
+    with pytest.raises(DataDirectoryUnusable, match="file"):
+        SsdFiles([SsdPath(str(tmp_path / "file"), SIZE_BYTES)])
+
+
+def test_a_symbolic_link_is_not_followed(open_tier: OpenTier, tmp_path: Path) -> None:
+    """Nobody can have the tier write to a file of their choice."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "0" / FILE_NAME).symlink_to(tmp_path / "victim")
+    with pytest.raises(DataDirectoryUnusable):
+        open_tier()
+
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_second_server_on_the_same_directory_is_refused(open_tier: OpenTier) -> None:
+    """Two tiers never share a file."""
+    open_tier()
+    with pytest.raises(DataDirectoryUnusable, match="another server"):
+        open_tier()
+
+
+def test_a_path_that_cannot_be_opened_gives_up_the_others(open_tier: OpenTier) -> None:
+    """A failed start leaves no lock behind."""
+    with pytest.raises(InvalidConfiguration):
+        open_tier(SIZE_BYTES, 1)
+
+    open_tier(SIZE_BYTES).close()
+
+
+def test_the_mode_of_access_says_why(open_tier: OpenTier) -> None:
+    """An operator can see whether a path goes around the page cache."""
+    tier = open_tier(allow_direct=False)
+
+    assert [str(mode) for mode in tier.io_modes] == ["buffered (direct I/O is switched off)"]
+    assert tier.io_modes[0].path == tier.paths[0]
+
+
+def test_a_filesystem_without_direct_io_is_buffered() -> None:
+    """Where the kernel refuses direct I/O the path is used through the page cache."""
+    with Path("/proc/self/comm").open("rb") as file:
+        mode = _choose_mode(file.fileno(), file.name, allow_direct=True)
+
+    assert not mode.is_direct
+    assert "refuses direct I/O" in mode.reason
+
+
+async def test_a_read_past_the_end_of_a_cut_file_is_an_error(open_tier: OpenTier, tmp_path: Path) -> None:
+    """A read is whole or fails: a file that someone cut short never gives short data."""
+    tier = open_tier()
+    slot = Slot(0, 0, 8 << 20)
+    os.truncate(tmp_path / "0" / FILE_NAME, 5 << 20)
+    with pytest.raises(TierFailure, match="the file ends there"):
+        await tier.read(slot, 0, buffer(slot.size_bytes))
+
+    await tier.read(slot, 0, buffer(4 << 20))
+
+
+@pytest.mark.parametrize("allow_direct", [True, False])
+async def test_a_write_that_is_cut_short_is_an_error(open_tier: OpenTier, *, allow_direct: bool) -> None:
+    """A write that the kernel ends early is taken up again, and what then fails is told."""
+    tier = open_tier(allow_direct=allow_direct)
+    with file_size_limit(ALIGN_BYTES * 3), pytest.raises(TierFailure, match="File too large") as caught:
+        await tier.write(SLOT, 0, buffer(SLOT.size_bytes, seed=1))
+    into = buffer(ALIGN_BYTES * 3)
+    await tier.read(SLOT, 0, into)
+
+    assert f"write of {SLOT.size_bytes - 3 * ALIGN_BYTES} B at byte {3 * ALIGN_BYTES}" in str(caught.value)
+    assert into == buffer(SLOT.size_bytes, seed=1)[: 3 * ALIGN_BYTES]
+
+
+async def test_a_refused_sync_fails_everyone_who_waits(open_tier: OpenTier) -> None:
+    """The kernel reports a lost write once; nobody who syncs at the same time is told otherwise."""
+    tier = open_tier()
+    with refused_syncs(tier.paths[0]):
+        outcomes = await asyncio.gather(*(tier.sync([0]) for _ in range(5)), return_exceptions=True)
+
+    assert [type(outcome) for outcome in outcomes] == [TierFailure] * 5
+
+
+async def test_a_path_that_refused_a_sync_is_fenced(open_tier: OpenTier) -> None:
+    """After a failed sync no write and no sync is taken, though the device would; reads go on."""
+    tier = open_tier()
+    data, into = buffer(SLOT.size_bytes, seed=1), buffer(SLOT.size_bytes)
+    await tier.write(SLOT, 0, data)
+    with refused_syncs(tier.paths[0]), pytest.raises(TierFailure, match="fdatasync"):
+        await tier.sync([0])
+    with pytest.raises(TierFailure, match="fenced"):
+        await tier.sync([0])
+    with pytest.raises(TierFailure, match="fenced"):
+        await tier.write(SLOT, 0, buffer(SLOT.size_bytes))
+    await tier.read(SLOT, 0, into)
+
+    assert into == data
+    assert tier.fenced == {tier.paths[0]: "fdatasync: Invalid argument"}
+
+
+async def test_a_fence_is_for_one_path(open_tier: OpenTier) -> None:
+    """The other paths go on."""
+    tier = open_tier(SIZE_BYTES, SIZE_BYTES)
+    with refused_syncs(tier.paths[0]), pytest.raises(TierFailure):
+        await tier.sync([0, 1])
+    await tier.write(Slot(1, 0, ALIGN_BYTES), 0, buffer(ALIGN_BYTES))
+    await tier.sync([1])
+
+    assert list(tier.fenced) == [tier.paths[0]]
