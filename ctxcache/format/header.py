@@ -12,9 +12,9 @@ Golden vectors: tests/golden/segments.json.
 """
 
 import struct
-from typing_extensions import Buffer
 from dataclasses import dataclass
 
+from typing_extensions import Buffer
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptSegment
@@ -41,9 +41,11 @@ class SegmentHeader:
     checksums: tuple[int, ...]
 
     def encode(self) -> bytes:
-        """The header's bytes without padding."""
+        """The header's bytes without padding. Raises ValueError for a tenant of over 128 bytes."""
         identity, layout = self.identity, self.layout
         tenant = identity.tenant.encode()
+        if len(tenant) > TENANT_BYTES:
+            raise ValueError(f"a tenant's name takes up to {TENANT_BYTES} bytes, not {len(tenant)}")
         fixed = _FIXED.pack(
             MAGIC, SEGMENT_FORMAT, layout.segment_tokens, self.segment_id, identity.generation,
             identity.begin, identity.token_count, identity.session_uid, identity.model_fingerprint,
@@ -73,10 +75,13 @@ def decode_header(data: Buffer) -> SegmentHeader:
         raise CorruptSegment(segment_id=segment_id, problem=f"unknown segment format {version}")
     table = bytes(memoryview(data)[HEADER_FIXED_BYTES:][: stream_count * HEADER_STREAM_BYTES])
     _verify(raw, table, segment_id, stream_count)
-    specs, checksums = _decode_table(table)
-    identity = SegmentIdentity(
-        tenant[:tenant_bytes].decode(), uid, generation, begin, token_count, fingerprint
-    )
+    try:
+        specs, checksums = _decode_table(table)
+        identity = SegmentIdentity(
+            tenant[:tenant_bytes].decode(), uid, generation, begin, token_count, fingerprint
+        )
+    except ValueError as error:
+        raise CorruptSegment(segment_id=segment_id, problem=f"header does not parse: {error}") from error
     return SegmentHeader(segment_id, identity, SegmentLayout(specs, segment_tokens), checksums)
 
 

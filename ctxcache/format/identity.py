@@ -6,13 +6,15 @@ It detects accidents and misplacement; it is no defence against someone who can 
 """
 
 import struct
-from typing_extensions import Buffer
 from dataclasses import dataclass
 
+from typing_extensions import Buffer
 from xxhash import xxh3_64_intdigest
 
+from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import Stream
 
+UID_BYTES = 16
 _DOMAIN = b"ctxcache.chunk.v1"
 
 
@@ -31,6 +33,11 @@ class SegmentIdentity:
     begin: int
     token_count: int
     model_fingerprint: bytes
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a length that the packing below would pad or cut: two would look alike."""
+        if len(self.session_uid) != UID_BYTES or len(self.model_fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError(f"a session uid is {UID_BYTES} bytes, a fingerprint {FINGERPRINT_BYTES}")
 
     def seed(self) -> int:
         """64-bit digest of every field, length-prefixed."""
