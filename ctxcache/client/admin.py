@@ -1,0 +1,27 @@
+"""Calls for operators, as methods. Worst case: one deadline per call."""
+
+from grpc_health.v1 import health_pb2
+
+from ctxcache.client.wire import Wire
+from ctxcache.v1 import admin_pb2, session_pb2
+
+
+class AdminCalls:
+    """The rpcs of AdminService, and the health check."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def stats(self) -> admin_pb2.Stats:
+        """Return what the server holds and has done."""
+        return self._wire.call(self._wire.admin.GetStats, admin_pb2.GetStatsRequest())
+
+    def demote_session(self, name: str) -> session_pb2.Session:
+        """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
+        request = admin_pb2.DemoteSessionRequest(name=name)
+        return self._wire.call(self._wire.admin.DemoteSession, request)
+
+    def health(self) -> bool:
+        """Say whether the server takes work: false while it starts or drains. Raises Unavailable."""
+        answer = self._wire.call(self._wire.check_health, health_pb2.HealthCheckRequest())
+        return answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -1,0 +1,60 @@
+"""A hold: what keeps other sessions' bytes out of the slots that a lease or a reservation names.
+
+It lasts while its stream lives and its deadline has not passed, and it cannot be got back. Worst
+case: it ends during a copy; the check after the copy says so, and the copy must not be used.
+"""
+
+import time
+from dataclasses import dataclass
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ctxcache.client.access import AccessStream
+from ctxcache.errors import CacheError
+from ctxcache.v1.arena_pb2 import Operation, OperationResult
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One instant on both clocks: what the server's times are compared with, and what never jumps."""
+
+    wall_ns: int
+    monotonic_ns: int
+
+    @classmethod
+    def now(cls) -> "Moment":
+        """Read both clocks."""
+        return cls(time.time_ns(), time.monotonic_ns())
+
+    def deadline_ns(self, expire_time: Timestamp) -> int:
+        """Return `expire_time` on the monotonic clock; both clocks are this host's."""
+        return self.monotonic_ns + expire_time.ToNanoseconds() - self.wall_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A lease or reservation. `ended` is what to raise once it protects nothing any more."""
+
+    stream: AccessStream
+    deadline_ns: int
+    release_operation: Operation
+    ended: CacheError
+
+    def check(self) -> None:
+        """Raise `ended` when the stream broke or the deadline passed."""
+        if self.stream.is_broken or time.monotonic_ns() >= self.deadline_ns:
+            raise type(self.ended)(**self.ended.facts)
+
+    def release_soon(self) -> None:
+        """Give it back without waiting: later operations on the stream come after it."""
+        self.stream.send([self.release_operation])
+
+    def release(self) -> None:
+        """Give it back and wait until it is. Raises LeaseNotFound, ReservationNotFound, Unavailable."""
+        self.stream.carry_out(self.release_operation)
+
+
+def acquire(stream: AccessStream, operation: Operation) -> tuple[Moment, OperationResult]:
+    """Carry out an acquiring operation, and say when it was sent. Raises the operation's error."""
+    sent = Moment.now()
+    return sent, stream.carry_out(operation)
