@@ -20,7 +20,8 @@ class ModelSpec:
     """A model's identity and the streams it can save.
 
     `model_id` is the caller's name for it and is no part of the fingerprint; everything else is.
-    `rope` and `norm` are canonical strings (the same settings give the same string).
+    `rope`, `norm` and `settings` (everything else that changes what the layers compute) are canonical
+    strings: the same settings give the same string.
     `is_relocatable` is false where state depends on absolute positions (learned embeddings), so
     that tokens before kept ones cannot be dropped.
     """
@@ -39,6 +40,7 @@ class ModelSpec:
     norm: str
     is_relocatable: bool
     streams: tuple[StreamSpec, ...]
+    settings: str = ""
 
     def fingerprint(self) -> bytes:
         """SHA-256 over every field but `model_id`, each as tag, length, value. 32 bytes."""

@@ -118,7 +118,7 @@ def decode_model(key: bytes, value: bytes) -> ModelRecord:
 
 _MODEL_FIELDS = (
     "architecture", "revision", "weights_digest", "tokenizer_digest", "dtype", "layer_count", "hidden_size",
-    "kv_head_count", "head_size", "rope", "norm", "is_relocatable",
+    "kv_head_count", "head_size", "rope", "norm", "is_relocatable", "settings",
 )  # fmt: skip
 
 

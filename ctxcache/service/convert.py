@@ -20,7 +20,7 @@ from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 
 ROW_BYTES_LIMIT = 16 * 1024 * 1024
 TEXT_BYTES = 256
-ROPE_BYTES = 4096
+CANONICAL_BYTES = 4096
 COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
 
@@ -64,10 +64,11 @@ def model_spec(model: model_pb2.Model) -> ModelSpec:
         hidden_size=within(model.hidden_size, 1, COUNT_LIMIT, "model.hidden_size"),
         kv_head_count=within(model.kv_head_count, 1, COUNT_LIMIT, "model.kv_head_count"),
         head_size=within(model.head_size, 1, COUNT_LIMIT, "model.head_size"),
-        rope=text(model.rope, ROPE_BYTES, "model.rope"),
+        rope=text(model.rope, CANONICAL_BYTES, "model.rope"),
         norm=text(model.norm, TEXT_BYTES, "model.norm"),
         is_relocatable=model.is_relocatable,
         streams=_stream_specs(model.streams),
+        settings=text(model.settings, CANONICAL_BYTES, "model.settings"),
     )
 
 
@@ -105,7 +106,7 @@ def model_message(record: ModelRecord) -> model_pb2.Model:
             )
             for item in spec.streams
         ],
-        create_time=timestamp(record.create_time_ns),
+        create_time=timestamp(record.create_time_ns), settings=spec.settings,
     )  # fmt: skip
 
 

@@ -174,6 +174,7 @@ class Model(_message.Message):
     IS_RELOCATABLE_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `models/{model_id}`; the id matches [a-zA-Z0-9][a-zA-Z0-9._-]{0,127}."""
     fingerprint: _builtins.bytes
@@ -204,6 +205,10 @@ class Model(_message.Message):
     """Whether kept state stays usable when earlier tokens are dropped. False for learned absolute
     positions: then only the newest tokens can be dropped. Default false.
     """
+    settings: _builtins.str
+    """Every other setting that changes what the layers compute (attention scaling, soft caps, experts
+    per token), as canonical text or its digest. Up to 4096 bytes, default empty.
+    """
     @_builtins.property
     def streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamSpec]:
         """Streams the model can save, 1 to 65536; a session stores a subset of them."""
@@ -231,10 +236,11 @@ class Model(_message.Message):
         is_relocatable: _builtins.bool = ...,
         streams: _abc.Iterable[Global___StreamSpec] | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        settings: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "create_time", b"create_time", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_size", b"head_size", "hidden_size", b"hidden_size", "is_relocatable", b"is_relocatable", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "name", b"name", "norm", b"norm", "revision", b"revision", "rope", b"rope", "streams", b"streams", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "create_time", b"create_time", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_size", b"head_size", "hidden_size", b"hidden_size", "is_relocatable", b"is_relocatable", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "name", b"name", "norm", b"norm", "revision", b"revision", "rope", b"rope", "settings", b"settings", "streams", b"streams", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
