@@ -18,6 +18,13 @@ _READ_BYTES = 1 << 20
 _TRANSIENT_TOKENIZER_KEYS = ("truncation", "padding")
 """State that a call with `padding=True` leaves in a tokenizer; it changes no token's meaning."""
 
+_TRANSIENT_SETTINGS = (
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+    "id2label", "label2id", "problem_type", "task_specific_params", "_attn_implementation",
+)  # fmt: skip
+"""Settings of loading, calling and naming; they change no row."""
+
 
 def digest_parameters(model: PreTrainedModel) -> str:
     """`parameters:` and the SHA-256 over every parameter's name, type, shape and bytes, by name."""
@@ -44,6 +51,13 @@ def digest_checkpoint(directory: Path) -> str:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
     return f"files:{digest.hexdigest()}"
+
+
+def digest_settings(model: PreTrainedModel) -> str:
+    """`config:` and the SHA-256 of the model's configuration without what changes no row."""
+    settings = model.config.to_dict()
+    kept = {name: value for name, value in settings.items() if name not in _TRANSIENT_SETTINGS and value is not None}
+    return f"config:{hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()}"
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

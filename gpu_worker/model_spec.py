@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
-from gpu_worker.digests import digest_parameters, digest_tokenizer
+from gpu_worker.digests import digest_parameters, digest_settings, digest_tokenizer
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.rows import row_dtype
@@ -47,6 +47,7 @@ def model_spec(
         norm=adapter.norm_name,
         is_relocatable=adapter.is_relocatable,
         streams=_streams(adapter),
+        settings=digest_settings(hf_model),
     )
 
 

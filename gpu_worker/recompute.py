@@ -15,7 +15,7 @@ PIECE_TOKENS = 512
 """Tokens per forward pass; bounds activations, costs one more pass per piece."""
 
 
-class _Stop(Exception):  # noqa: N818
+class _Stop(Exception):
     """Ends a forward pass at the first layer that is not wanted; no error."""
 
 

@@ -1,110 +1,273 @@
-"""Greedy generation with transformers, step by step, on a cache that may hold a restored session.
+"""transformers with a context store: every turn restores its session, continues it, and saves it.
 
-Knows the model's forward pass, not the store. Worst case: a prefill, run in pieces so that
-activations stay bounded and logits exist for one position only.
+The engine keeps nothing between turns. A turn looks its session up, restores what the store has,
+prefills what is new, generates, and hands every row over as it is computed; a background thread
+commits them. A session that is missing, short or damaged is a miss with a reason, and what the
+caller knows of the history is prefilled again. Worst case: a full prefill.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ctxcache.errors import InvalidArgument
+from ctxcache.client import Client, SessionRows
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    CorruptSegment,
+    LeaseNotFound,
+    PositionsNotRelocatable,
+    SessionNotFound,
+    TierFailure,
+)
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.v1 import session_pb2
+from gpu_worker.capture import Capture
+from gpu_worker.collect import Collector, token_ids_of
+from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
+from gpu_worker.families import adapt
+from gpu_worker.generation import prefill, stream_greedy
+from gpu_worker.plan import RestorePlan
+from gpu_worker.restore import restore_cache
+from gpu_worker.rows import unpack_rows
+from gpu_worker.save import Saver
 
-PREFILL_PIECE_TOKENS = 512
-"""Tokens per prefill pass; more is faster on a GPU, less bounds memory."""
+SAVE_PIECE_TOKENS = 64
+# What a read may answer for state that cannot be had: a miss, never a failed turn.
+_MISSES = (SessionNotFound, CorruptSegment, CapacityExceeded, TierFailure, LeaseNotFound)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn did. Times in nanoseconds from its begin; `miss_reason` is empty for a hit.
+
+    `history_token_count` tokens came before the turn, after `dropped_token_count` were truncated;
+    `reused_token_count` of them were restored, and `prefilled_token_count` were computed.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    history_token_count: int = 0
+    dropped_token_count: int = 0
+    reused_token_count: int = 0
+    prefilled_token_count: int = 0
+    restore_ns: int = 0
+    first_token_ns: int = 0
+    miss_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """What one turn generated, and how long its first token took from the call."""
+class _Start:
+    """Where a turn starts from: a session that holds `reused`, and a cache that holds its KV."""
 
-    token_ids: list[int]
-    first_token_ns: int
-
-
-def prefill(
-    model: PreTrainedModel,
-    cache: Cache,
-    token_ids: Sequence[int],
-    *,
-    piece_tokens: int = PREFILL_PIECE_TOKENS,
-) -> Tensor:
-    """Run `token_ids` after what `cache` holds; the logits of the last one, [V].
-
-    Raises InvalidArgument(field="token_ids") when there are none.
-    """
-    if not token_ids:
-        raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
-    for begin in range(0, len(token_ids), piece_tokens):
-        logits = _step(model, cache, token_ids[begin : begin + piece_tokens])
-    return logits
+    session: session_pb2.Session
+    reused: list[int]
+    cache: Cache
 
 
-def stream_greedy(
-    model: PreTrainedModel,
-    cache: Cache,
-    new_token_ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Collection[int] | None = None,
-    piece_tokens: int = PREFILL_PIECE_TOKENS,
-) -> Iterator[int]:
-    """Yield the most likely next tokens, one forward pass each, up to and including an end token.
+class TransformersEngine:
+    """One model, one store, any number of sessions, one turn at a time. A context manager."""
 
-    Afterwards `cache` holds every token but the last one yielded, as in `generate`.
-    `eos_token_ids` default to the model's; an empty collection never ends early.
-    """
-    ends = _end_token_ids(model) if eos_token_ids is None else eos_token_ids
-    logits = prefill(model, cache, new_token_ids, piece_tokens=piece_tokens)
-    for step in range(max_new_tokens):
-        token = int(logits.argmax())
-        yield token
-        if token in ends or step + 1 == max_new_tokens:
-            return
-        logits = _step(model, cache, [token])
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        client: Client,
+        spec: ModelSpec,
+        plan: RestorePlan,
+        *,
+        window: int | None = None,
+        sink_count: int = SINK_TOKENS,
+        durability: "session_pb2.Durability.ValueType" = session_pb2.DURABILITY_DISK,
+    ) -> None:
+        """`plan` says what is saved and how it comes back; `window` defaults to the model's context.
+
+        Registers the model. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, Unavailable.
+        """
+        plan.check(spec)
+        self._adapter = adapt(model)
+        self._model, self._client, self._spec, self._plan = model, client, spec, plan
+        self._window = window or int(model.config.max_position_embeddings)
+        self._sink_count, self._durability = sink_count, durability
+        self._registered = client.register_model(spec)
+        self._saver = Saver(client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Save what is still queued, then end the saving thread."""
+        self._saver.close()
+
+    def wait(self, session_id: str) -> CacheError | None:
+        """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
+        return self._saver.wait(f"sessions/{session_id}")
+
+    def turn(
+        self,
+        session_id: str,
+        new_token_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        history: Sequence[int] | None = None,
+        eos_token_ids: Collection[int] | None = None,
+        on_token: Callable[[int], None] = lambda _token: None,
+    ) -> Turn:
+        """Continue a session by `new_token_ids` and up to `max_new_tokens` generated ones.
+
+        `history` is every token before the new ones, as the caller knows it; where the store has
+        less or other, it is prefilled from there. None: the session's own tokens are the history.
+        Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded.
+        """
+        begin_ns = time.perf_counter_ns()
+        turn = Turn()
+        session, known = self._fit(session_id, history, len(new_token_ids) + max_new_tokens, turn)
+        start = self._restore(session, known, turn)
+        turn.restore_ns = time.perf_counter_ns() - begin_ns
+        missing = [] if known is None else known[len(start.reused) :]
+        turn.history_token_count = len(start.reused) + len(missing)
+        turn.prefilled_token_count = len(missing) + len(new_token_ids)
+        for token in self._generate(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids):
+            turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
+            turn.token_ids.append(token)
+            on_token(token)
+        return turn
+
+    # -- before the first token --------------------------------------------------------------------
+
+    def _fit(
+        self, session_id: str, history: Sequence[int] | None, new_count: int, turn: Turn
+    ) -> tuple[session_pb2.Session, list[int] | None]:
+        """The session and the history, both truncated alike where the context window asks for it."""
+        self.wait(session_id)
+        session = self._open(session_id)
+        history_count = session.token_count if history is None else len(history)
+        cut = fit(history_count, new_count, window=self._window, sink_count=self._sink_count)
+        if cut is None:
+            return session, None if history is None else list(history)
+        turn.dropped_token_count = history_count - cut.kept_count
+        known = self._tokens(session) if history is None else history
+        if session.token_count == history_count:
+            session = self._truncate(session, cut.recent_count, turn)
+        return session, cut.apply(known)
+
+    def _open(self, session_id: str) -> session_pb2.Session:
+        try:
+            return self._client.get_session(f"sessions/{session_id}")
+        except SessionNotFound:
+            return self._client.create_session(
+                self._registered.name, session_id=session_id, layout=self._plan.streams()
+            )
+
+    def _truncate(
+        self, session: session_pb2.Session, recent_count: int, turn: Turn
+    ) -> session_pb2.Session:
+        try:
+            return self._client.keep_recent(
+                session.name, recent_count, sink_token_count=self._sink_count,
+                if_generation_match=session.generation,
+            )  # fmt: skip
+        except PositionsNotRelocatable as error:
+            turn.miss_reason = error.reason
+            return self._client.keep_first(session.name, 0)
+
+    def _tokens(self, session: session_pb2.Session) -> list[int]:
+        with self._client.read(session, streams=[TOKENS]) as rows:
+            return token_ids_of({TOKENS: rows.array(TOKENS)})
+
+    def _restore(
+        self, session: session_pb2.Session, known: Sequence[int] | None, turn: Turn
+    ) -> _Start:
+        """Restore what the session and the history have in common. A damaged session is tried once more, cut."""
+        for _attempt in range(2):
+            try:
+                start = self._restore_common(session, known)
+            except _MISSES as error:
+                turn.miss_reason = error.reason
+                if known is None:
+                    raise
+                session = self._open(session.name.removeprefix("sessions/"))
+                continue
+            turn.reused_token_count = len(start.reused)
+            return start
+        return _Start(self._client.keep_first(session.name, 0), [], self._empty_cache())
+
+    def _restore_common(self, session: session_pb2.Session, known: Sequence[int] | None) -> _Start:
+        if not session.token_count:
+            return _Start(session, [], self._empty_cache())
+        with self._client.read(session, streams=[TOKENS, *self._plan.streams()]) as rows:
+            ids = token_ids_of({TOKENS: rows.array(TOKENS)})
+            common = len(ids) if known is None else common_prefix(ids, known)
+            cache = self._restored_cache(rows, ids[:common])
+        if common < session.token_count:
+            session = self._client.keep_first(session.name, common, if_generation_match=session.generation)
+        return _Start(session, ids[:common], cache)
+
+    def _restored_cache(self, rows: SessionRows, ids: Sequence[int]) -> Cache:
+        if not ids:
+            return self._empty_cache()
+        cache = restore_cache(
+            self._adapter, self._plan, self._reader(rows),
+            positions=torch.arange(len(ids)), token_ids=torch.tensor(ids),
+        )  # fmt: skip
+        # The cache is a copy; whether it was copied from rows that were still ours is known only now.
+        rows.check()
+        return cache
+
+    def _reader(self, rows: SessionRows) -> Callable[[Stream, int, int], Iterator[Tensor]]:
+        specs = {spec.stream: spec for spec in self._spec.resolve(self._plan.streams())}
+
+        def read(stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
+            at = 0
+            for piece in rows.pieces(stream):
+                cut = piece[max(begin - at, 0) : max(end - at, 0)]
+                at += len(piece)
+                if len(cut):
+                    yield unpack_rows(cut.data.cast("B"), specs[stream])
+
+        return read
+
+    def _empty_cache(self) -> Cache:
+        return DynamicCache(config=self._model.config)
+
+    # -- generating and saving ---------------------------------------------------------------------
+
+    def _generate(
+        self,
+        start: _Start,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] | None,
+    ) -> Iterator[int]:
+        """Yield tokens; what went through the model is saved on the way, the last one included."""
+        collector = Collector(self._spec.resolve(self._plan.streams()))
+        with Capture(self._adapter, self._plan_state_streams(), collector):
+            pending = list(token_ids)
+            for token in stream_greedy(
+                self._model, start.cache, token_ids,
+                max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids,
+            ):  # fmt: skip
+                collector.passed(pending)
+                pending = [token]
+                if collector.token_count >= SAVE_PIECE_TOKENS:
+                    self._saver.submit(start.session, collector.take())
+                yield token
+            # One more pass, after the caller has its answer: then the session holds the whole turn.
+            prefill(self._model, start.cache, pending)
+            collector.passed(pending)
+        self._saver.submit(start.session, collector.take(), durability=self._durability)
+
+    def _plan_state_streams(self) -> list[Stream]:
+        return [stream for stream in self._plan.streams() if stream != TOKENS]
 
 
-def continue_greedy(
-    model: PreTrainedModel,
-    cache: Cache,
-    new_token_ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Collection[int] | None = None,
-    piece_tokens: int = PREFILL_PIECE_TOKENS,
-) -> Continuation:
-    """Generate a whole turn; see `stream_greedy`."""
-    begin_ns = time.perf_counter_ns()
-    first_token_ns = 0
-    token_ids: list[int] = []
-    for token in stream_greedy(
-        model,
-        cache,
-        new_token_ids,
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=eos_token_ids,
-        piece_tokens=piece_tokens,
-    ):
-        first_token_ns = first_token_ns or time.perf_counter_ns() - begin_ns
-        token_ids.append(token)
-    return Continuation(token_ids, first_token_ns)
-
-
-def _step(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> Tensor:
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.no_grad():
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = output.logits[0, -1]
-    return logits
-
-
-def _end_token_ids(model: PreTrainedModel) -> Collection[int]:
-    config = model.generation_config
-    ends = None if config is None else config.eos_token_id
-    if ends is None:
-        return ()
-    return (ends,) if isinstance(ends, int) else tuple(ends)

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.transformers import prefill
+from gpu_worker.generation import prefill
 from gpu_worker.plan import RestorePlan
 from gpu_worker.positions import positions_after_truncation
 from gpu_worker.restore import restore_cache

@@ -1,0 +1,110 @@
+"""Greedy generation with transformers, step by step, on a cache that may hold a restored session.
+
+Knows the model's forward pass, not the store. Worst case: a prefill, run in pieces so that
+activations stay bounded and logits exist for one position only.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from ctxcache.errors import InvalidArgument
+
+PREFILL_PIECE_TOKENS = 512
+"""Tokens per prefill pass; more is faster on a GPU, less bounds memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What one turn generated, and how long its first token took from the call."""
+
+    token_ids: list[int]
+    first_token_ns: int
+
+
+def prefill(
+    model: PreTrainedModel,
+    cache: Cache,
+    token_ids: Sequence[int],
+    *,
+    piece_tokens: int = PREFILL_PIECE_TOKENS,
+) -> Tensor:
+    """Run `token_ids` after what `cache` holds; the logits of the last one, [V].
+
+    Raises InvalidArgument(field="token_ids") when there are none.
+    """
+    if not token_ids:
+        raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
+    for begin in range(0, len(token_ids), piece_tokens):
+        logits = _step(model, cache, token_ids[begin : begin + piece_tokens])
+    return logits
+
+
+def stream_greedy(
+    model: PreTrainedModel,
+    cache: Cache,
+    new_token_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] | None = None,
+    piece_tokens: int = PREFILL_PIECE_TOKENS,
+) -> Iterator[int]:
+    """Yield the most likely next tokens, one forward pass each, up to and including an end token.
+
+    Afterwards `cache` holds every token but the last one yielded, as in `generate`.
+    `eos_token_ids` default to the model's; an empty collection never ends early.
+    """
+    ends = _end_token_ids(model) if eos_token_ids is None else eos_token_ids
+    logits = prefill(model, cache, new_token_ids, piece_tokens=piece_tokens)
+    for step in range(max_new_tokens):
+        token = int(logits.argmax())
+        yield token
+        if token in ends or step + 1 == max_new_tokens:
+            return
+        logits = _step(model, cache, [token])
+
+
+def continue_greedy(
+    model: PreTrainedModel,
+    cache: Cache,
+    new_token_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] | None = None,
+    piece_tokens: int = PREFILL_PIECE_TOKENS,
+) -> Continuation:
+    """Generate a whole turn; see `stream_greedy`."""
+    begin_ns = time.perf_counter_ns()
+    first_token_ns = 0
+    token_ids: list[int] = []
+    for token in stream_greedy(
+        model,
+        cache,
+        new_token_ids,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=eos_token_ids,
+        piece_tokens=piece_tokens,
+    ):
+        first_token_ns = first_token_ns or time.perf_counter_ns() - begin_ns
+        token_ids.append(token)
+    return Continuation(token_ids, first_token_ns)
+
+
+def _step(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> Tensor:
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.no_grad():
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: Tensor = output.logits[0, -1]
+    return logits
+
+
+def _end_token_ids(model: PreTrainedModel) -> Collection[int]:
+    config = model.generation_config
+    ends = None if config is None else config.eos_token_id
+    if ends is None:
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends)
