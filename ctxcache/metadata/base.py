@@ -73,7 +73,9 @@ class Changes:
     deleted_segment_ids: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any((self.models, self.sessions, self.segments, self.deleted_session_uids, self.deleted_segment_ids))
+        return any(
+            (self.models, self.sessions, self.segments, self.deleted_session_uids, self.deleted_segment_ids)
+        )
 
 
 class MetadataStore(Protocol):

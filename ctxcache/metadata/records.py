@@ -22,6 +22,7 @@ every version, so that a newer record is told apart from a damaged one.
 import json
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
@@ -104,7 +105,8 @@ def decode_session(key: bytes, value: bytes) -> SessionRecord:
 def encode_model(record: ModelRecord) -> bytes:
     """Pack the value kept under `model_key`."""
     spec = record.spec
-    body = {name: getattr(spec, name) for name in _MODEL_FIELDS}
+    # By name, whatever the fields are: one that was left out would come back as its default.
+    body = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "model_id"}
     body["streams"] = [[s.stream.layer, s.stream.kind, s.row_bytes, s.dtype] for s in spec.streams]
     body["create_time_ns"] = record.create_time_ns
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
@@ -114,12 +116,6 @@ def encode_model(record: ModelRecord) -> bytes:
 def decode_model(key: bytes, value: bytes) -> ModelRecord:
     """Read a model back. Raises CorruptMetadata."""
     return _decode(key, value, _read_model)
-
-
-_MODEL_FIELDS = (
-    "architecture", "revision", "weights_digest", "tokenizer_digest", "dtype", "layer_count", "hidden_size",
-    "kv_head_count", "head_size", "rope", "norm", "is_relocatable", "settings",
-)  # fmt: skip
 
 
 def _seal(key: bytes, body: bytes) -> bytes:

@@ -48,6 +48,7 @@ def kv_model() -> ModelSpec:
             StreamSpec(Stream(0, StateKind.KV), 96, DType.BFLOAT16),
             StreamSpec(Stream(1, StateKind.KV), 96, DType.BFLOAT16),
         ),
+        settings='{"attention_scale":0.25}',
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
@@ -55,16 +56,15 @@ SESSIONS = st.builds(
     ttl_ns=st.none() | INT64,
     is_pinned=st.booleans(),
 )
-SPECS = st.builds(
-    ModelSpec,
-    **dict.fromkeys(
-        ("model_id", "architecture", "revision", "weights_digest", "tokenizer_digest", "rope", "norm"), NAME
-    ),
-    dtype=st.sampled_from(DType),
-    **dict.fromkeys(("layer_count", "hidden_size", "kv_head_count", "head_size"), INT64),
-    is_relocatable=st.booleans(),
-    streams=st.lists(st.builds(StreamSpec, STREAM, INT64, st.sampled_from(DType)), max_size=4).map(tuple),
-)
+STREAM_SPECS = st.builds(StreamSpec, STREAM, INT64, st.sampled_from(DType))
+VALUES = {
+    str: NAME,
+    int: INT64,
+    bool: st.booleans(),
+    DType: st.sampled_from(DType),
+    tuple[StreamSpec, ...]: st.lists(STREAM_SPECS, max_size=4).map(tuple),
+}
+SPECS = st.builds(ModelSpec, **{name: VALUES[kind] for name, kind in get_type_hints(ModelSpec).items()})
 MODELS = st.builds(ModelRecord, NAME, SPECS, INT64)
 
 
