@@ -8,10 +8,10 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ctxcache.errors import InvalidConfiguration
 
@@ -21,7 +21,9 @@ ARENA_CAP_BYTES = 8 * GIB
 SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_UNITS = {"": 1, "B": 1} | {f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")}
+_UNITS = {"": 1, "B": 1} | {
+    f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
+}
 
 
 def parse_size(value: object) -> object:
@@ -34,7 +36,13 @@ def parse_size(value: object) -> object:
     return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
+def split_paths(value: object) -> object:
+    """`/a:/b`, as the environment writes a list of paths."""
+    return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
+Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)]
 
 
 def default_data_directory() -> Path:
@@ -58,8 +66,8 @@ class Settings(BaseSettings):
     """Where the DRAM arena's file lies: a tmpfs that clients can reach."""
     arena_size_bytes: Size = Field(default=0, ge=0)
     """Size of the arena. 0: a quarter of the memory available, at most 8 GiB."""
-    ssd_directories: tuple[Path, ...] = ()
-    """Directories of the SSD tier, one per device. Empty: `ssd` in the data directory."""
+    ssd_directories: Paths = ()
+    """Directories of the SSD tier, one per device, separated by `:`. Empty: `ssd` in the data directory."""
     ssd_size_bytes: Size = Field(default=0, ge=0)
     """Size of the preallocated file in each. 0: a fifth of the free space, at most 32 GiB; what is there on restart."""
     default_ttl_s: float = Field(default=3600, ge=1, le=3650 * 86400)
@@ -68,6 +76,8 @@ class Settings(BaseSettings):
     """Rpcs at a time; more are refused with a retry delay."""
     drain_timeout_s: float = Field(default=30, ge=0)
     """How long running rpcs may take to end on shutdown."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe events that are logged, to stderr."""
 
     @classmethod
     def settings_customise_sources(
@@ -95,7 +105,10 @@ def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise InvalidConfiguration(source=field or "configuration", problem=first["msg"]) from error
+        problem = "is not a setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise InvalidConfiguration(
+            source=field or "configuration", problem=problem.removeprefix("Value error, ")
+        ) from error
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -104,5 +117,5 @@ def _file(path: Path) -> dict[str, Any]:
             return tomllib.load(handle)
     except OSError as error:
         raise InvalidConfiguration(source=str(path), problem=error.strerror or str(error)) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidConfiguration(source=str(path), problem=f"is not TOML: {error}") from error

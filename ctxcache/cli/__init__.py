@@ -1,0 +1,1 @@
+"""The command line: serve, look at sessions, and say what this machine offers."""

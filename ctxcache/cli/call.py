@@ -1,0 +1,107 @@
+"""What every online command shares: where the server is, how long to wait, how to print.
+
+A command takes a `Call` first; `online` gives it the options --target, --output and --timeout in
+its place. The same options before the command's name are defaults for it.
+"""
+
+import enum
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
+
+import typer
+
+from ctxcache.cli.signature import option, with_signature
+
+if TYPE_CHECKING:
+    from ctxcache.cli.printers import Printer
+    from ctxcache.client import Client
+
+DEFAULT_TARGET = "127.0.0.1:7420"
+DEFAULT_TIMEOUT_S = 30.0
+
+
+class Output(enum.StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Server, host:port or unix:PATH; also CTXCACHE_TARGET.",
+        show_default="127.0.0.1:7420",
+        metavar="TARGET",
+    ),
+]
+OutputOption = Annotated[Output | None, typer.Option("--output", "-o", help="How to print.")]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", help="Longest wait for an answer, in seconds.", min=0.001)
+]
+SHARED_OPTIONS = (
+    option("target", TargetOption),
+    option("output", OutputOption),
+    option("timeout", TimeoutOption),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The shared options of one command, resolved."""
+
+    target: str = DEFAULT_TARGET
+    output: Output = Output.TABLE
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def but(self, target: str | None, output: Output | None, timeout_s: float | None) -> "Call":
+        """Return this with those options changed that are given."""
+        changed = replace(self, target=target or self.target, output=output or self.output)
+        return changed if timeout_s is None else replace(changed, timeout_s=timeout_s)
+
+    @contextmanager
+    def client(self) -> Iterator["Client"]:
+        """Open a client that maps no memory: a command moves no rows."""
+        from ctxcache.client import Client  # noqa: PLC0415  grpc is half the start time of --help
+
+        with Client(self.target, timeout_s=self.timeout_s, access="remote") as client:
+            yield client
+
+    @property
+    def printer(self) -> "Printer":
+        """What prints as --output says."""
+        from ctxcache.cli import printers  # noqa: PLC0415  --help needs no tables
+
+        return printers.JsonPrinter() if self.output is Output.JSON else printers.TablePrinter()
+
+
+P = ParamSpec("P")
+CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+
+def call_of(context: typer.Context, given: dict[str, Any]) -> Call:
+    """Take the shared options out of what a command was given; those before its name fill the gaps."""
+    shared: Call = context.obj or Call()
+    return shared.but(given.pop("target", None), given.pop("output", None), given.pop("timeout", None))
+
+
+def online(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+    """Give a command the shared options in place of its first parameter."""
+    bound: Callable[..., None] = function
+    own = list(inspect.signature(function).parameters.values())[1:]
+
+    def command(context: typer.Context, **given: Any) -> None:
+        bound(call_of(context, given), **given)
+
+    return with_signature(
+        command,
+        # Keyword-only all of them: typer passes every one by its name.
+        [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *SHARED_OPTIONS],
+        name=function.__name__,
+        doc=function.__doc__,
+        hints=get_type_hints(function, include_extras=True),
+    )

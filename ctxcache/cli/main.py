@@ -1,0 +1,48 @@
+"""The entry point: puts the commands together and turns every failure into a sentence and a code.
+
+Knows no server, no gRPC and no torch: those are imported by the command that needs them, when it
+runs. Worst case: a bug of ours, which is a traceback and exit code 1.
+"""
+
+import os
+import sys
+
+import typer
+
+from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption
+from ctxcache.cli.exit_codes import exit_code_of
+from ctxcache.cli.sentences import sentence
+from ctxcache.cli.serve import serve_command
+from ctxcache.errors import CacheError
+
+app = typer.Typer(
+    name="ctxcache", no_args_is_help=True, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+app.command("serve")(serve_command())
+
+
+@app.callback()
+def shared_options(
+    context: typer.Context,
+    target: TargetOption = None,
+    output: OutputOption = None,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Keep sessions' state for LLM inference, and restore their KV cache from it."""
+    context.obj = Call().but(target or os.environ.get("CTXCACHE_TARGET"), output, timeout)
+
+
+def main() -> None:
+    """Run the command line; ends the process with a code of `exit_codes.ExitCode`."""
+    # gRPC's C core writes its own lines to stderr, beside the one sentence that we owe.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        app()
+    except CacheError as error:
+        sys.stderr.write(f"ctxcache: {sentence(error)}\n")
+        sys.exit(exit_code_of(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What a server says once it listens: facts for people, or the same facts as one line of JSON.
+
+The JSON's names are documented in docs/operations.md; scripts wait for this line.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+from ctxcache.cli.units import human_size
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A file of a tier. `io_mode` is `memory`, `direct` or `buffered`; `reason` says why."""
+
+    path: str
+    size_bytes: int
+    io_mode: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A server that listens. `listen_addresses` are gRPC targets."""
+
+    version: str
+    pid: int
+    listen_addresses: tuple[str, ...]
+    data_directory: str
+    arena: Place
+    ssd: tuple[Place, ...]
+    session_count: int
+
+    def json_line(self) -> str:
+        """One line, its names stable."""
+        return json.dumps({"event": "ready", **asdict(self)}, separators=(",", ":"))
+
+    def text(self) -> str:
+        """A few lines for people."""
+        lines = [f"ctxcache {self.version} is ready (pid {self.pid})"]
+        lines += [f"  listens on  {address}" for address in self.listen_addresses]
+        lines.append(f"  data        {self.data_directory}, {self.session_count} sessions found")
+        lines.append(f"  DRAM        {human_size(self.arena.size_bytes)} at {self.arena.path}")
+        lines += [
+            f"  SSD         {human_size(place.size_bytes)} at {place.path}, {place.io_mode} I/O"
+            for place in self.ssd
+        ]
+        return "\n".join(lines)

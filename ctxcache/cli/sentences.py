@@ -1,0 +1,34 @@
+"""What went wrong, in one sentence for people, with what to do about it where that is known.
+
+Knows error classes and nothing of commands. Worst case: the error's own text on one line.
+"""
+
+from ctxcache import errors
+from ctxcache.cli.units import human_size
+from ctxcache.errors import CacheError
+
+ADVICE: dict[type[CacheError], str] = {
+    errors.Unavailable: "is a server running there? `ctxcache serve` starts one",
+    errors.DeadlineExceeded: "--timeout allows more",
+    errors.GenerationMismatch: "look at it again before you change it",
+    errors.WriteInProgress: "try again when its writer has finished",
+    errors.FormatTooNew: "install the version that wrote it, or a newer one",
+    errors.AddressUnusable: "choose another with --listen or --unix-socket",
+}
+
+
+def sentence(error: CacheError) -> str:
+    """Return one line: what happened, what to do, and the stable reason in parentheses."""
+    advice = ADVICE.get(type(error))
+    text = " ".join(_fact(error).split())
+    return f"{text}{f'; {advice}' if advice else ''} ({error.reason})"
+
+
+def _fact(error: CacheError) -> str:
+    if (
+        isinstance(error, errors.CapacityExceeded)
+        and {"tier", "needed_bytes", "free_bytes"} <= error.facts.keys()
+    ):
+        needed, free = (human_size(int(error.facts[name])) for name in ("needed_bytes", "free_bytes"))
+        return f"no room in {error.tier}: {needed} needed, {free} free"
+    return str(error)

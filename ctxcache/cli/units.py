@@ -1,0 +1,60 @@
+"""Sizes and times as people read and write them. Pure: the present is an argument."""
+
+import re
+from datetime import UTC, datetime
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STEPS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d|w|)")
+
+
+def human_size(size_bytes: float) -> str:
+    """`1.2 GiB`; whole bytes below 1 KiB."""
+    for unit in _BINARY[:-1]:
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} {_BINARY[-1]}"
+
+
+def human_duration(seconds: float) -> str:
+    """`59 min`: the largest unit of which there is at least one, cut down to whole ones."""
+    whole = int(abs(seconds))
+    size, unit = next(((size, unit) for size, unit in _STEPS if whole >= size), _STEPS[-1])
+    return f"{whole // size} {unit}"
+
+
+def human_time(instant: datetime, now: datetime) -> str:
+    """`in 59 min` or `3 min ago`."""
+    seconds = (instant - now).total_seconds()
+    if abs(seconds) < 1:
+        return "now"
+    return f"in {human_duration(seconds)}" if seconds > 0 else f"{human_duration(seconds)} ago"
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds in `90`, `90s`, `15min`, `1h30m` or `7d`. Raises ValueError."""
+    parts = _DURATION.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(f"{text!r} is not a time such as 90s, 15min, 2h or 7d")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def parse_instant(text: str) -> datetime:
+    """An RFC 3339 time with its offset. Raises ValueError."""
+    try:
+        instant = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time such as 2030-01-31T12:00:00Z") from None
+    if instant.tzinfo is None:
+        raise ValueError(f"{text!r} does not say its offset: append Z for UTC")
+    return instant.astimezone(UTC)
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """`[begin, end)` in `BEGIN:END`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise ValueError(f"{text!r} is not a token range such as 10:20, its end excluded")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,1 @@
+"""What all tests may use. Lying here, it also makes `server_process` importable from every test."""
