@@ -53,7 +53,7 @@ class Collector:
 
 def token_ids_of(rows: Mapping[Stream, npt.NDArray[np.uint8]]) -> list[int]:
     """The token ids among rows."""
-    return rows[TOKENS].reshape(-1).view("<i4").tolist()  # type: ignore[no-any-return]  # numpy says Any
+    return rows[TOKENS].reshape(-1).view("<i4").tolist()
 
 
 def _token_rows(token_ids: Sequence[int]) -> npt.NDArray[np.uint8]:

@@ -4,6 +4,8 @@ Knows element types and row sizes, not what a row means. Worst case: bytes of an
 or length, refused before a tensor is made.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ _TORCH_DTYPES = {
     DType.BFLOAT16: torch.bfloat16,
 }
 _ROW_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items()}
+
+# Rows of the store are views of memory that readers must not write to; torch can only say so once.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 def row_dtype(dtype: torch.dtype) -> DType:
@@ -46,7 +51,7 @@ def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
 
 
 def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
-    """Bytes of whole rows -> [T, row] on the host, a view of `data`, which must be writable.
+    """Bytes of whole rows -> [T, row] on the host, a view of `data`: read it, never write to it.
 
     Raises ShapeMismatch where `data` is no whole number of rows, UnsupportedDtype for a type that
     torch cannot hold here.

@@ -68,8 +68,8 @@ class _Holder:
                 return self._release_lease(operation.release_lease.lease_id)
             case "reserve":
                 return await self._reserve(operation.reserve)
-            case "commit_reservation":
-                return await self._commit(operation.commit_reservation)
+            case "commit":
+                return await self._commit(operation.commit)
             case "release_reservation":
                 return self._release_reservation(operation.release_reservation.reservation_id)
         raise InvalidArgument(field="operation", problem="is required")

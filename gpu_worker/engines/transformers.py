@@ -205,7 +205,7 @@ class TransformersEngine:
     def _restore_common(self, session: session_pb2.Session, known: Sequence[int] | None) -> _Start:
         if not session.token_count:
             return _Start(session, [], self._empty_cache())
-        with self._client.read(session, streams=[TOKENS, *self._plan.streams()]) as rows:
+        with self._client.read(session, streams={TOKENS, *self._plan.streams()}) as rows:
             ids = token_ids_of({TOKENS: rows.array(TOKENS)})
             common = len(ids) if known is None else common_prefix(ids, known)
             cache = self._restored_cache(rows, ids[:common])
