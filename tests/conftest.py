@@ -1,1 +1,5 @@
-"""What all tests may use. Lying here, it also makes `server_process` importable from every test."""
+"""Shared by all tests: assertions of the shipped contract suites explain themselves like the tests' own."""
+
+import pytest
+
+pytest.register_assert_rewrite("ctxcache.testing.tiers", "ctxcache.testing.metadata")

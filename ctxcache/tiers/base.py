@@ -33,8 +33,10 @@ class Tier(Protocol):
         """Put `data` at byte `begin` of the slot. Not durable before `sync`. Raises TierFailure."""
 
     async def sync(self, path_indexes: Collection[int]) -> None:
-        """Make what was written to these paths durable. A failure is final: TierFailure, and the
-        writes since the last success must not be taken as durable, whatever a later sync says.
+        """Make what was written to these paths durable.
+
+        A failure is final: TierFailure, and the writes since the last success must not be taken as
+        durable, whatever a later sync says.
         """
 
     def close(self) -> None:
