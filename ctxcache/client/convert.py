@@ -28,6 +28,7 @@ _PLAIN_FIELDS = (
     "head_size",
     "rope",
     "norm",
+    "settings",
     "is_relocatable",
     "settings",
 )

@@ -1,0 +1,165 @@
+"""The way to the arena: finding it, losing it, finding the next one."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from far_side import KV
+
+from ctxcache.client.arena import map_arena
+from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
+from ctxcache.v1 import arena_pb2
+
+NAME = "sessions/a"
+SOON_S = 10.0
+ID = b"0123456789abcdef"
+
+
+@pytest.fixture
+def arena(tmp_path) -> arena_pb2.Arena:
+    """An arena file that is as the server says."""
+    path = tmp_path / "arena"
+    path.write_bytes(ID.ljust(8192, b"\0"))
+    return arena_pb2.Arena(arena_id=ID, path=str(path), size_bytes=8192)
+
+
+def test_the_servers_arena_is_mapped_both_ways(arena):
+    """Readers see what a writer of the same host writes, and cannot write themselves."""
+    mapped = map_arena(arena)
+
+    mapped.writable()[100] = 7
+
+    assert mapped.readable[100] == 7
+    assert not mapped.readable.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"path": "/nonexistent/arena"},
+        {"path": "/dev/zero"},
+        {"path": ""},
+        {"size_bytes": 4096},
+        {"size_bytes": 0},
+        {"arena_id": b"another arena id"},
+        {"arena_id": b""},
+    ],
+)
+def test_a_file_that_is_not_the_arena_is_not_mapped(arena, wrong):
+    """A path that exists here too, on another host's word, is nothing to read from."""
+    for field, value in wrong.items():
+        setattr(arena, field, value)
+
+    assert map_arena(arena) is None
+
+
+def test_a_fifo_in_the_arenas_place_does_not_block(arena):
+    """Opening a FIFO waits for its other end unless it is told not to."""
+    Path(arena.path).unlink()
+    os.mkfifo(arena.path)
+
+    assert map_arena(arena) is None
+
+
+def test_an_arena_that_may_only_be_read_is_not_written(arena):
+    """A reader keeps its mapping where a writer gets none."""
+    mapped = map_arena(arena)
+    Path(arena.path).unlink()
+
+    assert mapped.writable() is None
+    assert mapped.readable[:16].tobytes() == ID
+
+
+def test_an_arena_that_is_not_here_means_streams(connect, far_side):
+    """The file exists but holds another run's arena: rows come by stream instead."""
+    far_side.add(NAME, 5)
+    far_side.arena[:16] = 0
+
+    with connect().read(NAME) as rows:
+        assert not rows.is_local
+        np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+
+
+def test_who_wants_only_the_arena_is_told_that_it_is_not_here(connect, far_side):
+    """`local` never falls back in silence."""
+    far_side.add(NAME, 5)
+    far_side.arena[:16] = 0
+
+    with pytest.raises(Unavailable):
+        connect(access="local").read(NAME)
+
+
+def test_a_broken_stream_fails_its_waiters_at_once(connect, far_side):
+    """Nobody waits for the deadline of an answer that cannot come."""
+    session = far_side.add(NAME, 5)
+    client = connect(access="local", timeout_s=120.0)
+    client.read(session).close()
+    far_side.stalls = True
+
+    with ThreadPoolExecutor(3) as threads:
+        waiters = [threads.submit(client.read, session) for _ in range(3)]
+        assert far_side.is_stalled.wait(SOON_S)
+        far_side.break_streams()
+        failures = [type(waiter.exception(SOON_S)) for waiter in waiters]
+
+    far_side.let_go_on()
+    assert failures == [Unavailable] * 3
+
+
+def test_closing_a_client_fails_its_waiters(connect, far_side):
+    """A thread that waits on a client is not left behind when another closes it."""
+    session = far_side.add(NAME, 5)
+    client = connect(access="local", timeout_s=120.0)
+    client.read(session).close()
+    far_side.stalls = True
+
+    with ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(client.read, session)
+        assert far_side.is_stalled.wait(SOON_S)
+        client.close()
+        failure = waiter.exception(SOON_S)
+
+    far_side.let_go_on()
+    assert isinstance(failure, Unavailable)
+
+
+def test_a_restarted_server_is_found_again(connect, far_side):
+    """The next call after the break maps the new arena; old views stay readable memory."""
+    far_side.add(NAME, 5)
+    client = connect(access="local")
+    before = client.read(NAME)
+    view = before.pieces(KV)[0]
+
+    far_side.stop()
+    far_side.start()
+    rows = _read_again(client)
+
+    assert rows.is_local
+    np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+    assert view.nbytes == 4 * 16
+    with pytest.raises(CacheError):
+        before.array(KV)
+
+
+def test_a_lease_that_comes_too_late_is_given_back(connect, far_side):
+    """A caller that gave up holds nothing on the server."""
+    session = far_side.add(NAME, 5)
+    client = connect(access="local", timeout_s=0.5)
+    client.read(session).close()
+    far_side.stalls = True
+
+    with pytest.raises(DeadlineExceeded):
+        client.read(session)
+    far_side.let_go_on()
+
+    assert all(far_side.released.acquire(timeout=SOON_S) for _ in range(2))
+
+
+def _read_again(client):
+    # The first call may still meet the broken connection; it fails at once instead of hanging.
+    try:
+        return client.read(NAME)
+    except Unavailable:
+        return client.read(NAME)

@@ -1,0 +1,224 @@
+"""Calls that move no rows: what they send, and what comes back when they fail."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+import grpc
+import pytest
+from far_side import LAYOUT, SPEC
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ctxcache.client import Client
+from ctxcache.client.convert import model_from_wire, model_to_wire, stream_to_wire
+from ctxcache.errors import DeadlineExceeded, InvalidArgument, SessionNotFound, Unavailable
+from ctxcache.v1 import admin_pb2, model_pb2, session_pb2
+
+NAME = "sessions/a"
+NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
+
+
+class Recorder(grpc.GenericRpcHandler):
+    """Answers every unary call with an empty message and keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bytes]] = []
+
+    def service(self, handler_call_details):
+        """Record a call of any method."""
+        method = handler_call_details.method.rpartition("/")[2]
+        return grpc.unary_unary_rpc_method_handler(lambda request, _: self._record(method, request))
+
+    def _record(self, method: str, request: bytes) -> bytes:
+        self.calls.append((method, request))
+        return b""
+
+
+@pytest.fixture
+def recorder(tmp_path) -> Iterator[tuple[Recorder, Client]]:
+    """A recorder and a client of it."""
+    handler = Recorder()
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[handler])
+    server.add_insecure_port(f"unix:{tmp_path}/socket")
+    server.start()
+    with Client(f"unix:{tmp_path}/socket") as client:
+        yield handler, client
+    server.stop(None).wait()
+
+
+def _noon() -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromDatetime(NOON)
+    return stamp
+
+
+CALLS = [
+    (
+        lambda c: c.create_session("models/m", session_id="a", layout=LAYOUT, ttl_s=1.5, is_pinned=True),
+        "CreateSession",
+        session_pb2.CreateSessionRequest(
+            model="models/m",
+            session_id="a",
+            layout=map(stream_to_wire, LAYOUT),
+            ttl=Duration(seconds=1, nanos=500_000_000),
+            is_pinned=True,
+        ),
+    ),
+    (
+        lambda c: c.create_session("models/m", expire_time=NOON),
+        "CreateSession",
+        session_pb2.CreateSessionRequest(model="models/m", expire_time=_noon()),
+    ),
+    (lambda c: c.update_session(NAME), "UpdateSession", session_pb2.UpdateSessionRequest(name=NAME)),
+    (
+        lambda c: c.update_session(NAME, is_pinned=False, ttl_s=60),
+        "UpdateSession",
+        session_pb2.UpdateSessionRequest(name=NAME, is_pinned=False, ttl=Duration(seconds=60)),
+    ),
+    (
+        lambda c: c.keep_recent(NAME, 10),
+        "TruncateSession",
+        session_pb2.TruncateSessionRequest(name=NAME, keep_recent=session_pb2.KeepRecent(token_count=10)),
+    ),
+    (
+        lambda c: c.keep_recent(NAME, 10, sink_token_count=0, if_generation_match=3),
+        "TruncateSession",
+        session_pb2.TruncateSessionRequest(
+            name=NAME,
+            keep_recent=session_pb2.KeepRecent(token_count=10, sink_token_count=0),
+            if_generation_match=3,
+        ),
+    ),
+    (
+        lambda c: c.keep_first(NAME, 0),
+        "TruncateSession",
+        session_pb2.TruncateSessionRequest(name=NAME, keep_first=0),
+    ),
+    (
+        lambda c: c.drop_ranges(NAME, [(4, 8), (10, 12)]),
+        "TruncateSession",
+        session_pb2.TruncateSessionRequest(
+            name=NAME,
+            drop=session_pb2.DropRanges(
+                ranges=[session_pb2.TokenRange(begin=4, end=8), session_pb2.TokenRange(begin=10, end=12)]
+            ),
+        ),
+    ),
+    (
+        lambda c: c.fork_session(NAME, session_id="b", token_count=0, if_generation_match=2),
+        "ForkSession",
+        session_pb2.ForkSessionRequest(name=NAME, session_id="b", token_count=0, if_generation_match=2),
+    ),
+    (lambda c: c.flush_session(NAME), "FlushSession", session_pb2.FlushSessionRequest(name=NAME)),
+    (
+        lambda c: c.delete_session(NAME, if_generation_match=0),
+        "DeleteSession",
+        session_pb2.DeleteSessionRequest(name=NAME, if_generation_match=0),
+    ),
+    (lambda c: c.demote_session(NAME), "DemoteSession", admin_pb2.DemoteSessionRequest(name=NAME)),
+    (lambda c: c.stats(), "GetStats", admin_pb2.GetStatsRequest()),
+    (
+        lambda c: c.register_model(SPEC),
+        "RegisterModel",
+        model_pb2.RegisterModelRequest(model=model_to_wire(SPEC)),
+    ),
+    (
+        lambda c: list(c.list_sessions("models/m", page_size=7)),
+        "ListSessions",
+        session_pb2.ListSessionsRequest(model="models/m", page_size=7),
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "method", "expected"), CALLS)
+def test_a_call_sends_its_arguments(recorder, call, method, expected):
+    """Each argument lands in its field, and what was not said stays unset."""
+    handler, client = recorder
+
+    call(client)
+
+    assert handler.calls == [(method, expected.SerializeToString())]
+
+
+def test_a_lookup_of_many_sessions_is_sent_in_batches(recorder):
+    """The contract allows 1000 queries per call; the caller need not know."""
+    handler, client = recorder
+
+    client.lookup((f"sessions/{number}", bytes(32)) for number in range(1001))
+
+    sizes = [len(session_pb2.LookupSessionsRequest.FromString(sent).queries) for _, sent in handler.calls]
+    assert sizes == [1000, 1]
+
+
+def test_a_server_that_does_not_serve_is_not_healthy(recorder):
+    """Only SERVING counts."""
+    _, client = recorder
+
+    assert client.health() is False
+
+
+def test_a_list_goes_on_to_the_last_page(connect):
+    """Pages are an affair of the wire."""
+    assert [model.name for model in connect().list_models()] == ["models/0", "models/1", "models/2"]
+
+
+def test_a_model_survives_the_wire():
+    """What was registered has the same fingerprint when it comes back."""
+    assert model_from_wire(model_to_wire(SPEC)) == SPEC
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ttl_s": 1, "expire_time": NOON},
+        {"ttl_s": float("nan")},
+        {"ttl_s": float("inf")},
+        {"expire_time": NOON.replace(tzinfo=None)},
+    ],
+)
+def test_an_expiry_that_makes_no_sense_is_refused(recorder, options):
+    """A time without a zone, or two times at once, is refused before anything is sent."""
+    handler, client = recorder
+
+    with pytest.raises(InvalidArgument):
+        client.create_session("models/m", **options)
+    assert not handler.calls
+
+
+def test_the_servers_error_is_the_callers(connect):
+    """Class and facts arrive as they were raised."""
+    with pytest.raises(SessionNotFound) as caught:
+        connect().get_session("sessions/none")
+
+    assert caught.value.session == "sessions/none"
+
+
+def test_nobody_listening_is_unavailable(tmp_path):
+    """A target without a server fails at once instead of hanging."""
+    with Client(f"unix:{tmp_path}/nobody") as client, pytest.raises(Unavailable):
+        client.get_session(NAME)
+
+
+def test_a_closed_client_is_unavailable(connect):
+    """Using a client after its end is an error of ours like any other."""
+    client = connect()
+    client.close()
+
+    with pytest.raises(Unavailable):
+        client.get_session(NAME)
+
+
+def test_a_server_that_never_answers_costs_the_deadline(connect, far_side):
+    """A call on the access stream ends by itself, too."""
+    far_side.add(NAME, 3)
+    far_side.stalls = True
+
+    with pytest.raises(DeadlineExceeded):
+        connect(timeout_s=0.2).read(NAME)
+
+
+def test_an_unknown_kind_of_access_is_refused():
+    """A typo does not silently mean `auto`."""
+    with pytest.raises(InvalidArgument):
+        Client(access="remot")

@@ -1,0 +1,257 @@
+"""Reading rows: in place under a lease, and by stream."""
+
+import numpy as np
+import pytest
+from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES
+
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    ChecksumMismatch,
+    CorruptSegment,
+    InvalidArgument,
+    LeaseNotFound,
+    SessionNotFound,
+    Unavailable,
+)
+from ctxcache.format.streams import TOKENS, StateKind, Stream
+
+NAME = "sessions/a"
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, None), (0, 1), (3, 9), (5, None), (4, 4)])
+def test_a_read_returns_the_rows_of_its_range(client, far_side, begin, end):
+    """Every stream has exactly the rows that were asked for, whichever way they travel."""
+    far_side.add(NAME, 11)
+
+    with client.read(NAME, begin=begin, end=end) as rows:
+        for stream in LAYOUT:
+            np.testing.assert_array_equal(rows.array(stream), far_side.rows[NAME][stream][begin:end])
+
+
+def test_chunks_come_in_layer_order_without_a_gap(client, far_side):
+    """A restore can start with the first layer and never has to sort."""
+    far_side.add(NAME, 11)
+
+    with client.read(NAME) as rows:
+        chunks = [(piece.stream, piece.token_begin, piece.rows.copy()) for piece in rows.chunks()]
+
+    assert list(dict.fromkeys(stream for stream, _, _ in chunks)) == list(LAYOUT)
+    for stream in LAYOUT:
+        parts = [(begin, part) for name, begin, part in chunks if name == stream]
+        assert [begin for begin, _ in parts] == list(np.cumsum([0, *(len(part) for _, part in parts[:-1])]))
+        np.testing.assert_array_equal(
+            np.concatenate([part for _, part in parts]), far_side.rows[NAME][stream]
+        )
+
+
+def test_a_read_of_some_streams_offers_no_others(client, far_side):
+    """What was not asked for is not read, and asking later is an error."""
+    far_side.add(NAME, 5)
+
+    with client.read(NAME, streams=[KV]) as rows:
+        assert rows.streams == (KV,)
+        with pytest.raises(InvalidArgument):
+            rows.array(HIDDEN)
+
+
+def test_rows_cannot_be_written_through_a_view(client, far_side):
+    """The arena is everybody's: views of it are read-only, and so are those of messages."""
+    far_side.add(NAME, 5)
+
+    with client.read(NAME) as rows:
+        assert not any(piece.flags.writeable for piece in rows.pieces(KV))
+
+
+def test_rows_can_be_copied_into_a_buffer_of_the_callers(client, far_side):
+    """A buffer that is in memory already is filled four times faster than a fresh one."""
+    far_side.add(NAME, 6)
+    buffer = np.empty((6, ROW_SIZES[KV]), np.uint8)
+
+    with client.read(NAME) as rows:
+        assert rows.array(KV, out=buffer) is buffer
+
+    np.testing.assert_array_equal(buffer, far_side.rows[NAME][KV])
+
+
+def test_a_buffer_of_another_shape_is_refused(client, far_side):
+    """Rows are never cut or broadcast to fit."""
+    far_side.add(NAME, 6)
+
+    with client.read(NAME) as rows, pytest.raises(InvalidArgument):
+        rows.array(KV, out=np.empty((5, ROW_SIZES[KV]), np.uint8))
+
+
+def test_a_session_that_is_not_there_is_an_error(client):
+    """A read never invents an empty session."""
+    with pytest.raises(SessionNotFound):
+        client.read("sessions/none")
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+def test_damaged_bytes_in_the_arena_are_refused(connect, far_side):
+    """One flipped bit is enough, and the stream that has it is not handed out."""
+    far_side.add(NAME, 6)
+    far_side.flips_arena_bytes = True
+
+    with connect(access="local").read(NAME) as rows:
+        with pytest.raises(CorruptSegment):
+            rows.array(HIDDEN)
+        np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+
+
+def test_bytes_of_another_session_are_refused(connect, far_side):
+    """Right bytes in the wrong place fail like flipped bits do: the checksum knows whose they are."""
+    far_side.add(NAME, 6).tenant = "somebody else"
+
+    with connect(access="local").read(NAME) as rows, pytest.raises(CorruptSegment):
+        rows.array(KV)
+
+
+def test_a_lease_past_its_deadline_gives_no_rows(connect, far_side):
+    """After the deadline the slots may be another session's."""
+    far_side.add(NAME, 6)
+    far_side.lease_ttl_s = -1.0
+
+    with connect(access="local").read(NAME) as rows, pytest.raises(LeaseNotFound):
+        rows.array(KV)
+
+
+def test_a_broken_stream_ends_its_leases(connect, far_side):
+    """Rows under a lease whose stream broke are no longer protected."""
+    far_side.add(NAME, 6)
+    client = connect(access="local")
+    rows = client.read(NAME)
+
+    far_side.stop()
+
+    with pytest.raises(Unavailable):
+        client.read(rows.session)
+    with pytest.raises(LeaseNotFound):
+        rows.check()
+
+
+def test_leaving_a_read_releases_its_lease(connect, far_side):
+    """The release comes before whatever the client asks next."""
+    far_side.add(NAME, 6)
+    client = connect(access="local")
+
+    with client.read(NAME):
+        pass
+    client.read(NAME).close()
+
+    assert far_side.operations[1:4] == ["acquire_lease", "release_lease", "acquire_lease"]
+
+
+def test_rows_that_the_arena_cannot_hold_come_by_stream(connect, far_side):
+    """A full arena costs speed, not the read."""
+    far_side.add(NAME, 6)
+    far_side.is_arena_full = True
+
+    with connect().read(NAME) as rows:
+        assert not rows.is_local
+        np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+
+
+def test_who_wants_only_the_arena_is_told_that_it_is_full(connect, far_side):
+    """`local` never falls back in silence."""
+    far_side.add(NAME, 6)
+    far_side.is_arena_full = True
+
+    with pytest.raises(CapacityExceeded):
+        connect(access="local").read(NAME)
+
+
+# -- by stream -------------------------------------------------------------------------------------
+
+
+def test_damaged_bytes_on_the_wire_are_refused(connect, far_side):
+    """Each message is verified before its rows are handed out."""
+    far_side.add(NAME, 6)
+    far_side.flips_wire_bytes = True
+
+    with connect(access="remote").read(NAME) as rows, pytest.raises(ChecksumMismatch):
+        rows.array(TOKENS)
+
+
+def test_a_gap_in_a_stream_is_refused(connect, far_side):
+    """Rows that do not follow one another are never joined."""
+    far_side.add(NAME, 9)
+    far_side.skips_a_chunk = True
+
+    with connect(access="remote").read(NAME) as rows, pytest.raises(CacheError):
+        rows.array(TOKENS)
+
+
+@pytest.mark.parametrize("chunk_count", range(9))
+def test_a_broken_read_goes_on_where_it_broke(connect, far_side, chunk_count):
+    """Wherever the stream breaks, the rows are whole, and nothing that arrived is asked for again."""
+    far_side.add(NAME, 9)
+    far_side.chunks_until_break = [chunk_count]
+
+    with connect(access="remote").read(NAME) as rows:
+        arrived = [piece.rows for piece in rows.chunks()]
+
+    expected = np.concatenate([far_side.rows[NAME][stream].ravel() for stream in LAYOUT])
+    np.testing.assert_array_equal(np.concatenate([part.ravel() for part in arrived]), expected)
+    assert all(request.if_generation_match == 1 for request in far_side.reads[1:])
+
+
+def test_a_read_that_breaks_twice_fails(connect, far_side):
+    """One break is an accident; two are the caller's to judge."""
+    far_side.add(NAME, 9)
+    far_side.chunks_until_break = [2, 0]
+
+    with connect(access="remote").read(NAME) as rows, pytest.raises(Unavailable):
+        rows.array(KV)
+
+
+def test_a_read_does_not_go_on_in_another_session_of_that_name(connect, far_side):
+    """A session created again may have the same generation; its rows are not the rest of ours."""
+    far_side.add(NAME, 9)
+    far_side.chunks_until_break = [1]
+
+    with connect(access="remote").read(NAME) as rows:
+        far_side.add(NAME, 9)
+        with pytest.raises(SessionNotFound):
+            rows.array(KV)
+
+
+def test_streams_asked_for_late_are_still_there(connect, far_side):
+    """Arrays can be asked for in any order; what came before is kept."""
+    far_side.add(NAME, 7)
+
+    with connect(access="remote").read(NAME) as rows:
+        rows.array(KV)
+        np.testing.assert_array_equal(rows.array(TOKENS), far_side.rows[NAME][TOKENS])
+
+
+def test_rows_handed_out_as_chunks_are_not_kept(connect, far_side):
+    """Asking for them again is an error rather than a second copy of the session in memory."""
+    far_side.add(NAME, 7)
+
+    with connect(access="remote").read(NAME) as rows:
+        assert sum(len(piece.rows) for piece in rows.chunks()) == 3 * 7
+        with pytest.raises(InvalidArgument):
+            rows.array(TOKENS)
+
+
+def test_arrays_asked_for_before_chunks_are_part_of_the_chunks(connect, far_side):
+    """Looking at the token ids first loses nothing."""
+    far_side.add(NAME, 7)
+
+    with connect(access="remote").read(NAME) as rows:
+        rows.array(TOKENS)
+        streams = {piece.stream for piece in rows.chunks()}
+
+    assert streams == set(LAYOUT)
+
+
+def test_a_stream_that_the_session_does_not_store_is_an_error(connect, far_side):
+    """In place the layout comes with the lease."""
+    far_side.add(NAME, 7)
+
+    with pytest.raises(InvalidArgument):
+        connect(access="local").read(NAME, streams=[Stream(5, StateKind.KV)])
