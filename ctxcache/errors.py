@@ -24,7 +24,8 @@ class CacheError(Exception):
     def __getattr__(self, name: str) -> Fact:
         """Facts read as attributes; a fact that was not given raises AttributeError."""
         try:
-            return self.__dict__["facts"][name]
+            facts: dict[str, Fact] = self.__dict__["facts"]
+            return facts[name]
         except KeyError:
             raise AttributeError(name) from None
 
