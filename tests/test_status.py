@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxcache import errors, status
@@ -88,6 +88,7 @@ def test_reasons_are_unique():
 
 
 @pytest.mark.parametrize("error_class", _error_classes())
+@settings(max_examples=30)
 @given(facts=FACTS)
 def test_an_error_survives_the_wire_with_its_facts(error_class, facts):
     """The client rebuilds class, sentence and facts, integers as integers."""
@@ -101,6 +102,7 @@ def test_an_error_survives_the_wire_with_its_facts(error_class, facts):
 
 
 @pytest.mark.parametrize("error_class", _error_classes())
+@settings(max_examples=30)
 @given(facts=FACTS)
 def test_an_error_survives_an_operation_error(error_class, facts):
     """The four fields of OperationError say as much as a status does."""
