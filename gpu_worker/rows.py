@@ -5,12 +5,18 @@ or length, refused before a tensor is made.
 """
 
 import warnings
+from collections.abc import Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ctxcache.format.streams import DType, StreamSpec
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
+
+BATCH_TOKENS = 512
+"""Rows per batch: a projection of 64 rows takes twice as long per row as one of 512, and copying costs less."""
 
 _TORCH_DTYPES = {
     DType.INT32: torch.int32,
@@ -66,3 +72,27 @@ def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
     if not data.nbytes:
         return torch.empty(0, element_count, dtype=_TORCH_DTYPES[spec.dtype])
     return torch.frombuffer(data, dtype=_TORCH_DTYPES[spec.dtype]).view(-1, element_count)
+
+
+def in_batches(
+    pieces: Iterable[npt.NDArray[np.uint8]], begin: int, end: int, *, batch_tokens: int = BATCH_TOKENS
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Rows [begin, end) of consecutive pieces [n, row_bytes], put together into about `batch_tokens` each.
+
+    A piece that is large enough by itself is handed on as it is; small ones are copied together.
+    """
+    waiting: list[npt.NDArray[np.uint8]] = []
+    at = 0
+    for piece in pieces:
+        cut = piece[max(begin - at, 0) : max(end - at, 0)]
+        at += len(piece)
+        waiting += [cut] if len(cut) else []
+        if sum(map(len, waiting)) >= batch_tokens:
+            yield _together(waiting)
+            waiting = []
+    if waiting:
+        yield _together(waiting)
+
+
+def _together(pieces: list[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

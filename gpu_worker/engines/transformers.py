@@ -36,7 +36,7 @@ from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.plan import RestorePlan
 from gpu_worker.restore import restore_cache
-from gpu_worker.rows import unpack_rows
+from gpu_worker.rows import in_batches, unpack_rows
 from gpu_worker.save import Saver
 
 SAVE_PIECE_TOKENS = 64
@@ -228,12 +228,8 @@ class TransformersEngine:
         specs = {spec.stream: spec for spec in self._spec.resolve(self._plan.streams())}
 
         def read(stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
-            at = 0
-            for piece in rows.pieces(stream):
-                cut = piece[max(begin - at, 0) : max(end - at, 0)]
-                at += len(piece)
-                if len(cut):
-                    yield unpack_rows(cut.data.cast("B"), specs[stream])
+            for batch in in_batches(rows.pieces(stream), begin, end):
+                yield unpack_rows(batch.data.cast("B"), specs[stream])
 
         return read
 
