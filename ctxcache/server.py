@@ -25,7 +25,7 @@ from ctxcache.config import Settings
 from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
 from ctxcache.data_directory import DataDirectory
-from ctxcache.errors import AddressUnusable, DataDirectoryUnusable, InvalidConfiguration
+from ctxcache.errors import AddressUnusable, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import align
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.service.admin import About, AdminService
@@ -171,10 +171,17 @@ def _open(settings: Settings, files: ExitStack) -> Storage:
     ssd = SsdFiles(_ssd_paths(settings))
     files.callback(ssd.close)
     arena_path = settings.arena_directory / f"ctxcache-{directory.instance_id}.arena"
-    size_bytes = align(settings.arena_size_bytes) or sizes.arena_bytes(settings.arena_directory)
-    arena = DramArena(arena_path, size_bytes)
+    arena = DramArena(arena_path, _arena_bytes(settings))
     files.callback(arena.close)
     return Storage(directory, arena, ssd, metadata)
+
+
+def _arena_bytes(settings: Settings) -> int:
+    try:
+        return align(settings.arena_size_bytes) or sizes.arena_bytes(settings.arena_directory)
+    except OSError as error:
+        problem = f"cannot create the arena: {error.strerror}"
+        raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
 
 
 def _ssd_paths(settings: Settings) -> list[SsdPath]:
