@@ -6,9 +6,11 @@ its place. The same options before the command's name are defaults for it.
 
 import enum
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
 
 import typer
@@ -16,7 +18,11 @@ import typer
 from ctxcache.cli.signature import option, with_signature
 
 if TYPE_CHECKING:
-    from ctxcache.cli.printers import Printer
+    from collections.abc import Iterable, Mapping
+
+    from google.protobuf.message import Message
+
+    from ctxcache.cli.plain import Plain
     from ctxcache.client import Client
 
 DEFAULT_TARGET = "127.0.0.1:7420"
@@ -72,11 +78,27 @@ class Call:
             yield client
 
     @property
-    def printer(self) -> "Printer":
-        """What prints as --output says."""
-        from ctxcache.cli import printers  # noqa: PLC0415  --help needs no tables
+    def is_json(self) -> bool:
+        """Whether a script reads what is printed."""
+        return self.output is Output.JSON
 
-        return printers.JsonPrinter() if self.output is Output.JSON else printers.TablePrinter()
+    def show(self, message: "Message") -> None:
+        """Print one message."""
+        from ctxcache.cli.printers import print_message  # noqa: PLC0415  --help prints no tables
+
+        print_message(message, is_json=self.is_json)
+
+    def show_list(self, noun: str, messages: "Iterable[Message]", limit: int | None) -> None:
+        """Print at most `limit` messages under `noun`; None is all."""
+        from ctxcache.cli.printers import print_list  # noqa: PLC0415  --help prints no tables
+
+        shown = list(islice(messages, limit if limit is None else limit + 1))
+        has_more = limit is not None and len(shown) > limit
+        print_list(noun, shown[:limit], has_more=has_more, is_json=self.is_json)
+
+    def show_facts(self, facts: "Mapping[str, Plain]", text: str) -> None:
+        """Print facts for scripts, or `text` for people."""
+        typer.echo(json.dumps(facts, separators=(",", ":")) if self.is_json else text)
 
 
 P = ParamSpec("P")

@@ -9,8 +9,12 @@ import sys
 
 import typer
 
-from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption
+from ctxcache import __version__
+from ctxcache.cli import models, sessions
+from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, online
+from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.exit_codes import exit_code_of
+from ctxcache.cli.plugins import add_plugins
 from ctxcache.cli.sentences import sentence
 from ctxcache.cli.serve import serve_command
 from ctxcache.errors import CacheError
@@ -20,6 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.command("serve")(serve_command())
+app.command("doctor")(doctor_command())
+app.add_typer(sessions.app, name="session")
+app.add_typer(models.app, name="model")
 
 
 @app.callback()
@@ -31,6 +38,25 @@ def shared_options(
 ) -> None:
     """Keep sessions' state for LLM inference, and restore their KV cache from it."""
     context.obj = Call().but(target or os.environ.get("CTXCACHE_TARGET"), output, timeout)
+
+
+@app.command("stats")
+@online
+def stats(call: Call) -> None:
+    """Show what the server holds and has done since it started."""
+    with call.client() as client:
+        call.show(client.stats())
+
+
+@app.command("version")
+@online
+def version(call: Call) -> None:
+    """Show the version of this program; `stats` shows the server's."""
+    call.show_facts({"version": __version__}, f"ctxcache {__version__}")
+
+
+# Last: a plugin's name never hides one of ours, and --help lists it after them.
+add_plugins(app)
 
 
 def main() -> None:

@@ -31,4 +31,7 @@ def _fact(error: CacheError) -> str:
     ):
         needed, free = (human_size(int(error.facts[name])) for name in ("needed_bytes", "free_bytes"))
         return f"no room in {error.tier}: {needed} needed, {free} free"
+    if isinstance(error, errors.Unavailable) and {"target", "problem"} <= error.facts.keys():
+        # gRPC names the address three times; the cause is what it says last.
+        return f"no answer from {error.target}: {str(error.problem).rpartition(': ')[2]}"
     return str(error)

@@ -1,0 +1,78 @@
+"""The command: asks every probe, prints what they found, exits as `ctxcache serve` would.
+
+Takes the settings that `serve` takes, so that it speaks of the same directories and sizes.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ctxcache.cli.call import CONTEXT, SHARED_OPTIONS, Call, call_of
+from ctxcache.cli.doctor.finding import Finding
+from ctxcache.cli.settings import load_settings, setting_options
+from ctxcache.cli.signature import with_signature
+
+if TYPE_CHECKING:
+    from ctxcache.cli.plain import Plain
+    from ctxcache.config import Settings
+
+
+def doctor_command() -> Callable[..., None]:
+    """Return `doctor` with an option for every setting."""
+    parameters = [CONTEXT, *setting_options(), *SHARED_OPTIONS]
+    return with_signature(doctor, parameters, name="doctor", doc=doctor.__doc__)
+
+
+def doctor(context: typer.Context, **given: Any) -> None:
+    """Say what this machine offers a server, what is used instead of what is missing, and what to do.
+
+    Exits with 0, or with the code that `ctxcache serve` would fail with.
+    """
+    settings = load_settings(given)
+    call = call_of(context, given)
+    findings = list(examine(settings, call))
+    failures = [finding.failure for finding in findings if finding.failure is not None]
+    call.show_facts(_facts(findings), _text(findings))
+    if failures:
+        sys.stdout.flush()
+        raise failures[0]
+
+
+def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
+    """Ask every probe, in the order in which a server would meet what they look at."""
+    from ctxcache.cli.doctor import disk, gpu, memory, network  # noqa: PLC0415  they import RocksDB
+
+    yield disk.metadata(settings)
+    for directory in disk.ssd_directories(settings):
+        yield disk.space(settings, directory)
+        yield disk.direct_io(directory)
+    yield memory.shared_memory(settings)
+    yield memory.huge_pages(settings)
+    yield memory.locked_memory()
+    if settings.listen:
+        yield network.listen_address(settings)
+    yield network.server(call)
+    yield gpu.gpu()
+    yield gpu.reads_into_gpu()
+    yield gpu.torch()
+
+
+def _facts(findings: list[Finding]) -> "dict[str, Plain]":
+    return {
+        "can_serve": all(finding.failure is None for finding in findings),
+        "findings": [
+            {"name": f.name, "status": f.status.value, "found": f.found, "used": f.used, "advice": f.advice}
+            for f in findings
+        ],
+    }
+
+
+def _text(findings: list[Finding]) -> str:
+    return "\n".join(_lines(finding) for finding in findings)
+
+
+def _lines(finding: Finding) -> str:
+    lines = [f"{finding.status.value:8}  {finding.name}: {finding.found}", f"{'':10}used: {finding.used}"]
+    return "\n".join([*lines, f"{'':10}do: {finding.advice}"] if finding.advice else lines)

@@ -1,0 +1,144 @@
+"""Disks: would the SSD files fit, how would they be read, and does the data directory open.
+
+Writes only below a temporary directory of its own, which it removes, and opens a data directory only
+where one is and no server holds it. Worst case: a directory that refuses us, which is a finding.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from ctxcache import sizes
+from ctxcache.cli.doctor.finding import Finding, degraded, fatal, ok
+from ctxcache.cli.doctor.memory import filesystem
+from ctxcache.cli.units import human_size
+from ctxcache.config import Settings
+from ctxcache.data_directory import DataDirectory
+from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable
+from ctxcache.format.layout import ALIGN_BYTES, align
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.tiers.ssd import FILE_NAME
+
+CHOOSE = "choose another with --data-directory or --ssd-directories"
+
+
+def ssd_directories(settings: Settings) -> tuple[Path, ...]:
+    """Return where the SSD tier's files lie."""
+    return settings.ssd_directories or (settings.data_directory / "ssd",)
+
+
+def space(settings: Settings, directory: Path) -> Finding:
+    """Would the SSD file fit."""
+    name = f"space in {directory}"
+    try:
+        present, place = _present_bytes(directory), existing(directory)
+        needed = align(settings.ssd_size_bytes) or present or sizes.ssd_bytes(place, FILE_NAME)
+        status = os.statvfs(place)
+    except OSError as error:
+        return fatal(name, _unusable(directory, error), CHOOSE)
+    free, lack_bytes = status.f_bavail * status.f_frsize, needed - present
+    if lack_bytes > free:
+        lack = CapacityExceeded(
+            tier=f"SSD {directory}", needed_bytes=lack_bytes, free_bytes=free, limit_bytes=free
+        )
+        return fatal(name, lack, "choose a smaller --ssd-size-bytes, or make room")
+    there = f", {human_size(present)} are there" if present else ""
+    found = f"{filesystem(place)}, {human_size(free)} free; the SSD file takes {human_size(needed)}{there}"
+    return ok(name, found, "a preallocated file")
+
+
+def direct_io(directory: Path) -> Finding:
+    """Can the filesystem be read and written around the page cache: tried with one aligned page."""
+    name = f"direct I/O in {directory}"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
+            problem = _try_direct(Path(scratch) / "probe")
+    except OSError as error:
+        return fatal(name, _unusable(directory, error), CHOOSE)
+    if problem:
+        return degraded(
+            name,
+            problem,
+            "buffered I/O through the page cache",
+            "choose a filesystem with O_DIRECT, such as ext4 or XFS",
+        )
+    return ok(name, "one page was written and read back", "direct I/O around the page cache")
+
+
+def metadata(settings: Settings) -> Finding:
+    """Does the data directory open, and RocksDB in it."""
+    directory = settings.data_directory
+    if holder := _holder(directory):
+        return ok("metadata", f"{directory} is held by a running server (pid {holder})", "that server")
+    try:
+        if (directory / "FORMAT").exists():
+            with DataDirectory.open(directory) as data:
+                return _open_metadata(data.metadata_path, f"the sessions in {directory}")
+        with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
+            return _open_metadata(Path(scratch), f"a new data directory at {directory}")
+    except CacheError as error:
+        return fatal("metadata", error, "see docs/operations.md for what this failure means")
+    except OSError as error:
+        return fatal("metadata", _unusable(directory, error), CHOOSE)
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest directory above it: where the server would create it."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+
+
+def _open_metadata(path: Path, used: str) -> Finding:
+    store = RocksDbMetadata(path)
+    try:
+        count = sum(1 for _ in store.sessions())
+    finally:
+        store.close()
+    return ok("metadata", f"RocksDB opens; {count} sessions", used)
+
+
+def _holder(directory: Path) -> str:
+    """Return the process id of the server that holds the directory; empty for none."""
+    try:
+        with (directory / "LOCK").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read(32).decode(errors="replace").strip() or "unknown"
+    except OSError:
+        return ""
+    return ""
+
+
+def _try_direct(path: Path) -> str:
+    """Write and read one page. Returns what went wrong; empty for nothing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
+    try:
+        fd = os.open(path, flags, mode=0o600)
+    except OSError as error:
+        return f"the filesystem refuses O_DIRECT: {error.strerror}"
+    try:
+        return _try_page(fd)
+    except OSError as error:
+        return f"direct I/O fails: {error.strerror}"
+    finally:
+        os.close(fd)
+
+
+def _try_page(fd: int) -> str:
+    with mmap.mmap(-1, ALIGN_BYTES) as written, mmap.mmap(-1, ALIGN_BYTES) as read:
+        written[:] = os.urandom(ALIGN_BYTES)
+        os.pwritev(fd, [written], 0)
+        os.preadv(fd, [read], 0)
+        return "" if written[:] == read[:] else "what was written is not what is read"
+
+
+def _present_bytes(directory: Path) -> int:
+    file = directory / FILE_NAME
+    return file.stat().st_size if file.exists() else 0
+
+
+def _unusable(directory: Path, error: OSError) -> DataDirectoryUnusable:
+    return DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error))

@@ -1,0 +1,49 @@
+"""A finding: one thing that was looked at, what it means, and what to do."""
+
+import enum
+from dataclasses import dataclass
+
+from ctxcache.errors import CacheError
+
+
+class Status(enum.StrEnum):
+    """How well it is. Only a finding with a `failure` makes serving impossible."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What `name` is like here (`found`), what is used because of it, and how to have better.
+
+    `failure` is what `ctxcache serve` would end with.
+    """
+
+    name: str
+    status: Status
+    found: str
+    used: str
+    advice: str = ""
+    failure: CacheError | None = None
+
+
+def ok(name: str, found: str, used: str) -> Finding:
+    """Return a finding that needs nothing."""
+    return Finding(name, Status.OK, found, used)
+
+
+def degraded(name: str, found: str, used: str, advice: str) -> Finding:
+    """Return a finding about something slower or smaller than it could be."""
+    return Finding(name, Status.DEGRADED, found, used, advice)
+
+
+def missing(name: str, found: str, used: str, advice: str) -> Finding:
+    """Return a finding about something that is not there and that serving can do without."""
+    return Finding(name, Status.MISSING, found, used, advice)
+
+
+def fatal(name: str, failure: CacheError, advice: str) -> Finding:
+    """Return a finding that makes serving impossible."""
+    return Finding(name, Status.MISSING, str(failure), "nothing: the server cannot start", advice, failure)

@@ -1,0 +1,33 @@
+"""What people type, as what the server takes. Raises typer's usage error, which exits with 2."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import typer
+
+Value = TypeVar("Value")
+
+
+def session_name(text: str) -> str:
+    """`sessions/ID` for `ID` or `sessions/ID`."""
+    return text if text.startswith("sessions/") else f"sessions/{text}"
+
+
+def model_name(text: str) -> str:
+    """`models/ID` for `ID` or `models/ID`."""
+    return text if text.startswith("models/") else f"models/{text}"
+
+
+def parsed(parse: Callable[[str], Value], text: str, option: str) -> Value:
+    """Parse an option's text. A ValueError's sentence becomes the usage error's."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
+
+
+def check_one_of(**given: bool) -> None:
+    """Refuse none and several of the options that exclude each other."""
+    if sum(given.values()) != 1:
+        flags = [f"--{name.replace('_', '-')}" for name in given]
+        raise typer.BadParameter(f"give one of {', '.join(flags)}")

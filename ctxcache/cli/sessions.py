@@ -1,0 +1,197 @@
+"""`ctxcache session`: what an operator asks of and does to sessions.
+
+Each command is one call to the server, `delete` one per name; the server decides what is allowed.
+Every command prints the session as it is afterwards. A NAME is `ID` or `sessions/ID`.
+"""
+
+import sys
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from ctxcache.cli.call import Call, online
+from ctxcache.cli.names import check_one_of, model_name, parsed, session_name
+from ctxcache.cli.units import parse_duration_s, parse_instant, parse_range
+
+app = typer.Typer(no_args_is_help=True, help="Look at sessions and change them.")
+
+LIST_LIMIT = 50
+# Before any server's present, however far its clock is from ours.
+LONG_AGO = datetime(1970, 1, 2, tzinfo=UTC)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="ID or sessions/ID.", show_default=False)]
+IfGeneration = Annotated[
+    int | None,
+    typer.Option("--if-generation", metavar="G", help="Only if the session is at this generation."),
+]
+
+
+@app.command("list")
+@online
+def list_sessions(
+    call: Call,
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Only this model's.")] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most sessions to list.")] = LIST_LIMIT,
+    all_: Annotated[bool, typer.Option("--all", help="List all of them.")] = False,  # noqa: FBT002  a flag
+) -> None:
+    """List sessions by name."""
+    page_size = 0 if all_ else limit + 1
+    with call.client() as client:
+        found = client.list_sessions(model_name(model) if model else "", page_size=page_size)
+        call.show_list("sessions", found, None if all_ else limit)
+
+
+@app.command("show")
+@online
+def show_session(call: Call, name: Name) -> None:
+    """Show one session."""
+    with call.client() as client:
+        call.show(client.get_session(session_name(name)))
+
+
+@app.command("truncate")
+@online
+def truncate_session(
+    call: Call,
+    name: Name,
+    *,
+    keep_recent: Annotated[
+        int | None,
+        typer.Option("--keep-recent", metavar="N", min=0, help="Keep the newest N tokens and the sinks."),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks", metavar="N", min=0, help="First tokens that --keep-recent keeps too.", show_default="4"
+        ),
+    ] = None,
+    keep_first: Annotated[
+        int | None, typer.Option("--keep-first", metavar="N", min=0, help="Keep the first N tokens.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="A:B", help="Drop tokens A to B, B excluded; repeat for more."),
+    ] = None,
+    if_generation: IfGeneration = None,
+) -> None:
+    """Drop tokens of a session, without touching what stays."""
+    check_one_of(keep_recent=keep_recent is not None, keep_first=keep_first is not None, drop=bool(drop))
+    if sinks is not None and keep_recent is None:
+        raise typer.BadParameter("--sinks goes with --keep-recent")
+    ranges = [parsed(parse_range, text, "--drop") for text in drop or ()]
+    target = session_name(name)
+    with call.client() as client:
+        if keep_recent is not None:
+            session = client.keep_recent(
+                target, keep_recent, sink_token_count=sinks, if_generation_match=if_generation
+            )
+        elif keep_first is not None:
+            session = client.keep_first(target, keep_first, if_generation_match=if_generation)
+        else:
+            session = client.drop_ranges(target, ranges, if_generation_match=if_generation)
+    call.show(session)
+
+
+@app.command("fork")
+@online
+def fork_session(
+    call: Call,
+    name: Name,
+    as_: Annotated[
+        str, typer.Option("--as", metavar="ID", help="Id of the new session; unset, the server's choice.")
+    ] = "",
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", metavar="N", min=0, help="Share the first N tokens.", show_default="all"),
+    ] = None,
+    if_generation: IfGeneration = None,
+) -> None:
+    """Make a session that shares this one's first tokens; nothing is copied."""
+    new_id = as_.removeprefix("sessions/")
+    with call.client() as client:
+        call.show(
+            client.fork_session(
+                session_name(name), session_id=new_id, token_count=tokens, if_generation_match=if_generation
+            )
+        )
+
+
+@app.command("pin")
+@online
+def pin_session(call: Call, name: Name) -> None:
+    """Hold a session against eviction. It expires all the same."""
+    with call.client() as client:
+        call.show(client.update_session(session_name(name), is_pinned=True))
+
+
+@app.command("unpin")
+@online
+def unpin_session(call: Call, name: Name) -> None:
+    """Let a session be evicted again."""
+    with call.client() as client:
+        call.show(client.update_session(session_name(name), is_pinned=False))
+
+
+@app.command("expire")
+@online
+def expire_session(
+    call: Call,
+    name: Name,
+    now: Annotated[bool, typer.Option("--now", help="At once.")] = False,  # noqa: FBT002  a flag
+    ttl: Annotated[
+        str | None,
+        typer.Option("--ttl", metavar="TIME", help="This long after each access: 90s, 15min, 2h, 7d."),
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option("--at", metavar="RFC3339", help="At this instant: 2030-01-31T12:00:00Z.")
+    ] = None,
+) -> None:
+    """Say when a session expires."""
+    check_one_of(now=now, ttl=ttl is not None, at=at is not None)
+    ttl_s = parsed(parse_duration_s, ttl, "--ttl") if ttl is not None else None
+    instant = parsed(parse_instant, at, "--at") if at is not None else None
+    with call.client() as client:
+        call.show(
+            client.update_session(session_name(name), ttl_s=ttl_s, expire_time=LONG_AGO if now else instant)
+        )
+
+
+@app.command("flush")
+@online
+def flush_session(call: Call, name: Name) -> None:
+    """Make every token of a session durable on disk."""
+    with call.client() as client:
+        call.show(client.flush_session(session_name(name)))
+
+
+@app.command("demote")
+@online
+def demote_session(call: Call, name: Name) -> None:
+    """Make a session durable and take it out of memory; the next reader brings it back."""
+    with call.client() as client:
+        call.show(client.demote_session(session_name(name)))
+
+
+@app.command("delete")
+@online
+def delete_sessions(
+    call: Call,
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="IDs or sessions/IDs.", show_default=False)
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,  # noqa: FBT002  a flag
+) -> None:
+    """Delete sessions. Asks first where a person can answer; stops at the first that fails."""
+    targets = [session_name(name) for name in names]
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Delete {', '.join(targets)}?", abort=True, err=True)
+    deleted: list[str] = []
+    try:
+        with call.client() as client:
+            for target in targets:
+                client.delete_session(target)
+                deleted.append(target)
+    finally:
+        # Said also when a later one failed: these are gone.
+        call.show_facts({"deleted": list(deleted)}, "\n".join(f"deleted {target}" for target in deleted))

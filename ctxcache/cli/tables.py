@@ -1,0 +1,164 @@
+"""Messages as tables for people: human sizes, times relative to now. Not stable; scripts use JSON."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ctxcache.cli.units import human_duration, human_size, human_time
+from ctxcache.v1.admin_pb2 import Stats
+from ctxcache.v1.model_pb2 import Dtype, Model, StateKind
+from ctxcache.v1.session_pb2 import Session, Tier
+
+FINGERPRINT_DIGITS = 12
+
+
+def session_grid(session: Session) -> RenderableType:
+    """One session, a line per fact."""
+    return _grid(
+        ("name", session.name),
+        ("model", session.model),
+        ("tokens", f"{session.token_count}, of which {session.durable_token_count} are durable"),
+        ("generation", str(session.generation)),
+        ("layout", _streams((s.kind, s.layer) for s in session.layout)),
+        ("created", _when(session.create_time)),
+        ("last access", _when(session.access_time)),
+        ("expires", _expiry(session)),
+        ("pinned", _yes(session.is_pinned)),
+        ("DRAM", human_size(session.dram_bytes)),
+        ("SSD", human_size(session.ssd_bytes)),
+        ("tenant", session.tenant),
+        ("uid", session.uid),
+        ("fingerprint", session.model_fingerprint.hex()),
+    )
+
+
+def sessions_table(sessions: Sequence[Session]) -> RenderableType:
+    """Sessions, one per line."""
+    table = _table("NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD")
+    for s in sessions:
+        table.add_row(
+            s.name, s.model, str(s.token_count), str(s.durable_token_count), _when(s.access_time),
+            _when(s.expire_time), _yes(s.is_pinned), human_size(s.dram_bytes), human_size(s.ssd_bytes),
+        )  # fmt: skip
+    return table
+
+
+def model_grid(model: Model) -> RenderableType:
+    """One model, a line per fact."""
+    per_token_bytes = sum(spec.row_bytes for spec in model.streams)
+    return _grid(
+        ("name", model.name),
+        ("architecture", model.architecture),
+        ("revision", model.revision or "-"),
+        ("dtype", _word(Dtype.Name(model.dtype))),
+        ("shape", _shape(model)),
+        ("streams", _streams((s.stream.kind, s.stream.layer) for s in model.streams)),
+        ("all streams", f"{human_size(per_token_bytes)} per token"),
+        ("relocatable", _yes(model.is_relocatable)),
+        ("rope", model.rope or "-"),
+        ("created", _when(model.create_time)),
+        ("fingerprint", model.fingerprint.hex()),
+    )  # fmt: skip
+
+
+def models_table(models: Sequence[Model]) -> RenderableType:
+    """Models, one per line."""
+    table = _table("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
+    for model in models:
+        table.add_row(
+            model.name, model.architecture, str(model.layer_count), _word(Dtype.Name(model.dtype)),
+            str(len(model.streams)), _when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
+        )  # fmt: skip
+    return table
+
+
+def stats_view(stats: Stats) -> RenderableType:
+    """What the server holds and has done."""
+    head = _grid(
+        ("version", stats.version),
+        ("started", _when(stats.start_time)),
+        ("data", stats.data_directory),
+        ("listens on", ", ".join(stats.listen_addresses)),
+        ("sessions", f"{stats.session_count} of {stats.model_count} models"),
+        ("segments", _segments(stats)),
+        ("open now", f"{stats.lease_count} leases, {stats.reservation_count} reservations"),
+        ("appended", f"{stats.appended_token_count} tokens"),
+        ("read", f"{stats.read_token_count} tokens, {_share(stats)} from DRAM"),
+        ("ended", f"{stats.expired_session_count} expired, {stats.evicted_session_count} evicted"),
+    )  # fmt: skip
+    tiers = _table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "PATH")
+    for tier in stats.tiers:
+        tiers.add_row(
+            Tier.Name(tier.tier).removeprefix("TIER_"), human_size(tier.used_bytes),
+            human_size(tier.capacity_bytes), str(tier.segment_count), tier.path,
+        )  # fmt: skip
+    return Group(head, Text(), tiers)
+
+
+def _grid(*facts: tuple[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts:
+        grid.add_row(name, Text(value))
+    return grid
+
+
+def _table(*titles: str) -> Table:
+    """Build an empty table; a title that begins with `>` is a column of numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in titles:
+        is_number = title.startswith(">")
+        table.add_column(title.lstrip(">"), justify="right" if is_number else "left", overflow="fold")
+    return table
+
+
+def _streams(streams: Iterable[tuple[StateKind.ValueType, int]]) -> str:
+    """`tokens, hidden 0-30, kv 31`."""
+    by_kind = groupby(sorted(streams), key=lambda stream: stream[0])
+    return ", ".join(_layers(kind, [layer for _, layer in group]) for kind, group in by_kind) or "-"
+
+
+def _layers(kind: StateKind.ValueType, layers: Sequence[int]) -> str:
+    word = _word(StateKind.Name(kind))
+    if layers == [-1]:
+        return word
+    # Layers in a row have the same distance to their index.
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda it: it[1] - it[0])]
+    return f"{word} {', '.join(str(r[0]) if len(r) == 1 else f'{r[0]}-{r[-1]}' for r in runs)}"
+
+
+def _expiry(session: Session) -> str:
+    kept = f", {human_duration(session.ttl.ToTimedelta().total_seconds())} after each access"
+    return _when(session.expire_time) + (kept if session.HasField("ttl") else "")
+
+
+def _shape(model: Model) -> str:
+    heads = f"{model.kv_head_count} K/V heads of {model.head_size}"
+    return f"{model.layer_count} layers, hidden {model.hidden_size}, {heads}"
+
+
+def _segments(stats: Stats) -> str:
+    moved = f"{stats.flushed_segment_count} flushed, {stats.promoted_segment_count} promoted"
+    return f"{stats.segment_count}; {moved}, {stats.corrupt_segment_count} corrupt"
+
+
+def _share(stats: Stats) -> str:
+    return f"{stats.dram_hit_token_count / max(stats.read_token_count, 1):.0%}"
+
+
+def _when(instant: Timestamp) -> str:
+    return human_time(instant.ToDatetime(tzinfo=UTC), datetime.now(UTC))
+
+
+def _word(enum_name: str) -> str:
+    return enum_name.removeprefix("STATE_KIND_").removeprefix("DTYPE_").lower()
+
+
+def _yes(fact: bool) -> str:  # noqa: FBT001  it is the value itself
+    return "yes" if fact else "no"
