@@ -74,6 +74,8 @@ class Settings(BaseSettings):
     """Time a session lives on after an access when its creator does not say."""
     max_concurrent_rpcs: int = Field(default=256, ge=1)
     """Rpcs at a time; more are refused with a retry delay."""
+    max_local_clients: int = Field(default=256, ge=1)
+    """Clients that map the arena at a time; more are refused with a retry delay."""
     drain_timeout_s: float = Field(default=30, ge=0)
     """How long running rpcs may take to end on shutdown."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

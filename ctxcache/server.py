@@ -80,9 +80,10 @@ class Server:
         self.addresses: tuple[str, ...] = ()
         self._cache = cache
         self._files = files
-        self._admission = Admission(settings.max_concurrent_rpcs)
+        self._calls = Admission("concurrent rpcs", settings.max_concurrent_rpcs)
+        self._kept_open = Admission("local clients", settings.max_local_clients)
         self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(interceptors=[Edge(self._admission)], options=OPTIONS)
+        self._grpc = grpc.aio.server(interceptors=[Edge(self._calls, self._kept_open)], options=OPTIONS)
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -110,7 +111,8 @@ class Server:
         with self._files:
             for service in ("", *SERVICES):
                 await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-            self._admission.is_draining = True
+            self._calls.drain()
+            self._kept_open.drain()
             await self._grpc.stop(self.settings.drain_timeout_s)
             if self._upkeep:
                 self._upkeep.cancel()
@@ -121,7 +123,9 @@ class Server:
     async def _listen(self) -> None:
         self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
         if not self.addresses:
-            raise InvalidConfiguration(source="listen", problem="neither a TCP address nor a Unix socket is set")
+            raise InvalidConfiguration(
+                source="listen", problem="neither a TCP address nor a Unix socket is set"
+            )
         self._add_services()
         await self._grpc.start()
         for service in ("", *SERVICES):
@@ -136,12 +140,10 @@ class Server:
         return target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}"
 
     def _add_services(self) -> None:
-        about = About(
-            self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses
-        )
+        about = About(self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), self._grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), self._grpc)
-        arena_service = ArenaService(self._cache, self.storage.arena.arena_id)
+        arena_service = ArenaService(self._cache, self.storage.arena.arena_id, self._kept_open)
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._cache, about), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -205,5 +207,7 @@ def _targets(settings: Settings) -> list[str]:
             log.warning("unix_socket_off path=%s reason=path_too_long", path)
             path = ""
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
-        raise AddressUnusable(address=f"unix:{path}", problem=f"the path is longer than {SOCKET_PATH_LIMIT} bytes")
+        raise AddressUnusable(
+            address=f"unix:{path}", problem=f"the path is longer than {SOCKET_PATH_LIMIT} bytes"
+        )
     return [*targets, f"unix:{path}"] if path else targets

@@ -132,6 +132,10 @@ class Writing:
             await self._residency.flush(session)
         return session.view()
 
+    def is_open(self, reservation_id: int) -> bool:
+        """Whether a reservation has not ended yet."""
+        return reservation_id in self._open
+
     def get(self, reservation_id: int) -> Reservation:
         """An open reservation. Raises ReservationNotFound."""
         try:

@@ -40,6 +40,7 @@ SETTINGS = {
     "ssd_size_bytes": Setting("SIZE", "Size of each SSD file.", "a fifth of the free space, at most 32GiB"),
     "default_ttl_s": Setting("SECONDS", "Life of a session after an access, unless it says.", "3600"),
     "max_concurrent_rpcs": Setting("COUNT", "Rpcs at a time; more are refused.", "256"),
+    "max_local_clients": Setting("COUNT", "Clients that map the arena at a time; more are refused.", "256"),
     "drain_timeout_s": Setting("SECONDS", "How long running rpcs may take to end.", "30"),
     "log_level": Setting("LEVEL", "debug, info, warning or error; logs go to stderr.", "info"),
 }

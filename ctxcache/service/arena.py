@@ -1,12 +1,13 @@
 """ArenaService: leases and reservations of clients on the same host, bound to one stream each."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from ctxcache.cache import Cache
 from ctxcache.cache.reading import Request
-from ctxcache.errors import CacheError, InvalidArgument, LeaseNotFound, ReservationNotFound
+from ctxcache.errors import CacheError, Draining, InvalidArgument, LeaseNotFound, ReservationNotFound
 from ctxcache.service import convert, validate
-from ctxcache.service.edge import Context
+from ctxcache.service.edge import Admission, Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.status import code_of, message_of, wire_facts
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc, session_pb2
@@ -18,8 +19,9 @@ RESERVE_LIMIT = 1 << 20
 class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     """See proto/ctxcache/v1/arena.proto."""
 
-    def __init__(self, cache: Cache, arena_id: bytes) -> None:
+    def __init__(self, cache: Cache, arena_id: bytes, admission: Admission) -> None:
         self._cache = cache
+        self._admission = admission
         self._arena = arena_pb2.Arena(
             arena_id=arena_id, path=cache.arena.paths[0], size_bytes=cache.arena.capacities_bytes[0]
         )
@@ -35,13 +37,34 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         holder = _Holder(self._cache, tenant_of(context))
         is_abandoned = True
         try:
-            async for request in request_iterator:
+            async for request in self._until_drained(request_iterator, holder):
                 validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
                 results = [await holder.carry_out(operation) for operation in request.operations]
                 yield arena_pb2.AccessResponse(request_id=request.request_id, results=results)
             is_abandoned = False
         finally:
             holder.end(is_abandoned=is_abandoned)
+
+    async def _until_drained(
+        self, requests: AsyncIterator[arena_pb2.AccessRequest], holder: "_Holder"
+    ) -> AsyncIterator[arena_pb2.AccessRequest]:
+        """The requests; when the server drains, raises Draining as soon as the stream holds nothing."""
+        drained = asyncio.ensure_future(self._admission.drained())
+        coming = asyncio.ensure_future(anext(requests, None))
+        try:
+            while True:
+                await asyncio.wait({drained, coming}, return_when=asyncio.FIRST_COMPLETED)
+                if drained.done() and not coming.done():
+                    holder.check_empty()
+                    await asyncio.wait({coming})
+                request = coming.result()
+                if request is None:
+                    return
+                yield request
+                coming = asyncio.ensure_future(anext(requests, None))
+        finally:
+            drained.cancel()
+            coming.cancel()
 
 
 class _Holder:
@@ -73,6 +96,11 @@ class _Holder:
             case "release_reservation":
                 return self._release_reservation(operation.release_reservation.reservation_id)
         raise InvalidArgument(field="operation", problem="is required")
+
+    def check_empty(self) -> None:
+        """Raise Draining unless something is still held."""
+        if not self._leases and not self._reservations:
+            raise Draining
 
     def end(self, *, is_abandoned: bool) -> None:
         """End everything the stream still holds."""
@@ -130,12 +158,16 @@ class _Holder:
     async def _commit(self, request: arena_pb2.CommitReservation) -> arena_pb2.OperationResult:
         if request.reservation_id not in self._reservations:
             raise ReservationNotFound(reservation_id=request.reservation_id)
-        view = await self._cache.writing.commit(
-            self._cache.writing.get(request.reservation_id),
-            request.token_count,
-            is_durable=request.durability == session_pb2.DURABILITY_DISK,
-            keep_open=request.keep_open,
-        )
+        try:
+            view = await self._cache.writing.commit(
+                self._cache.writing.get(request.reservation_id),
+                request.token_count,
+                is_durable=request.durability == session_pb2.DURABILITY_DISK,
+                keep_open=request.keep_open,
+            )
+        finally:
+            if not self._cache.writing.is_open(request.reservation_id):
+                self._reservations.discard(request.reservation_id)
         return arena_pb2.OperationResult(committed=convert.session_message(view))
 
     def _release_reservation(self, reservation_id: int) -> arena_pb2.OperationResult:

@@ -57,7 +57,9 @@ def stream(name: model_pb2.StreamName, field: str) -> Stream:
     if found.kind is StateKind.TOKENS and found != TOKENS:
         raise InvalidArgument(field=f"{field}.layer", problem="token ids have layer -1")
     if found.kind is not StateKind.TOKENS and not 0 <= found.layer < LAYER_LIMIT:
-        raise InvalidArgument(field=f"{field}.layer", problem=f"{found.layer} is not within [0, {LAYER_LIMIT})")
+        raise InvalidArgument(
+            field=f"{field}.layer", problem=f"{found.layer} is not within [0, {LAYER_LIMIT})"
+        )
     return found
 
 
