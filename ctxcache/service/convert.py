@@ -18,7 +18,7 @@ from ctxcache.metadata.base import ModelRecord
 from ctxcache.service import validate
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 
-ROW_BYTES_LIMIT = 16 * 1024 * 1024
+ROW_BYTES_LIMIT = 2 << 20
 TEXT_BYTES = 256
 CANONICAL_BYTES = 4096
 COUNT_LIMIT = 2**31 - 1

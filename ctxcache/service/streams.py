@@ -105,7 +105,7 @@ class _Append:
         if stream not in self.received:
             raise InvalidArgument(field="chunk.stream", problem=f"the session does not store {stream}")
         row_bytes = self.layout.row_bytes(stream)
-        validate.within(len(chunk.data), 1, max(CHUNK_BYTES_LIMIT, row_bytes), "chunk.data")
+        validate.within(len(chunk.data), 1, CHUNK_BYTES_LIMIT, "chunk.data")
         if len(chunk.data) % row_bytes:
             raise InvalidArgument(field="chunk.data", problem=f"is not a multiple of {row_bytes} bytes")
         if wire_checksum(chunk.data) != chunk.checksum:

@@ -50,7 +50,7 @@ class Arena(_message.Message):
     arena_id: _builtins.bytes
     """16 random bytes, new at every start of the server; also the first 16 bytes of the file."""
     path: _builtins.str
-    """File to map, on the server's host."""
+    """File to map, on the server's host. Empty: no local access."""
     size_bytes: _builtins.int
     """Its size in bytes."""
     def __init__(

@@ -128,7 +128,7 @@ class StreamSpec(_message.Message):
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     row_bytes: _builtins.int
-    """Bytes of one token's row, 1 to 16777216. Required."""
+    """Bytes of one token's row, 1 to 2097152, so that a row fits into one message. Required."""
     dtype: Global___Dtype.ValueType
     """Type of the row's elements. Required."""
     @_builtins.property
