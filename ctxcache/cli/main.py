@@ -64,7 +64,7 @@ def main() -> None:
     # gRPC's C core writes its own lines to stderr, beside the one sentence that we owe.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        app()
+        app(prog_name="ctxcache")
     except CacheError as error:
         sys.stderr.write(f"ctxcache: {sentence(error)}\n")
         sys.exit(exit_code_of(error))

@@ -47,14 +47,15 @@ def serve(context: typer.Context, **given: Any) -> None:
 
 
 def _announce(server: "Server", output: Output) -> None:
-    facts = _facts(server)
-    sys.stdout.write((facts.json_line() if output is Output.JSON else facts.text()) + "\n")
-    sys.stdout.flush()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # On top of the loop's own handler, not in its place: that one is called through its wakeup
         # descriptor, which Python writes to for every signal that has a handler at all.
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(_say, "draining: no new work is taken"))
+    # After that, and at once: whoever waits for these lines may send the signal as soon as they are there.
+    facts = _facts(server)
+    sys.stdout.write((facts.json_line() if output is Output.JSON else facts.text()) + "\n")
+    sys.stdout.flush()
 
 
 def _facts(server: "Server") -> Ready:

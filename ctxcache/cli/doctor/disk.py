@@ -4,6 +4,7 @@ Writes only below a temporary directory of its own, which it removes, and opens 
 where one is and no server holds it. Worst case: a directory that refuses us, which is a finding.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -85,9 +86,12 @@ def metadata(settings: Settings) -> Finding:
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or the nearest directory above it: where the server would create it."""
+    """Return the path, or what is nearest above it: where the server would create it. Raises OSError."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+    place = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a directory")
+    return place
 
 
 def _open_metadata(path: Path, used: str) -> Finding:

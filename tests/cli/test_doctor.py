@@ -1,0 +1,144 @@
+"""`ctxcache doctor`: what it finds on this machine, and when it says that serving is impossible."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Ran, ctxcache
+from failing_places import small_filesystem
+from server_process import ServerProcess
+
+from ctxcache.cli.exit_codes import ExitCode
+
+SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
+KEYS = ["name", "status", "found", "used", "advice"]
+
+
+def doctor(data_directory: Path, *options: str) -> tuple[Ran, dict[str, dict[str, str]]]:
+    """Run the doctor as a script does; return its exit code and its findings by their first word."""
+    given = ("--data-directory", str(data_directory), *SMALL, "--target", "127.0.0.1:1")
+    ran = ctxcache("doctor", "-o", "json", *given, *options)
+    return ran, {finding["name"].partition(" ")[0]: finding for finding in ran.document["findings"]}
+
+
+def test_a_machine_that_can_serve(tmp_path: Path) -> None:
+    """Every finding says what it is, how it is, and what is used; nothing is left behind."""
+    ran, findings = doctor(tmp_path / "data")
+
+    assert ran.exit_code == ExitCode.OK
+    assert ran.document["can_serve"] is True
+    assert all(list(finding) == KEYS for finding in findings.values())
+    assert {finding["status"] for finding in findings.values()} <= {"ok", "degraded", "missing"}
+    assert {
+        "metadata",
+        "space",
+        "direct",
+        "shared",
+        "huge",
+        "memlock",
+        "address",
+        "server",
+        "GPU",
+        "SSD",
+        "torch",
+    } <= set(findings)
+    assert "RocksDB opens" in findings["metadata"]["found"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_direct_io_probe_agrees_with_the_server(tmp_path: Path) -> None:
+    """What the doctor says about O_DIRECT is what the server then does."""
+    _, findings = doctor(tmp_path / "data")
+    with ServerProcess(tmp_path / "data") as server:
+        mode = server.ready["ssd"][0]["io_mode"]
+
+    assert findings["direct"]["used"].startswith(f"{mode} I/O")
+
+
+def test_people_get_what_to_do(tmp_path: Path) -> None:
+    """The text names each finding, what is used, and what to do about it."""
+    ran = ctxcache("doctor", "--data-directory", str(tmp_path / "data"), *SMALL, "--target", "127.0.0.1:1")
+
+    assert ran.exit_code == ExitCode.OK
+    assert "missing   server at 127.0.0.1:1: no answer" in ran.stdout
+    assert "do: start one with `ctxcache serve`" in ran.stdout
+
+
+def test_a_running_server_is_found_and_left_alone(running_server: ServerProcess) -> None:
+    """A held data directory is no failure, and the server that holds it answers."""
+    ran, findings = doctor(
+        running_server.data_directory, "--target", running_server.target, "--ssd-size-bytes", "64MiB"
+    )
+
+    assert ran.exit_code == ExitCode.OK
+    assert f"held by a running server (pid {running_server.pid})" in findings["metadata"]["found"]
+    assert findings["server"]["status"] == "ok"
+    assert "it takes work" in findings["server"]["found"]
+
+
+def test_sessions_of_a_stopped_server_are_counted(tmp_path: Path) -> None:
+    """An existing data directory is really opened."""
+    with ServerProcess(tmp_path / "data") as server:
+        server.terminate()
+
+    ran, findings = doctor(tmp_path / "data", "--ssd-size-bytes", "64MiB")
+
+    assert ran.exit_code == ExitCode.OK
+    assert findings["metadata"]["used"] == f"the sessions in {tmp_path}/data"
+
+
+def test_an_address_that_is_taken_is_no_failure(tmp_path: Path, running_server: ServerProcess) -> None:
+    """It may be the server itself: the finding says so."""
+    ran, findings = doctor(tmp_path / "data", "--listen", running_server.target)
+
+    assert ran.exit_code == ExitCode.OK
+    assert findings["address"]["status"] == "degraded"
+
+
+@pytest.mark.parametrize(
+    ("options", "finding", "exit_code"),
+    [
+        (("--arena-size-bytes", "1024TiB"), "shared", ExitCode.RESOURCE_EXHAUSTED),
+        (("--arena-directory", "/nowhere/at/all"), "shared", ExitCode.DEVICE),
+        (("--ssd-size-bytes", "1024TiB"), "space", ExitCode.RESOURCE_EXHAUSTED),
+        (("--ssd-directories", "/dev/null/ssd"), "direct", ExitCode.DATA_DIRECTORY_UNUSABLE),
+    ],
+)
+def test_what_makes_serving_impossible_is_the_exit_code(
+    tmp_path: Path, options: tuple[str, ...], finding: str, exit_code: ExitCode
+) -> None:
+    """The doctor exits as the server would, after it has said everything."""
+    ran, findings = doctor(tmp_path / "data", *options)
+
+    assert ran.exit_code == exit_code
+    assert ran.document["can_serve"] is False
+    assert findings[finding]["used"] == "nothing: the server cannot start"
+    assert findings[finding]["advice"]
+
+
+def test_a_newer_format_is_found(tmp_path: Path) -> None:
+    """A data directory that this version cannot read is said to be one."""
+    (tmp_path / "FORMAT").write_text(json.dumps({"format": 2, "created_by": "later", "instance_id": "00"}))
+
+    ran, findings = doctor(tmp_path)
+
+    assert ran.exit_code == ExitCode.FORMAT_TOO_NEW
+    assert findings["metadata"]["status"] == "missing"
+
+
+def test_a_file_instead_of_a_directory_is_found(tmp_path: Path) -> None:
+    """A path through a file leads nowhere."""
+    (tmp_path / "data").write_text("")
+
+    ran, _ = doctor(tmp_path / "data")
+
+    assert ran.exit_code == ExitCode.DATA_DIRECTORY_UNUSABLE
+
+
+def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
+    """A tmpfs too small for the arena is a failure with both sizes."""
+    with small_filesystem(tmp_path / "shm", "8m") as shm:
+        ran, findings = doctor(tmp_path / "data", "--arena-directory", str(shm))
+
+    assert ran.exit_code == ExitCode.RESOURCE_EXHAUSTED
+    assert "--shm-size" in findings["shared"]["advice"]

@@ -1,0 +1,64 @@
+"""Exit codes: one for every error class, and the same table for people."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ctxcache import errors
+from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
+from ctxcache.cli.sentences import sentence
+from ctxcache.cli.settings import SETTINGS
+from ctxcache.errors import CacheError
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+CLASSES = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, CacheError)
+]
+
+
+@pytest.mark.parametrize("error_class", CLASSES, ids=lambda error_class: error_class.__name__)
+def test_every_error_class_has_an_exit_code(error_class: type[CacheError]) -> None:
+    """A new class of errors must choose a code; only the base is INTERNAL, and none is OK or USAGE."""
+    code = EXIT_CODES[error_class]
+
+    assert (code is ExitCode.INTERNAL) == (error_class is CacheError)
+    assert code not in {ExitCode.OK, ExitCode.USAGE}
+
+
+def test_a_class_that_is_not_listed_exits_as_its_base() -> None:
+    """An error is never success, however new it is."""
+
+    class Newer(errors.TierFailure):
+        """Of a later version."""
+
+    assert exit_code_of(Newer()) is ExitCode.DEVICE
+
+
+@pytest.mark.parametrize("error_class", CLASSES, ids=lambda error_class: error_class.__name__)
+def test_every_error_is_one_line_that_ends_with_its_reason(error_class: type[CacheError]) -> None:
+    """Even a detail of several lines is one sentence."""
+    line = sentence(error_class("first\n  second"))
+
+    assert line.startswith("first second")
+    assert line.endswith(f"({error_class.reason})")
+
+
+def test_the_documented_table_is_the_table() -> None:
+    """docs/operations.md lists every code with its name and exactly the reasons that it stands for."""
+    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \| (.*?) \|", OPERATIONS.read_text(), re.MULTILINE)
+    documented = {int(code): (name, set(re.findall(r"`([A-Z_]+)`", reasons))) for code, name, reasons in rows}
+
+    expected = {
+        int(code): (code.name, {c.reason for c, its_code in EXIT_CODES.items() if its_code is code})
+        for code in ExitCode
+    }
+    assert documented == expected
+
+
+def test_every_setting_is_documented() -> None:
+    """docs/operations.md lists every setting with its variable."""
+    rows = re.findall(r"^\| `--([a-z-]+)` \| `CTXCACHE_([A-Z_]+)` \|", OPERATIONS.read_text(), re.MULTILINE)
+
+    assert [name for name, _ in rows] == [name.replace("_", "-") for name in SETTINGS]
+    assert [variable for _, variable in rows] == [name.upper() for name in SETTINGS]

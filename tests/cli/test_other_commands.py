@@ -1,0 +1,95 @@
+"""Models, statistics, version and help."""
+
+import subprocess
+import sys
+
+from command_line import ctxcache, ctxcache_json
+from server_process import ServerProcess
+from stored import model_spec, store_session
+
+from ctxcache import __version__
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.v1.admin_pb2 import Stats
+
+HEAVY = ("torch", "rocksdict", "pydantic", "grpc", "ctxcache.server", "ctxcache.client")
+SERVER_ONLY = ("torch", "rocksdict", "ctxcache.config", "ctxcache.server")
+
+
+def test_models_are_listed_and_shown(running_server: ServerProcess) -> None:
+    """A registered model appears with its fingerprint in hex and its streams by name."""
+    store_session(running_server.target, "of-a-model", token_count=0, model_id="modelled")
+
+    listed = ctxcache_json(running_server.target, "model", "list")
+    shown = ctxcache_json(running_server.target, "model", "show", "modelled")
+    table = ctxcache("--target", running_server.target, "model", "show", "models/modelled")
+
+    assert shown in listed["models"]
+    assert shown["fingerprint"] == model_spec("modelled").fingerprint().hex()
+    assert "DTYPE_FLOAT16" in {spec["dtype"] for spec in shown["streams"]}
+    assert "TinyForCausalLM" in table.stdout
+
+
+def test_a_model_that_is_not_there_is_not_found(running_server: ServerProcess) -> None:
+    """An unknown model exits with 3."""
+    ran = ctxcache("--target", running_server.target, "model", "show", "nobody")
+
+    assert ran.exit_code == ExitCode.NOT_FOUND
+
+
+def test_stats_have_the_fields_of_the_proto(running_server: ServerProcess) -> None:
+    """JSON statistics have the proto's names, both tiers and the server's version."""
+    stats = ctxcache_json(running_server.target, "stats")
+
+    assert list(stats) == [field.name for field in Stats.DESCRIPTOR.fields]
+    assert [tier["tier"] for tier in stats["tiers"]] == ["TIER_DRAM", "TIER_SSD"]
+    assert stats["version"] == __version__
+
+
+def test_stats_are_a_table_with_human_sizes(running_server: ServerProcess) -> None:
+    """People see 64.0 MiB, not 67108864; the Unix socket answers as TCP does."""
+    ran = ctxcache("--target", running_server.unix_target, "stats")
+
+    assert ran.exit_code == ExitCode.OK
+    assert "64.0 MiB" in ran.stdout
+
+
+def test_version_needs_no_server() -> None:
+    """The version is this program's own."""
+    assert ctxcache("version").stdout == f"ctxcache {__version__}\n"
+    assert ctxcache("--output", "json", "version").document == {"version": __version__}
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    """--help names all commands, the demo too, and is fast because it imports none of their libraries."""
+    ran = _imports_of("--help")
+
+    assert not ran & set(HEAVY)
+    listed = ctxcache("--help").stdout
+    assert all(
+        f" {name} " in listed for name in ("serve", "doctor", "session", "model", "stats", "version", "demo")
+    )
+
+
+def test_online_commands_import_no_server() -> None:
+    """A command that asks a server brings none along."""
+    imported = _imports_of("--target", "127.0.0.1:1", "session", "show", "x")
+
+    assert "ctxcache.client" in imported
+    assert not imported & set(SERVER_ONLY)
+
+
+def test_completion_is_printed_for_a_shell() -> None:
+    """--show-completion prints a script for the shell that is named."""
+    ran = ctxcache(
+        "--show-completion", "bash", environment={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    )
+
+    assert ran.exit_code == ExitCode.OK
+    assert "_CTXCACHE_COMPLETE" in ran.stdout or "COMPLETE" in ran.stdout
+
+
+def _imports_of(*arguments: str) -> set[str]:
+    """Which modules a command imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "ctxcache.cli.main", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines() if "import time:" in line}

@@ -1,0 +1,177 @@
+"""`ctxcache serve`: what it says once it listens, how it ends, and what survives that."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import ctxcache_json
+from server_process import (
+    ARENA_SIZE_BYTES,
+    COMMAND_LINE,
+    SSD_SIZE_BYTES,
+    STOP_TIMEOUT_S,
+    ServerProcess,
+    without_settings,
+)
+from stored import TOKEN_COUNT, store_session
+
+from ctxcache import __version__
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.settings import SETTINGS
+from ctxcache.config import Settings, default_data_directory
+
+
+def test_the_ready_line_says_where_everything_is(tmp_path: Path) -> None:
+    """One line of JSON: version, addresses, directories, sizes, I/O mode, sessions found."""
+    with ServerProcess(tmp_path / "data") as server:
+        ready = server.ready
+
+        assert (ready["event"], ready["version"], ready["pid"]) == ("ready", __version__, server.pid)
+        assert ready["listen_addresses"][1] == f"unix:{tmp_path}/data/ctxcache.sock"
+        assert ready["data_directory"] == str(tmp_path / "data")
+        assert ready["arena"]["size_bytes"] == ARENA_SIZE_BYTES
+        assert ready["ssd"][0]["path"] == str(tmp_path / "data" / "ssd" / "segments.dat")
+        assert ready["ssd"][0]["size_bytes"] == SSD_SIZE_BYTES
+        assert ready["ssd"][0]["io_mode"] in {"direct", "buffered"}
+        assert ready["session_count"] == 0
+
+
+def test_people_get_a_few_lines(tmp_path: Path) -> None:
+    """Without --output json the same facts are lines for people, there before anything is asked."""
+    arguments = ("--data-directory", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
+    sizes = ("--arena-size-bytes", "64MiB", "--ssd-size-bytes", "64MiB")
+    command = [*COMMAND_LINE, "serve", *arguments, *sizes]
+    with subprocess.Popen(
+        command, env=without_settings(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(6)]
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=STOP_TIMEOUT_S)
+
+    assert lines[0] == f"ctxcache {__version__} is ready (pid {process.pid})\n"
+    assert "listens on  127.0.0.1:" in lines[1]
+    assert f"listens on  unix:{tmp_path}" in lines[2]
+    assert "0 sessions found" in lines[3]
+    assert "64.0 MiB" in lines[4]
+    assert "64.0 MiB" in lines[5]
+    assert process.returncode == ExitCode.OK
+    assert "draining" in stderr
+    assert "stopped: everything is on disk" in stderr
+
+
+def test_sigterm_flushes_and_sessions_survive(tmp_path: Path) -> None:
+    """A terminated server says that it drains, exits with 0, and comes back with all its tokens."""
+    with ServerProcess(tmp_path / "data") as server:
+        store_session(server.target, "survivor")
+        exit_code = server.terminate()
+        stderr = server.stderr
+        server.start()
+        survivor = ctxcache_json(server.target, "session", "show", "survivor")
+
+        assert exit_code == ExitCode.OK
+        assert "draining: no new work is taken" in stderr
+        assert "stopped: everything is on disk" in stderr
+        assert server.ready["session_count"] == 1
+        assert (survivor["token_count"], survivor["durable_token_count"]) == (TOKEN_COUNT, TOKEN_COUNT)
+
+
+def test_a_killed_server_starts_again_and_keeps_what_was_durable(tmp_path: Path) -> None:
+    """After SIGKILL the flushed session is whole; nothing has to be cleaned up by hand."""
+    with ServerProcess(tmp_path / "data") as server:
+        store_session(server.target, "flushed")
+        ctxcache_json(server.target, "session", "flush", "flushed")
+        server.kill9()
+        server.start()
+
+        assert ctxcache_json(server.target, "session", "show", "flushed")["token_count"] == TOKEN_COUNT
+
+
+def test_options_win_over_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    """Each source overrides the one below it, setting by setting."""
+    file = tmp_path / "ctxcache.toml"
+    file.write_text(
+        'arena_size_bytes = "48MiB"\nssd_size_bytes = "48MiB"\nunix_socket = ""\ndrain_timeout_s = 1\n'
+    )
+    environment = {
+        "CTXCACHE_CONFIG": str(file),
+        "CTXCACHE_SSD_SIZE_BYTES": "32MiB",
+        "CTXCACHE_LOG_LEVEL": "debug",
+    }
+    command = [
+        *COMMAND_LINE,
+        "serve",
+        "-o",
+        "json",
+        "--data-directory",
+        str(tmp_path / "data"),
+        "--listen",
+        "127.0.0.1:0",
+    ]
+    with subprocess.Popen(
+        [*command, "--arena-size-bytes", "16MiB"],
+        env=without_settings(os.environ) | environment, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        process.terminate()
+
+    assert ready["arena"]["size_bytes"] == 16 << 20
+    assert ready["ssd"][0]["size_bytes"] == 32 << 20
+    assert len(ready["listen_addresses"]) == 1
+
+
+def test_several_ssd_directories_are_one_tier(tmp_path: Path) -> None:
+    """--ssd-directories repeats, and the environment separates them like PATH."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    options = [part for place in places for part in ("--ssd-directories", str(place))]
+    environment = {"CTXCACHE_SSD_DIRECTORIES": ":".join(map(str, places))}
+    with ServerProcess(tmp_path / "a", *options) as by_option:
+        listed = [place["path"] for place in by_option.ready["ssd"]]
+        by_option.terminate()
+    with ServerProcess(tmp_path / "b", environment=environment) as by_environment:
+        listed_too = [place["path"] for place in by_environment.ready["ssd"]]
+
+    assert listed == listed_too == [str(place / "segments.dat") for place in places]
+
+
+def test_every_setting_has_an_option_with_its_default() -> None:
+    """What `config.Settings` knows, `serve --help` shows; a plain default is the one that is used."""
+    fields = Settings.model_fields
+
+    assert list(SETTINGS) == list(fields)
+    for name in (
+        "listen",
+        "unix_socket",
+        "arena_directory",
+        "default_ttl_s",
+        "max_concurrent_rpcs",
+        "max_local_clients",
+        "drain_timeout_s",
+        "log_level",
+    ):
+        assert SETTINGS[name].default == str(fields[name].default)
+
+
+def test_the_default_data_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a setting, data lie in the user's state directory, as --help says."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    shown = SETTINGS["data_directory"].default
+
+    assert str(default_data_directory()) == shown.replace("~", str(tmp_path))
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_changes_nothing(tmp_path: Path, second: signal.Signals) -> None:
+    """Whoever is impatient still gets an orderly end."""
+    with ServerProcess(tmp_path / "data") as server:
+        store_session(server.target, "safe")
+        os.kill(server.pid, signal.SIGTERM)
+        os.kill(server.pid, second)
+
+        assert server.terminate() == ExitCode.OK
