@@ -1,6 +1,9 @@
 """`ctxcache doctor`: what it finds on this machine, and when it says that serving is impossible."""
 
+import _ctypes
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,3 +145,47 @@ def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
 
     assert ran.exit_code == ExitCode.RESOURCE_EXHAUSTED
     assert "--shm-size" in findings["shared"]["advice"]
+
+
+def test_a_gpu_is_named_as_its_driver_names_it(tmp_path: Path) -> None:
+    """What nvidia-smi says is what is found."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'NVIDIA Tiny, 1024 MiB, 1.0'\n")
+    program.chmod(0o755)
+
+    findings = examine(tmp_path, {"PATH": f"{program.parent}:{os.environ['PATH']}"})
+
+    assert findings["GPU"]["found"] == "NVIDIA Tiny, 1024 MiB, 1.0"
+
+
+@pytest.mark.parametrize(
+    ("kvikio", "used"),
+    [
+        ("", "POSIX"),
+        ("raise RuntimeError('no libcufile')", "POSIX"),
+        ("cufile_driver = {'is_gds_available': False}", "kvikio's compatibility mode"),
+        ("cufile_driver = {'is_gds_available': True}", "GDS"),
+    ],
+    ids=["not installed", "does not load", "no GDS", "GDS"],
+)
+def test_the_path_from_ssd_to_gpu_is_the_one_a_worker_takes(tmp_path: Path, kvikio: str, used: str) -> None:
+    """With libcuda there, it depends on kvikio, which is asked in a process of its own."""
+    # Any library loads as libcuda: nothing in it is called.
+    shutil.copy(_ctypes.__file__, tmp_path / "libcuda.so.1")
+    if kvikio:
+        package = tmp_path / "kvikio"
+        package.mkdir()
+        (package / "__init__.py").write_text(f"__version__ = '1.0'\n{kvikio}\n")
+        (package / "cufile_driver.py").write_text("import kvikio\nget = kvikio.cufile_driver.get\n")
+
+    findings = examine(tmp_path, {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)})
+
+    assert findings["SSD"]["used"].startswith(used)
+
+
+def examine(place: Path, environment: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Run the doctor in an environment; return its findings by their first word."""
+    given = ("--data-directory", str(place / "data"), *SMALL, "--target", "127.0.0.1:1")
+    ran = ctxcache("doctor", "-o", "json", *given, environment=environment)
+    return {finding["name"].partition(" ")[0]: finding for finding in ran.document["findings"]}

@@ -175,3 +175,13 @@ def test_a_second_signal_changes_nothing(tmp_path: Path, second: signal.Signals)
         os.kill(server.pid, second)
 
         assert server.terminate() == ExitCode.OK
+
+
+def test_what_cannot_be_flushed_is_said_at_the_end(tmp_path: Path) -> None:
+    """A session larger than the whole SSD tier is lost on shutdown, and the exit code says so."""
+    with ServerProcess(tmp_path / "data", "--ssd-size-bytes", "65536") as server:
+        store_session(server.target, "too-large", token_count=2000)
+
+        assert server.terminate() == ExitCode.RESOURCE_EXHAUSTED
+        assert "no room in SSD" in server.stderr
+        assert "stopped" not in server.stderr

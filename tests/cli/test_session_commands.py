@@ -2,6 +2,7 @@
 
 import os
 import pty
+import socket
 import subprocess
 from datetime import UTC, datetime, timedelta
 
@@ -279,3 +280,15 @@ def test_no_server_is_one_sentence_with_advice() -> None:
     assert ran.exit_code == ExitCode.UNAVAILABLE
     assert "no answer from 127.0.0.1:1" in ran.sentence
     assert "`ctxcache serve` starts one" in ran.sentence
+
+
+def test_a_server_that_says_nothing_costs_the_timeout_and_no_more() -> None:
+    """Where somebody listens and never answers, --timeout ends the wait; the exit code is 6."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        ran = ctxcache("--target", target, "--timeout", "0.5", "session", "show", "x")
+
+    assert ran.exit_code == ExitCode.UNAVAILABLE
+    assert "DEADLINE_EXCEEDED" in ran.sentence
