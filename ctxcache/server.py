@@ -140,7 +140,9 @@ class Server:
         return target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}"
 
     def _add_services(self) -> None:
-        about = About(self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses)
+        about = About(
+            __version__, self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses
+        )
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), self._grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), self._grpc)
         arena_service = ArenaService(self._cache, self.storage.arena.arena_id, self._kept_open)

@@ -4,12 +4,12 @@ Knows no server, no gRPC and no torch: those are imported by the command that ne
 runs. Worst case: a bug of ours, which is a traceback and exit code 1.
 """
 
+import importlib.metadata
 import os
 import sys
 
 import typer
 
-from ctxcache import __version__
 from ctxcache.cli import models, sessions
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, online
 from ctxcache.cli.doctor.command import doctor_command
@@ -52,7 +52,8 @@ def stats(call: Call) -> None:
 @online
 def version(call: Call) -> None:
     """Show the version of this program; `stats` shows the server's."""
-    call.show_facts({"version": __version__}, f"ctxcache {__version__}")
+    number = importlib.metadata.version("ctxcache")
+    call.show_facts({"version": number}, f"ctxcache {number}")
 
 
 # Last: a plugin's name never hides one of ours, and --help lists it after them.

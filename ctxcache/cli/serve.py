@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ctxcache import __version__
 from ctxcache.cli.call import CONTEXT, Output, OutputOption, call_of
 from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
@@ -62,7 +62,7 @@ def _facts(server: "Server") -> Ready:
     storage = server.storage
     arena, ssd = storage.arena, storage.ssd
     return Ready(
-        version=__version__,
+        version=version("ctxcache"),
         pid=os.getpid(),
         listen_addresses=server.addresses,
         data_directory=str(storage.directory.path.absolute()),

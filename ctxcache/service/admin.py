@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ctxcache import __version__
 from ctxcache.cache import Cache
 from ctxcache.service import convert, validate
 from ctxcache.service.edge import Context
@@ -15,6 +14,7 @@ from ctxcache.v1 import admin_pb2, admin_pb2_grpc, session_pb2
 class About:
     """What the server knows of itself."""
 
+    version: str
     start_time_ns: int
     data_directory: str
     listen_addresses: tuple[str, ...]
@@ -31,7 +31,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """See the proto."""
         state, counters = self._cache.state, self._cache.state.counters
         return admin_pb2.Stats(
-            version=__version__,
+            version=self._about.version,
             start_time=convert.timestamp(self._about.start_time_ns),
             data_directory=self._about.data_directory,
             listen_addresses=self._about.listen_addresses,

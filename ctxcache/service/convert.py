@@ -1,7 +1,6 @@
 """Between the wire's messages and the cache's facts."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -14,7 +13,6 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, Stream, StreamSpec
-from ctxcache.metadata.base import ModelRecord
 from ctxcache.service import validate
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 
@@ -35,11 +33,6 @@ def duration(span_ns: int) -> Duration:
     """Nanoseconds as a Duration."""
     seconds, nanos = divmod(span_ns, 10**9)
     return Duration(seconds=seconds, nanos=nanos)
-
-
-def iso(time_ns: int) -> str:
-    """Nanoseconds since the epoch as text."""
-    return datetime.fromtimestamp(time_ns / 10**9, UTC).isoformat()
 
 
 def stream_name(stream: Stream) -> model_pb2.StreamName:
@@ -90,9 +83,8 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> tuple[StreamSpec, ..
     return tuple(spec for spec in found if spec.stream != TOKENS)
 
 
-def model_message(record: ModelRecord) -> model_pb2.Model:
+def model_message(spec: ModelSpec, create_time_ns: int) -> model_pb2.Model:
     """A registered model."""
-    spec = record.spec
     return model_pb2.Model(
         name=f"models/{spec.model_id}", fingerprint=spec.fingerprint(), architecture=spec.architecture,
         revision=spec.revision, weights_digest=spec.weights_digest, tokenizer_digest=spec.tokenizer_digest,
@@ -106,7 +98,7 @@ def model_message(record: ModelRecord) -> model_pb2.Model:
             )
             for item in spec.streams
         ],
-        create_time=timestamp(record.create_time_ns), settings=spec.settings,
+        create_time=timestamp(create_time_ns), settings=spec.settings,
     )  # fmt: skip
 
 

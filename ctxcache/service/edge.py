@@ -75,7 +75,7 @@ class Edge(grpc.aio.ServerInterceptor):
         is_kept_open = handler_call_details.method in KEPT_OPEN
         return self._wrap(handler, self._kept_open if is_kept_open else self._calls)
 
-    def _wrap(self, handler: Any, admission: Admission) -> Handler:  # noqa: ANN401  # grpc's handlers are untyped tuples
+    def _wrap(self, handler: Any, admission: Admission) -> Handler:  # grpc's handlers are untyped tuples
         codecs = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, admission), *codecs)
@@ -90,7 +90,7 @@ class Edge(grpc.aio.ServerInterceptor):
     def _single(
         self, behaviour: Callable[..., Awaitable[Any]], admission: Admission
     ) -> Callable[..., Awaitable[Any]]:
-        async def call(request: object, context: Context) -> Any:  # noqa: ANN401
+        async def call(request: object, context: Context) -> Any:
             try:
                 with admission.enter():
                     return await behaviour(request, context)

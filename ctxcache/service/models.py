@@ -18,11 +18,13 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     ) -> model_pb2.Model:
         """See the proto."""
         spec = convert.model_spec(request.model)
-        return convert.model_message(await self._models.register(tenant_of(context), spec))
+        record = await self._models.register(tenant_of(context), spec)
+        return convert.model_message(record.spec, record.create_time_ns)
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.Model:  # noqa: N802
         """See the proto."""
-        return convert.model_message(self._models.get(tenant_of(context), validate.model_id(request.name)))
+        record = self._models.get(tenant_of(context), validate.model_id(request.name))
+        return convert.model_message(record.spec, record.create_time_ns)
 
     async def ListModels(  # noqa: N802
         self, request: model_pb2.ListModelsRequest, context: Context
@@ -32,6 +34,6 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         after = validate.page_token(request.page_token)
         found = self._models.list(tenant_of(context), after=after, limit=limit)
         return model_pb2.ListModelsResponse(
-            models=[convert.model_message(record) for record in found],
+            models=[convert.model_message(record.spec, record.create_time_ns) for record in found],
             next_page_token=validate.next_page_token([r.spec.model_id for r in found], limit),
         )
