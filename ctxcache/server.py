@@ -33,7 +33,7 @@ from ctxcache.service.arena import ArenaService
 from ctxcache.service.edge import Admission, Edge
 from ctxcache.service.models import ModelService
 from ctxcache.service.sessions import SessionService
-from ctxcache.tiers.dram import DramArena
+from ctxcache.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
 from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
 from ctxcache.upkeep import Upkeep
 from ctxcache.v1 import (
@@ -174,7 +174,9 @@ def _open(settings: Settings, files: ExitStack) -> Storage:
     files.callback(metadata.close)
     ssd = SsdFiles(_ssd_paths(settings))
     files.callback(ssd.close)
-    arena_path = settings.arena_directory / f"ctxcache-{directory.instance_id}.arena"
+    for path in remove_abandoned(settings.arena_directory):
+        log.warning("abandoned_arena_removed path=%s", path)
+    arena_path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
     arena = DramArena(arena_path, _arena_bytes(settings))
     files.callback(arena.close)
     return Storage(directory, arena, ssd, metadata)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -28,6 +29,7 @@ from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 
+ARENA_FILE_NAME = "ctxcache-{}.arena"
 ARENA_ID_BYTES = 16
 INLINE_COPY_BYTES = 1 << 20
 """Copies up to this size run on the event loop: about 0.2 ms, less than two thread switches are worth."""
@@ -148,6 +150,21 @@ class DramArena:
         work.result()
 
 
+def remove_abandoned(directory: Path) -> list[str]:
+    """Remove the arenas of servers that were killed and not started again; returns their paths.
+
+    Memory that nobody uses would stay taken until the next boot. What a living server holds, or what
+    is not ours to remove, stays.
+    """
+    removed = []
+    for path in sorted(directory.glob(ARENA_FILE_NAME.format("*"))):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(str(path))
+    return removed
+
+
 def _create(path: str, size_bytes: int) -> mmap.mmap:
     try:
         _remove_stale(path)
@@ -156,9 +173,14 @@ def _create(path: str, size_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
     try:
+        # Says that the owner lives: the mapping keeps the file description, and so the lock, until it goes.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not os.fstat(fd).st_nlink:
+            problem = "another server took the new arena for a stale one; start again"
+            raise TierFailure(path=path, problem=problem)
         return _allocate(fd, path, size_bytes)
     except BaseException:
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)

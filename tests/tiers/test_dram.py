@@ -2,6 +2,8 @@
 
 import mmap
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.testing.tiers import buffer
-from ctxcache.tiers.dram import DramArena
+from ctxcache.tiers.dram import DramArena, remove_abandoned
 
 SIZE_BYTES = 8 << 20
 SLOT = Slot(0, ALIGN_BYTES, ALIGN_BYTES)
@@ -140,3 +142,16 @@ def test_two_views_share_their_bytes(arena: DramArena) -> None:
     arena.view(SLOT)[0] = 7
 
     assert arena.view(SLOT)[0] == 7
+
+
+def test_arenas_of_killed_servers_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    """A server that was killed and never started again does not keep its memory until the next boot."""
+    killed, living = tmp_path / "ctxcache-a.arena", tmp_path / "ctxcache-b.arena"
+    script = f"import os; from ctxcache.tiers.dram import DramArena; DramArena({str(killed)!r}, 65536); os._exit(9)"
+    subprocess.run([sys.executable, "-c", script], check=False)
+    arena = DramArena(living, 65536)
+
+    assert killed.exists()
+    assert remove_abandoned(tmp_path) == [str(killed)]
+    assert living.exists()
+    arena.close()
