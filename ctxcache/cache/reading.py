@@ -5,14 +5,15 @@ before it ends. What does not fit into DRAM can still be read as a stream, chunk
 """
 
 import mmap
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
+from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, Session, SessionView
 from ctxcache.errors import CapacityExceeded, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
@@ -69,6 +70,10 @@ class Reading:
         """Leases held now."""
         return len(self._leases)
 
+    def held(self) -> Iterator[Segment]:
+        """Segments held by leases, once per hold."""
+        return (piece.segment for lease in self._leases.values() for piece in lease.pieces)
+
     async def acquire(self, request: Request) -> Lease:
         """Bring tokens into DRAM and hold them there.
 
@@ -109,10 +114,8 @@ class Reading:
         lease = self._hold(request)
         try:
             chosen = _chosen(lease.view, streams)
-            try:
+            with suppress(CapacityExceeded):
                 await self._promote(lease)
-            except CapacityExceeded:
-                pass
             yield lease, chosen, self._rows(lease, chosen)
         finally:
             self.release(lease.lease_id)

@@ -36,6 +36,7 @@ class Residency:
         self._metadata = metadata
         self.dram = dram
         self.ssd = ssd
+        self.stranded: list[Slot] = []
         self._flush_locks: dict[bytes, asyncio.Lock] = {}
         self._promotions: dict[int, asyncio.Task[None]] = {}
         self._moves: set[asyncio.Task[Any]] = set()

@@ -122,7 +122,9 @@ def _checked_header(segment: Segment, data: memoryview) -> SegmentHeader:
     header = decode_header(data)
     if header_checksum(bytes(data)) != segment.header_checksum:
         problem = "its header is not the one recorded"
-    elif header.segment_id != segment.segment_id or header.identity != segment.identity(segment.ssd_row_count):
+    elif header.segment_id != segment.segment_id or header.identity != segment.identity(
+        segment.ssd_row_count
+    ):
         problem = "its header names another segment"
     elif header.layout != segment.layout:
         problem = "its header has another layout"

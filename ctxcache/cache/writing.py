@@ -6,6 +6,7 @@ may still be writing.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +72,18 @@ class Writing:
     def reservation_count(self) -> int:
         """Reservations open now."""
         return len(self._open)
+
+    @property
+    def held_count(self) -> int:
+        """Segments kept from others for writers, present and disappeared."""
+        return sum(1 for _ in self.held())
+
+    def held(self) -> Iterator[Segment]:
+        """Segments held by reservations, and by writers that disappeared, once per hold."""
+        for reservation in self._open.values():
+            yield from {run.segment.segment_id: run.segment for run in reservation.runs}.values()
+        for _, segment in self._quarantine:
+            yield segment
 
     async def reserve(
         self, tenant: str, session_id: str, *, fingerprint: bytes, write_offset: int,

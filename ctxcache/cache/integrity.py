@@ -1,0 +1,72 @@
+"""Integrity: whether the cache's books add up. Reads state, changes nothing, does no I/O.
+
+Knows no bytes: that they are right is what checksums say. Exact while no move is under way; a move
+holds segments and slots that only it knows of. Worst case: one pass over every session and segment.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from ctxcache.cache import Cache
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+
+
+def check_integrity(cache: Cache) -> list[str]:
+    """What does not add up, one sentence each; empty when all is well."""
+    holders = Counter(s for holder in (cache.reading, cache.writing) for s in holder.held())
+    known = {*cache.state.segments.values(), *holders}
+    return [*_sessions(cache), *_references(cache), *_holds(known, holders), *_space(cache, known)]
+
+
+def _sessions(cache: Cache) -> Iterator[str]:
+    state = cache.state
+    if set(state.sessions.values()) != set(state.by_uid.values()):
+        yield "sessions by name and by uid differ"
+    for session in state.by_uid.values():
+        yield from _session(session)
+
+
+def _session(session: Session) -> Iterator[str]:
+    if session.is_gone:
+        yield f"{session.name} is gone and still known"
+    if not session.durable_end <= session.recorded_end <= session.log_end:
+        yield f"{session.name}: durable {session.durable_end}, recorded {session.recorded_end}, log {session.log_end}"
+    if any(a.begin >= b.begin for a, b in pairwise(session.segments)):
+        yield f"{session.name}: segments are out of order"
+    covered = sum(p.row_end - p.row_begin for p in session.pieces(0, session.token_count))
+    if covered != session.token_count:
+        yield f"{session.name}: {session.token_count} tokens, rows for {covered}"
+
+
+def _references(cache: Cache) -> Iterator[str]:
+    counts = Counter(segment for session in cache.state.by_uid.values() for segment in session.segments)
+    if set(counts) != set(cache.state.segments.values()):
+        yield "segments known and segments listed differ"
+    for segment, count in counts.items():
+        if segment.reference_count != count or segment.is_discarded:
+            yield f"segment {segment.segment_id}: {count} sessions list it, {segment.reference_count} counted"
+        if not segment.dram and (not segment.ssd or segment.is_dirty):
+            yield f"segment {segment.segment_id}: rows that are nowhere"
+
+
+def _holds(known: Iterable[Segment], holders: Counter[Segment]) -> Iterator[str]:
+    for segment in known:
+        if segment.hold_count != holders[segment]:
+            yield f"segment {segment.segment_id}: {segment.hold_count} holds, {holders[segment]} holders"
+
+
+def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
+    dram = [segment.dram for segment in known if segment.dram]
+    ssd = [segment.ssd for segment in known if segment.ssd] + cache.residency.stranded
+    for name, allocator, slots in (("DRAM", cache.residency.dram, dram), ("SSD", cache.residency.ssd, ssd)):
+        used_bytes = sum(slot.size_bytes for slot in slots)
+        if allocator.used_bytes != used_bytes:
+            yield f"{name}: {allocator.used_bytes} B taken, segments have {used_bytes} B"
+        ordered = sorted(slots)
+        if any(
+            a.path_index == b.path_index and a.offset_bytes + a.size_bytes > b.offset_bytes
+            for a, b in pairwise(ordered)
+        ):
+            yield f"{name}: slots overlap"

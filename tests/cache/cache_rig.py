@@ -1,0 +1,298 @@
+"""A cache over an arena and a place for its segments that can be closed, crashed and opened again.
+
+Every row spells who wrote it, which stream it is of and the how-manieth token it was, so that any
+foreign byte is recognised.
+"""
+
+import struct
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ctxcache.cache import Cache
+from ctxcache.cache.integrity import check_integrity
+from ctxcache.cache.reading import Lease, Request
+from ctxcache.cache.writing import Reservation
+from ctxcache.core.eviction import LeastRecentlyUsed
+from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.session import SessionView
+from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from ctxcache.metadata.base import MetadataStore
+from ctxcache.metadata.memory import MemoryMetadata
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.testing.fakes import FakeClock, MemoryTier
+from ctxcache.tiers.base import Tier
+from ctxcache.tiers.dram import DramArena
+from ctxcache.tiers.ssd import SsdFiles, SsdPath
+
+TENANT = "acme"
+HIDDEN = Stream(0, StateKind.HIDDEN)
+KV = Stream(1, StateKind.KV)
+STREAMS = (TOKENS, HIDDEN, KV)
+MODEL = ModelSpec(
+    model_id="tiny",
+    architecture="TinyForCausalLM",
+    revision="",
+    weights_digest="w",
+    tokenizer_digest="t",
+    dtype=DType.FLOAT16,
+    layer_count=2,
+    hidden_size=48,
+    kv_head_count=1,
+    head_size=40,
+    rope="",
+    norm="",
+    is_relocatable=True,
+    streams=(StreamSpec(HIDDEN, 96, DType.FLOAT16), StreamSpec(KV, 160, DType.FLOAT16)),
+)
+FINGERPRINT = MODEL.fingerprint()
+LAYOUT = SegmentLayout(MODEL.resolve(STREAMS))
+SLOT_BYTES = LAYOUT.size_bytes
+SEGMENT_TOKENS = LAYOUT.segment_tokens
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Token:
+    """The `number`-th token that writer `tag` ever wrote."""
+
+    tag: int
+    number: int
+
+    def row(self, stream: Stream) -> bytes:
+        """Its row of one stream."""
+        word = struct.pack("<HH", self.tag, self.number)
+        if stream == TOKENS:
+            return word
+        row_bytes = LAYOUT.row_bytes(stream)
+        return ((word + struct.pack("<i", stream.layer)) * row_bytes)[:row_bytes]
+
+
+@dataclass(slots=True)
+class Writer:
+    """Makes tokens, each another one."""
+
+    tag: int
+    made: int = 0
+
+    def make(self, count: int) -> list[Token]:
+        """The next `count` tokens."""
+        self.made += count
+        return [Token(self.tag, number) for number in range(self.made - count, self.made)]
+
+
+def rows_of(tokens: Sequence[Token], stream: Stream) -> bytes:
+    """One stream's rows of the tokens."""
+    return b"".join(token.row(stream) for token in tokens)
+
+
+@dataclass(slots=True)
+class Rig:
+    """The cache under test. `ssd` and `metadata` are what it was opened over last."""
+
+    directory: Path
+    arena_segments: int = 6
+    ssd_segments: tuple[int, ...] = (64, 64)
+    clock: FakeClock = field(default_factory=FakeClock)
+    cache: Cache = field(init=False)
+    arena: DramArena = field(init=False)
+
+    async def open(self) -> None:
+        """Start, or start again."""
+        path = f"/dev/shm/ctxcache-test-{uuid.uuid4().hex}.arena"  # noqa: S108  # shared memory is what it is for
+        self.arena = DramArena(path, ALIGN_BYTES + self.arena_segments * SLOT_BYTES)
+        ssd, metadata = self._open_stores()
+        self.cache = Cache(
+            arena=self.arena, ssd=ssd, metadata=metadata, clock=self.clock,
+            policy=LeastRecentlyUsed(), default_expiration=Expiration(DEFAULT_TTL_NS),
+        )  # fmt: skip
+        await self.cache.open()
+        await self.cache.models.register(TENANT, MODEL)
+
+    def _open_stores(self) -> tuple[Tier, MetadataStore]:
+        raise NotImplementedError
+
+    # -- the verbs of a client -------------------------------------------------------------------
+
+    async def create(self, session_id: str, *, is_pinned: bool = False, ttl_s: int = 3600) -> SessionView:
+        """A new session that stores every stream."""
+        return await self.cache.sessions.create(
+            TENANT, session_id, model_id=MODEL.model_id, layout=STREAMS,
+            expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned,
+        )  # fmt: skip
+
+    def token_count(self, session_id: str) -> int:
+        """Tokens that are visible."""
+        return self.cache.sessions.get(TENANT, session_id).token_count
+
+    async def reserve(self, session_id: str, token_count: int) -> Reservation:
+        """Room at the session's end."""
+        return await self.cache.writing.reserve(
+            TENANT, session_id, fingerprint=FINGERPRINT, write_offset=self.token_count(session_id),
+            generation=None, token_count=token_count,
+        )  # fmt: skip
+
+    def place(self, reservation: Reservation, token_begin: int, tokens: Sequence[Token]) -> None:
+        """Write every stream's rows."""
+        for stream in STREAMS:
+            data = memoryview(rows_of(tokens, stream))
+            self.cache.writing.place(reservation, stream, token_begin, data)
+
+    async def append(
+        self, session_id: str, tokens: Sequence[Token], *, is_durable: bool = False
+    ) -> SessionView:
+        """Reserve, write and commit in one go."""
+        reservation = await self.reserve(session_id, len(tokens))
+        begin = reservation.committed
+        self.place(reservation, begin, tokens)
+        return await self.cache.writing.commit(
+            reservation, begin + len(tokens), is_durable=is_durable, keep_open=False
+        )
+
+    def request(self, session_id: str, begin: int = 0, end: int | None = None) -> Request:
+        """What a reader asks for."""
+        return Request(TENANT, session_id, FINGERPRINT, None, begin, end)
+
+    async def read(self, session_id: str, begin: int = 0, end: int | None = None) -> dict[Stream, bytes]:
+        """Every stream's rows, as a stream brings them."""
+        found = dict.fromkeys(STREAMS, b"")
+        async with self.cache.reading.stream(self.request(session_id, begin, end), ()) as (_, _, rows):
+            async for item in rows:
+                found[item.stream] += bytes(item.data)
+        return found
+
+    async def acquire(self, session_id: str, begin: int = 0, end: int | None = None) -> Lease:
+        """A lease."""
+        return await self.cache.reading.acquire(self.request(session_id, begin, end))
+
+    def leased(self, lease: Lease) -> dict[Stream, bytes]:
+        """What a client sees in the arena through a lease."""
+        found = dict.fromkeys(STREAMS, b"")
+        for piece in lease.pieces:
+            if piece.segment.dram is None:
+                raise AssertionError("a leased segment is not in DRAM")
+            view = self.arena.view(piece.segment.dram)
+            for stream in STREAMS:
+                found[stream] += bytes(view[LAYOUT.rows(stream, piece.row_begin, piece.row_end)])
+        return found
+
+    async def truncate(self, session_id: str, *dropped: tuple[int, int]) -> SessionView:
+        """Drop tokens by index."""
+        return await self.cache.sessions.drop(TENANT, session_id, None, dropped)
+
+    async def fork(self, session_id: str, new_id: str, token_count: int | None = None) -> SessionView:
+        """A session that shares the first tokens."""
+        return await self.cache.sessions.fork(
+            TENANT, session_id, new_id, None, token_count=token_count, expiration=None
+        )
+
+    async def flush(self, session_id: str) -> SessionView:
+        """Make it durable."""
+        return await self.cache.sessions.flush(TENANT, session_id)
+
+    async def demote(self, session_id: str) -> SessionView:
+        """Make it durable, and take it out of DRAM."""
+        return await self.cache.sessions.demote(TENANT, session_id)
+
+    async def delete(self, session_id: str) -> None:
+        """Delete it."""
+        await self.cache.sessions.delete(TENANT, session_id, None)
+
+    def names(self) -> set[str]:
+        """Sessions that are there."""
+        found = self.cache.sessions.list(TENANT, after="", limit=10**6, model_id="")
+        return {view.name.removeprefix("sessions/") for view in found}
+
+    async def check(self) -> None:
+        """Fail unless the books add up, once nothing moves."""
+        await self.cache.residency.drain()
+        problems = check_integrity(self.cache)
+        if problems:
+            raise AssertionError("; ".join(problems))
+
+
+def expected(tokens: Iterable[Token]) -> dict[Stream, bytes]:
+    """What a read of these tokens must bring."""
+    listed = list(tokens)
+    return {stream: rows_of(listed, stream) for stream in STREAMS}
+
+
+@dataclass(slots=True)
+class MemoryRig(Rig):
+    """Over stores in memory, where faults are injected and a crash is a power cut."""
+
+    ssd: MemoryTier = field(init=False)
+    metadata: MemoryMetadata = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ssd = MemoryTier([count * SLOT_BYTES for count in self.ssd_segments])
+        self.metadata = MemoryMetadata()
+
+    async def close(self) -> None:
+        """End in order."""
+        try:
+            await self.cache.close()
+        finally:
+            self.arena.close()
+            self.metadata.close()
+
+    async def crash(self) -> None:
+        """Lose the power: what was not synced is gone. Opens again."""
+        await self.cache.residency.drain()
+        self.arena.close()
+        self.ssd, self.metadata = self.ssd.crash(), self.metadata.crash()
+        await self.open()
+
+    async def restart(self) -> None:
+        """End in order and start again."""
+        await self.close()
+        await self.open()
+
+    def _open_stores(self) -> tuple[Tier, MetadataStore]:
+        return self.ssd, self.metadata
+
+
+@dataclass(slots=True)
+class DiskRig(Rig):
+    """Over real files and a real database, where a crash is the death of the process."""
+
+    ssd: SsdFiles = field(init=False)
+    metadata: RocksDbMetadata = field(init=False)
+
+    async def close(self) -> None:
+        """End in order."""
+        try:
+            await self.cache.close()
+        finally:
+            self._close_files()
+
+    async def crash(self) -> None:
+        """Die without flushing. Opens again."""
+        await self.cache.residency.drain()
+        self._close_files()
+        await self.open()
+
+    async def restart(self) -> None:
+        """End in order and start again."""
+        await self.close()
+        await self.open()
+
+    def segments_file(self, path_index: int = 0) -> Path:
+        """The file of one SSD path."""
+        return Path(self.ssd.paths[path_index])
+
+    def _open_stores(self) -> tuple[Tier, MetadataStore]:
+        paths = [
+            SsdPath(str(self.directory / f"ssd{i}"), count * SLOT_BYTES)
+            for i, count in enumerate(self.ssd_segments)
+        ]
+        self.ssd = SsdFiles(paths, threads_per_path=1)
+        self.metadata = RocksDbMetadata(self.directory / "metadata")
+        return self.ssd, self.metadata
+
+    def _close_files(self) -> None:
+        self.arena.close()
+        self.ssd.close()
+        self.metadata.close()

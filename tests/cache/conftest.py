@@ -1,0 +1,26 @@
+"""Caches under test, closed at the end with their books checked."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cache_rig import DiskRig, MemoryRig
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[MemoryRig]:
+    """A cache over stores in memory."""
+    made = MemoryRig(tmp_path)
+    await made.open()
+    yield made
+    await made.cache.residency.drain()
+    made.arena.close()
+
+
+@pytest.fixture
+async def disk_rig(tmp_path: Path) -> AsyncIterator[DiskRig]:
+    """A cache over files and a database."""
+    made = DiskRig(tmp_path)
+    await made.open()
+    yield made
+    await made.close()

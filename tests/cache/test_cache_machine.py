@@ -1,0 +1,434 @@
+"""The cache against a dictionary: whatever is done in whatever order, reads bring what was written.
+
+An arena of six segments and little SSD make demotion, promotion and eviction happen all the time;
+after every step the books are checked, and after a crash everything durable must still be there.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cache_rig import DiskRig, MemoryRig, Token, Writer, expected
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ctxcache.cache.reading import Lease
+from ctxcache.cache.writing import Reservation
+from ctxcache.errors import CapacityExceeded, TierFailure
+from ctxcache.metadata.base import Changes
+from ctxcache.testing.fakes import Operation
+from ctxcache.upkeep import Upkeep
+
+T = TypeVar("T")
+# Sampled, not drawn: hypothesis prefers small numbers, and sessions would stay empty.
+picks = st.sampled_from(range(60))
+parts = st.sampled_from([i / 16 for i in range(17)])
+counts = st.sampled_from([0, 1, 3, 60, 64, 65, 100, 128, 150, 200, 250])
+seldom = st.sampled_from([False] * 5 + [True])
+SETTINGS = settings(
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@dataclass(slots=True)
+class Known:
+    """What the model knows of a session."""
+
+    tokens: list[Token] = field(default_factory=list)
+    durable: set[Token] = field(default_factory=set)
+    is_pinned: bool = False
+    ttl_ns: int = 0
+    expire_time_ns: int = 0
+
+
+@dataclass(slots=True)
+class Open:
+    """A reservation with what was written into it, committed tokens left out."""
+
+    reservation: Reservation
+    name: str
+    written: list[Token]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Rules over names s0, s1, ...; subclasses say over which stores."""
+
+    make: Callable[[Path], DiskRig | MemoryRig]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.directory = Path(tempfile.mkdtemp(prefix="ctxcache-test-"))
+        self.rig = type(self).make(self.directory)
+        self.run(self.rig.open())
+        self.model: dict[str, Known] = {}
+        self.leases: list[tuple[Lease, list[Token]]] = []
+        self.open: list[Open] = []
+        self.name_count = 0
+        self.evicted = 0
+        self.is_faulty = False
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it to its end."""
+        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+
+    def teardown(self) -> None:
+        """Close, and leave nothing behind."""
+        self.run(self.rig.cache.residency.drain())
+        if isinstance(self.rig, DiskRig):
+            self.rig.ssd.close()
+            self.rig.metadata.close()
+        self.rig.arena.close()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def name(self, pick: int) -> str:
+        """One of the sessions."""
+        names = sorted(self.model)
+        return names[pick % len(names)]
+
+    def idle(self) -> list[str]:
+        """Sessions without an open reservation."""
+        busy = {item.name for item in self.open}
+        return sorted(set(self.model) - busy)
+
+    def touch(self, name: str) -> None:
+        """Count an access."""
+        known = self.model[name]
+        known.expire_time_ns = self.rig.clock.now_ns() + known.ttl_ns
+
+    def sync(self) -> None:
+        """Learn what was evicted; nothing else may be missing, and nobody else may be there."""
+        names = self.rig.names()
+        counted = self.rig.cache.state.counters.evicted_session_count
+        missing = set(self.model) - names
+        assert names <= set(self.model), names - set(self.model)
+        assert len(missing) <= counted - self.evicted, missing
+        for name in missing:
+            assert not self.model[name].is_pinned
+            assert all(item.name != name for item in self.open)
+            del self.model[name]
+        self.evicted = counted
+
+    @contextmanager
+    def may_lack_room(self) -> Iterator[None]:
+        """Room and devices may fail, when there is a reason for it."""
+        try:
+            yield
+        except CapacityExceeded as error:
+            is_held = self.leases or self.open or self.rig.cache.writing.held_count
+            if error.facts["tier"] == "DRAM" and not is_held:
+                raise
+        except TierFailure:
+            if not self.is_faulty:
+                raise
+
+    def forget_holds(self) -> None:
+        """Nothing is held any more."""
+        self.leases.clear()
+        self.open.clear()
+
+    # -- rules -------------------------------------------------------------------------------------
+
+    @initialize()
+    def begin(self) -> None:
+        """Start with sessions that hold something."""
+        for count in (20, 100, 300):
+            self.create(is_pinned=False, ttl_s=3600)
+            self.append(len(self.model) - 1, count, is_durable=False)
+
+    @rule(is_pinned=seldom, ttl_s=st.sampled_from([400, 3600, 100000]))
+    def create(self, *, is_pinned: bool, ttl_s: int) -> None:
+        """A new session is empty."""
+        name = f"s{self.name_count}"
+        self.name_count += 1
+        view = self.run(self.rig.create(name, is_pinned=is_pinned, ttl_s=ttl_s))
+        assert view.token_count == 0
+        self.model[name] = Known(is_pinned=is_pinned, ttl_ns=ttl_s * 10**9)
+        self.touch(name)
+
+    @precondition(lambda self: self.idle())
+    @rule(pick=picks, count=counts, is_durable=st.booleans())
+    def append(self, pick: int, count: int, *, is_durable: bool) -> None:
+        """Appended tokens are there, also when they could not be made durable."""
+        name = self.idle()[pick % len(self.idle())]
+        known, tokens = self.model[name], self.writer(name).make(count)
+        with self.may_lack_room():
+            view = self.run(self.rig.append(name, tokens, is_durable=is_durable))
+            assert view.token_count == len(known.tokens) + count
+            if is_durable:
+                assert view.durable_token_count == view.token_count
+                known.durable |= {*known.tokens, *tokens}
+        self.settle_append(name, tokens)
+
+    def writer(self, name: str) -> Writer:
+        """A session's own writer, so that its rows differ from everyone's."""
+        writers: dict[str, Writer] = self.__dict__.setdefault("writers", {})
+        return writers.setdefault(name, Writer(len(writers) + 1))
+
+    def settle_append(self, name: str, tokens: list[Token]) -> None:
+        """All of the tokens or none of them are there."""
+        self.touch(name)
+        if name not in self.rig.names():
+            return
+        known, found = self.model[name], self.rig.token_count(name)
+        assert found in (len(known.tokens), len(known.tokens) + len(tokens))
+        known.tokens += tokens[: found - len(known.tokens)]
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, begin=parts, end=parts)
+    def read(self, pick: int, begin: float, end: float) -> None:
+        """A stream brings the tokens asked for, whatever else is held."""
+        name = self.name(pick)
+        tokens = self.model[name].tokens
+        low, high = sorted((round(begin * len(tokens)), round(end * len(tokens))))
+        with self.may_lack_room():
+            assert self.run(self.rig.read(name, low, high)) == expected(tokens[low:high])
+        self.touch(name)
+
+    @precondition(lambda self: self.model and len(self.leases) < 3)
+    @rule(pick=picks, begin=parts, size=counts)
+    def acquire(self, pick: int, begin: float, size: int) -> None:
+        """A lease shows the tokens asked for."""
+        name = self.name(pick)
+        tokens = self.model[name].tokens
+        low = round(begin * len(tokens))
+        leased = tokens[low : low + size]
+        with self.may_lack_room():
+            lease = self.run(self.rig.acquire(name, low, low + len(leased)))
+            self.leases.append((lease, leased))
+        self.touch(name)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        """A lease ends."""
+        lease, _ = self.leases.pop(pick % len(self.leases))
+        self.rig.cache.reading.release(lease.lease_id)
+
+    @precondition(lambda self: self.idle() and len(self.open) < 2)
+    @rule(pick=picks, count=st.sampled_from([1, 40, 64, 100, 150]))
+    def reserve(self, pick: int, count: int) -> None:
+        """A reservation shows nothing by itself."""
+        name = self.idle()[pick % len(self.idle())]
+        with self.may_lack_room():
+            reservation = self.run(self.rig.reserve(name, count))
+            tokens = self.writer(name).make(count)
+            self.rig.place(reservation, reservation.committed, tokens)
+            self.open.append(Open(reservation, name, tokens))
+        self.touch(name)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=picks, part=parts, keep_open=st.booleans(), is_durable=st.booleans())
+    def commit(self, pick: int, part: float, *, keep_open: bool, is_durable: bool) -> None:
+        """A commit shows the tokens up to it."""
+        item = self.open[pick % len(self.open)]
+        known = self.model[item.name]
+        tokens = item.written[: round(part * len(item.written))]
+        if not keep_open:
+            self.open.remove(item)
+        with self.may_lack_room():
+            self.run(
+                self.rig.cache.writing.commit(
+                    item.reservation, len(known.tokens) + len(tokens),
+                    is_durable=is_durable, keep_open=keep_open,
+                )
+            )  # fmt: skip
+            if is_durable:
+                known.durable |= {*known.tokens, *tokens}
+        item.written = item.written[len(tokens) :]
+        self.touch(item.name)
+        known.tokens += tokens
+
+    @precondition(lambda self: self.open)
+    @rule(pick=picks, is_abandoned=st.booleans())
+    def give_up(self, pick: int, *, is_abandoned: bool) -> None:
+        """What was not committed never was."""
+        item = self.open.pop(pick % len(self.open))
+        self.rig.cache.writing.release(item.reservation, is_abandoned=is_abandoned)
+
+    @precondition(lambda self: self.idle())
+    @rule(pick=picks, cuts=st.lists(st.tuples(parts, parts), max_size=3))
+    def truncate(self, pick: int, cuts: list[tuple[float, float]]) -> None:
+        """Dropped tokens are gone, the others move up."""
+        name = self.idle()[pick % len(self.idle())]
+        known = self.model[name]
+        size = len(known.tokens)
+        dropped = [tuple(sorted((round(a * size), round(b * size)))) for a, b in cuts]
+        self.run(self.rig.truncate(name, *((low, high) for low, high in dropped)))
+        gone = {i for low, high in dropped for i in range(low, high)}
+        known.tokens = [token for i, token in enumerate(known.tokens) if i not in gone]
+        self.touch(name)
+
+    @precondition(lambda self: self.idle())
+    @rule(pick=picks, part=parts)
+    def keep_first(self, pick: int, part: float) -> None:
+        """The newest tokens go."""
+        name = self.idle()[pick % len(self.idle())]
+        known = self.model[name]
+        kept = round(part * len(known.tokens))
+        self.truncate_to(name, kept)
+        known.tokens = known.tokens[:kept]
+
+    def truncate_to(self, name: str, kept: int) -> None:
+        """Keep the first tokens."""
+        self.run(self.rig.cache.sessions.keep_first("acme", name, None, kept))
+        self.touch(name)
+
+    @precondition(lambda self: self.idle())
+    @rule(pick=picks, part=parts)
+    def fork(self, pick: int, part: float) -> None:
+        """A fork has the first tokens, for good."""
+        name, new_name = self.idle()[pick % len(self.idle())], f"s{self.name_count}"
+        self.name_count += 1
+        known = self.model[name]
+        kept = round(part * len(known.tokens))
+        with self.may_lack_room():
+            view = self.run(self.rig.fork(name, new_name, kept))
+            assert view.token_count == view.durable_token_count == kept
+            tokens = known.tokens[:kept]
+            self.model[new_name] = Known(tokens, set(tokens), ttl_ns=known.ttl_ns)
+            known.durable |= set(known.tokens)
+            self.touch(new_name)
+            self.touch(name)
+
+    @precondition(lambda self: self.idle())
+    @rule(pick=picks, is_meant=seldom)
+    def delete(self, pick: int, *, is_meant: bool) -> None:
+        """A deleted session is gone."""
+        if not is_meant:
+            return
+        name = self.idle()[pick % len(self.idle())]
+        self.run(self.rig.delete(name))
+        del self.model[name]
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, is_demoted=st.booleans())
+    def flush(self, pick: int, *, is_demoted: bool) -> None:
+        """A flushed session is durable."""
+        name = self.name(pick)
+        with self.may_lack_room():
+            work = self.rig.demote(name) if is_demoted else self.rig.flush(name)
+            view = self.run(work)
+            assert view.durable_token_count == view.token_count
+            self.model[name].durable |= set(self.model[name].tokens)
+
+    @rule()
+    def turn(self) -> None:
+        """Upkeep runs."""
+        self.run(Upkeep(self.rig.cache).turn())
+
+    @rule(seconds=st.sampled_from([1] * 6 + [70, 350, 3700]))
+    def advance(self, seconds: int) -> None:
+        """Sessions, leases and reservations end when their time has come."""
+        for item in self.open:
+            self.rig.cache.writing.release(item.reservation, is_abandoned=True)
+        self.open.clear()
+        self.run(self.rig.cache.sessions.save_access_times())
+        self.run(self.rig.metadata.commit(Changes(), is_durable=True))
+        self.rig.clock.advance(seconds=seconds)
+        now_ns = self.rig.clock.now_ns()
+        self.model = {n: known for n, known in self.model.items() if known.expire_time_ns > now_ns}
+        mono_ns = self.rig.clock.monotonic_ns()
+        self.leases = [item for item in self.leases if item[0].deadline_ns > mono_ns]
+        self.run(Upkeep(self.rig.cache).turn())
+        assert self.rig.cache.reading.lease_count == len(self.leases)
+
+    @rule(is_crash=st.booleans(), is_meant=seldom)
+    def restart(self, *, is_crash: bool, is_meant: bool) -> None:
+        """After an end in order everything is there; after a crash, everything durable and nothing wrong."""
+        if not is_meant:
+            return
+        is_whole = not is_crash
+        for item in self.open:
+            self.rig.cache.writing.release(item.reservation)
+        for lease, _ in self.leases:
+            self.rig.cache.reading.release(lease.lease_id)
+        self.forget_holds()
+        if is_crash:
+            self.run(self.rig.crash())
+        else:
+            try:
+                self.run(self.rig.close())
+            except (CapacityExceeded, TierFailure) as error:
+                if not self.is_faulty and error.facts["tier"] != "SSD":
+                    raise
+                is_whole = False
+            self.sync()
+            self.run(self.rig.open())
+        self.evicted = 0
+        self.learn(is_whole=is_whole)
+
+    def learn(self, *, is_whole: bool) -> None:
+        """What is there after a start is right."""
+        for name, known in self.model.items():
+            view = self.rig.cache.sessions.get("acme", name)
+            least = len(known.tokens)
+            if not is_whole:
+                least = next((i for i, t in enumerate(known.tokens) if t not in known.durable), least)
+            assert least <= view.token_count <= len(known.tokens)
+            known.tokens = known.tokens[: view.token_count]
+            known.durable |= set(known.tokens)
+            assert view.expire_time_ns <= known.expire_time_ns
+            known.expire_time_ns = view.expire_time_ns
+        for name in sorted(self.model):
+            with self.may_lack_room():
+                assert self.run(self.rig.read(name)) == expected(self.model[name].tokens)
+            self.touch(name)
+
+    # -- what always holds -----------------------------------------------------------------------------
+
+    @invariant()
+    def books_add_up(self) -> None:
+        """Slots, references and holds are those of what is there; leases show what they did."""
+        self.run(self.rig.check())
+        self.sync()
+        for name, known in self.model.items():
+            assert self.rig.token_count(name) == len(known.tokens)
+        for lease, tokens in self.leases:
+            assert self.rig.leased(lease) == expected(tokens)
+
+
+class DiskMachine(CacheMachine):
+    """Over files and a database: a crash is the death of the process."""
+
+    @staticmethod
+    def make(directory: Path) -> DiskRig:
+        """Two SSD paths with room for ten segments."""
+        return DiskRig(directory, arena_segments=6, ssd_segments=(5, 5))
+
+
+class MemoryMachine(CacheMachine):
+    """Over memory: a crash is a power cut, and devices fail."""
+
+    @staticmethod
+    def make(directory: Path) -> MemoryRig:
+        """Two SSD paths with room for ten segments."""
+        return MemoryRig(directory, arena_segments=6, ssd_segments=(5, 5))
+
+    @rule(operation=st.sampled_from([Operation.READ, Operation.WRITE]), nth=st.integers(1, 3))
+    def fail(self, operation: Operation, nth: int) -> None:
+        """A device refuses, once."""
+        assert isinstance(self.rig, MemoryRig)
+        self.rig.ssd.fail(operation, nth=nth)
+        self.is_faulty = True
+
+
+TestOverFiles = DiskMachine.TestCase
+TestOverFiles.settings = SETTINGS
+TestOverMemory = MemoryMachine.TestCase
+TestOverMemory.settings = settings(SETTINGS, max_examples=100)
