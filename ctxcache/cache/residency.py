@@ -7,7 +7,7 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ctxcache.cache.segment_io import SegmentIO, Written
@@ -152,8 +152,10 @@ class Residency:
 
     async def _flush(self, session: Session) -> None:
         async with self._flush_locks.setdefault(session.uid, asyncio.Lock()):
+            # One moment for the log's end and every segment's rows: rows that come during the
+            # write are beyond the recorded end, and would stand where later ones are put.
             end = session.log_end
-            dirty = [s for s in session.segments if s.is_dirty]
+            dirty = {s: s.row_count for s in session.segments if s.is_dirty}
             for segment in dirty:
                 self.hold(segment)
             try:
@@ -165,13 +167,14 @@ class Residency:
         if session.is_gone:
             self._flush_locks.pop(session.uid, None)
 
-    async def _write(self, session: Session, segments: Sequence[Segment]) -> list[Written]:
+    async def _write(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
         written: list[Written] = []
+        segments = list(row_counts)
         try:
             for begin in range(0, len(segments), PARALLEL_SEGMENTS):
                 for segment in segments[begin : begin + PARALLEL_SEGMENTS]:
                     slot = await self._ssd_slot(segment.layout.size_bytes, session)
-                    written.append(Written(segment, slot, segment.row_count))
+                    written.append(Written(segment, slot, row_counts[segment]))
                 await _all(self._io.write(w) for w in written[begin:])
             await self._io.sync({w.slot.path_index for w in written})
         except BaseException:

@@ -100,9 +100,12 @@ class Session:
         starts = [segment.begin for segment in self.segments]
         for low, high in ranges.select(self.live, begin, end):
             position = low
+            i = bisect_right(starts, position) - 1
             while position < high:
-                segment = self.segments[bisect_right(starts, position) - 1]
-                stop = min(high, segment.end)
+                segment = self.segments[i]
+                i += 1
+                # Up to the next segment, whatever else this one holds: a position is its last writer's.
+                stop = min(high, segment.end, starts[i] if i < len(starts) else high)
                 yield Piece(segment, position - segment.begin, stop - segment.begin, index)
                 index += stop - position
                 position = stop

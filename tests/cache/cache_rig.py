@@ -4,6 +4,7 @@ Every row spells who wrote it, which stream it is of and the how-manieth token i
 foreign byte is recognised.
 """
 
+import asyncio
 import struct
 import uuid
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.metadata.memory import MemoryMetadata
 from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.fakes import FakeClock, MemoryTier
+from ctxcache.testing.fakes import FakeClock, MemoryTier, Operation
 from ctxcache.tiers.base import Tier
 from ctxcache.tiers.dram import DramArena
 from ctxcache.tiers.ssd import SsdFiles, SsdPath
@@ -249,6 +250,11 @@ class MemoryRig(Rig):
         """End in order and start again."""
         await self.close()
         await self.open()
+
+    async def reached(self, operation: Operation, count: int = 1) -> None:
+        """Wait until so many operations of a kind have come to the SSD tier since it was made."""
+        while self.ssd.counts[operation] < count:
+            await asyncio.sleep(0)
 
     def _open_stores(self) -> tuple[Tier, MetadataStore]:
         return self.ssd, self.metadata
