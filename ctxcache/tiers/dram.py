@@ -173,17 +173,20 @@ def _create(path: str, size_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
     try:
-        # Says that the owner lives: the mapping keeps the file description, and so the lock, until it goes.
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if not os.fstat(fd).st_nlink:
-            problem = "another server took the new arena for a stale one; start again"
-            raise TierFailure(path=path, problem=problem)
+        _claim(fd, path)
         return _allocate(fd, path, size_bytes)
     except BaseException:
         Path(path).unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
+
+
+def _claim(fd: int, path: str) -> None:
+    """Say that the owner lives: the mapping keeps the file description, and so the lock, until it goes."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if not os.fstat(fd).st_nlink:
+        raise TierFailure(path=path, problem="another server took the new arena for a stale one; start again")
 
 
 def _remove_stale(path: str) -> None:
