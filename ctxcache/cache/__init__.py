@@ -4,6 +4,8 @@ Policy is decided in `core/`; bytes move through `tiers/` and records through `m
 here knows gRPC. A request is served by one of the parts of `Cache`.
 """
 
+import asyncio
+
 from ctxcache.cache.models import Models
 from ctxcache.cache.reading import Reading
 from ctxcache.cache.residency import Residency
@@ -15,9 +17,14 @@ from ctxcache.clock import Clock
 from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.segment import Segment
+from ctxcache.errors import SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.tiers.base import MappedTier, Tier
+
+PARALLEL_FLUSHES = 8
+"""Sessions that are flushed at a time when the cache is closed: they share syncs."""
 
 
 class Cache:
@@ -45,18 +52,34 @@ class Cache:
         Raises CorruptMetadata.
         """
         repairs = self.state.load(self._metadata)
-        for segment in list(self.state.segments.values()):
-            if segment.ssd and not self.residency.ssd.adopt(segment.ssd):
-                segment.ssd = None
-                await self.sessions.quarantine(segment)
+        # Every slot is taken before any is given back.
+        misplaced = {s for s in self.state.segments.values() if not self._adopt(s)}
         if repairs:
             await self._metadata.commit(repairs, is_durable=True)
+        if misplaced:
+            await self.sessions.quarantine(misplaced)
         await self.sessions.expire_due()
 
     async def close(self) -> None:
-        """Flush every session and wait for all moves. What cannot be flushed is lost, as its durability says."""
-        for session in list(self.state.by_uid.values()):
-            if session.durable_end < session.log_end:
-                await self.residency.flush(session)
-        await self.sessions.save_access_times()
+        """Flush every session and wait for all moves. What cannot be flushed is lost, as its durability says.
+
+        Raises the first failure when everything else is done.
+        """
+        dirty = [s for s in self.state.by_uid.values() if s.durable_end < s.log_end]
+        results: list[BaseException | None] = []
+        for begin in range(0, len(dirty), PARALLEL_FLUSHES):
+            flushes = [self.residency.flush(s) for s in dirty[begin : begin + PARALLEL_FLUSHES]]
+            results += await asyncio.gather(*flushes, return_exceptions=True)
+        results += await asyncio.gather(self.sessions.save_access_times(), return_exceptions=True)
         await self.residency.drain()
+        for result in results:
+            # A session that is gone was deleted, or evicted to make room for another one's flush.
+            if result is not None and not isinstance(result, SessionNotFound):
+                raise result
+
+    def _adopt(self, segment: Segment) -> bool:
+        slot = segment.ssd
+        if slot and slot.size_bytes == segment.layout.size_bytes and self.residency.ssd.adopt(slot):
+            return True
+        segment.ssd = None
+        return False

@@ -59,7 +59,7 @@ def _holds(known: Iterable[Segment], holders: Counter[Segment]) -> Iterator[str]
 
 def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     dram = [segment.dram for segment in known if segment.dram]
-    ssd = [segment.ssd for segment in known if segment.ssd] + cache.residency.stranded
+    ssd = list({segment.ssd for segment in known if segment.ssd} | cache.residency.stranded)
     for name, allocator, slots in (("DRAM", cache.residency.dram, dram), ("SSD", cache.residency.ssd, ssd)):
         used_bytes = sum(slot.size_bytes for slot in slots)
         if allocator.used_bytes != used_bytes:

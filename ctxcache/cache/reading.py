@@ -156,7 +156,7 @@ class Reading:
     async def _bad(self, error: CorruptSegment) -> None:
         segment = self._state.segments.get(int(error.facts["segment_id"]))
         if segment is not None:
-            await self._sessions.quarantine(segment)
+            await self._sessions.quarantine({segment})
 
     async def _rows(self, lease: Lease, streams: Sequence[Stream]) -> AsyncIterator[Rows]:
         bounce = _Bounce()

@@ -8,19 +8,23 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from ctxcache.cache.segment_io import SegmentIO, Written
 from ctxcache.cache.state import State, record_of
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
-from ctxcache.errors import CapacityExceeded, SessionNotFound
+from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.format.slot import Slot
 from ctxcache.metadata.base import Changes, MetadataStore, SegmentRecord
 
 PARALLEL_SEGMENTS = 8
 """Segments in flight per move: enough to keep several paths busy, few enough to bound memory."""
+FLUSHES_WAITED_FOR = 64
+"""Flushes that one request for room waits for: others may take what they free."""
 
 T = TypeVar("T")
 
@@ -36,8 +40,10 @@ class Residency:
         self._metadata = metadata
         self.dram = dram
         self.ssd = ssd
-        self.stranded: list[Slot] = []
-        self._flush_locks: dict[bytes, asyncio.Lock] = {}
+        self.stranded: set[Slot] = set()
+        """SSD slots of records that may or may not be gone: a commit failed. Taken until a restart."""
+        self._flush_locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._flushes: set[asyncio.Task[None]] = set()
         self._promotions: dict[int, asyncio.Task[None]] = {}
         self._moves: set[asyncio.Task[Any]] = set()
 
@@ -60,7 +66,7 @@ class Residency:
             return
         if segment.dram:
             self.dram.give(segment.dram)
-        if segment.ssd:
+        if segment.ssd and segment.ssd not in self.stranded:
             self.ssd.give(segment.ssd)
         segment.dram = segment.ssd = None
 
@@ -68,16 +74,30 @@ class Residency:
 
     async def place(self, size_bytes: int) -> Slot:
         """A DRAM slot, made free if need be. Raises CapacityExceeded, TierFailure."""
-        while (slot := self.dram.take(size_bytes)) is None:
-            if not self._drop_clean(size_bytes):
-                victim = self._coldest_dirty()
-                if victim is None:
-                    raise CapacityExceeded(
-                        tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
-                        limit_bytes=self.dram.capacity_bytes,
-                    )  # fmt: skip
+        for _ in range(FLUSHES_WAITED_FOR):
+            while (slot := self.dram.take(size_bytes)) is None and self._drop_clean(size_bytes):
+                continue
+            if slot is not None:
+                return slot
+            if not await self._clean_something():
+                break
+        raise CapacityExceeded(
+            tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
+            limit_bytes=self.dram.capacity_bytes,
+        )  # fmt: skip
+
+    async def _clean_something(self) -> bool:
+        """Flush the coldest session that is dirty, or wait for a flush under way; False when there is neither."""
+        victim = self._coldest_dirty()
+        if victim is not None:
+            with suppress(SessionNotFound):
                 await self.flush(victim)
-        return slot
+            return True
+        # Its failure is for those who asked for it; whoever tries next will see it too.
+        if self._flushes:
+            await asyncio.wait(self._flushes, return_when=asyncio.FIRST_COMPLETED)
+            return True
+        return False
 
     def keep_free(self, free_bytes: int) -> None:
         """Drop the coldest clean segments until that much DRAM is free, as far as that goes."""
@@ -125,6 +145,9 @@ class Residency:
         return asyncio.shield(task)
 
     async def _promote(self, segment: Segment) -> None:
+        # Two readers may have found it missing, one after the other.
+        if segment.dram:
+            return
         self.hold(segment)
         slot = None
         try:
@@ -148,24 +171,30 @@ class Residency:
 
     async def flush(self, session: Session) -> None:
         """Make every token committed so far durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
-        await asyncio.shield(self._start(self._flush(session)))
+        task = self._start(self._flush(session))
+        self._flushes.add(task)
+        task.add_done_callback(self._flushes.discard)
+        await asyncio.shield(task)
 
     async def _flush(self, session: Session) -> None:
         async with self._flush_locks.setdefault(session.uid, asyncio.Lock()):
+            if session.is_gone:
+                raise SessionNotFound(session=session.name)
             # One moment for the log's end and every segment's rows: rows that come during the
             # write are beyond the recorded end, and would stand where later ones are put.
             end = session.log_end
             dirty = {s: s.row_count for s in session.segments if s.is_dirty}
+            if dirty or session.durable_end < end:
+                await self._flush_rows(session, dirty, end)
+
+    async def _flush_rows(self, session: Session, dirty: Mapping[Segment, int], end: int) -> None:
+        for segment in dirty:
+            self.hold(segment)
+        try:
+            await self._record(session, await self._write(session, dirty), end)
+        finally:
             for segment in dirty:
-                self.hold(segment)
-            try:
-                if dirty:
-                    await self._record(session, await self._write(session, dirty), end)
-            finally:
-                for segment in dirty:
-                    self.release(segment)
-        if session.is_gone:
-            self._flush_locks.pop(session.uid, None)
+                self.release(segment)
 
     async def _write(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
         written: list[Written] = []
@@ -190,13 +219,17 @@ class Residency:
                 self.ssd.give(item.slot)
         if session.is_gone:
             raise SessionNotFound(session=session.name)
-        replaced = [w.segment.ssd for w in kept if w.segment.ssd]
+        replaced = {w.segment.ssd for w in kept if w.segment.ssd}
         for item in kept:
             item.adopt()
         # Before the commit: a record written meanwhile must not fall back behind this one.
         session.recorded_end = end
         changes = Changes(sessions=[record_of(session)], segments=[_segment_record(w.segment) for w in kept])
-        await self._metadata.commit(changes, is_durable=True)
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self.stranded |= replaced
+            raise
         session.durable_end = max(session.durable_end, end)
         self._state.counters.flushed_segment_count += len(kept)
         for slot in replaced:
@@ -227,18 +260,39 @@ class Residency:
 
     async def remove(self, sessions: Iterable[Session]) -> None:
         """Make sessions unreachable at once, and give their bytes back when their records are gone."""
-        await asyncio.shield(self._start(self._remove([s for s in sessions if not s.is_gone])))
+        gone = [session for session in sessions if not session.is_gone]
+        dead = [segment for session in gone for segment in self._state.forget(session)]
+        await self.write_down(gone=gone, dead=dead)
 
-    async def _remove(self, sessions: Sequence[Session]) -> None:
-        dead = [segment for session in sessions for segment in self._state.forget(session)]
-        await self.drop_segments(dead, Changes(deleted_session_uids=[s.uid for s in sessions]))
-        for session in sessions:
-            self._flush_locks.pop(session.uid, None)
+    async def write_down(
+        self, changed: Sequence[Session] = (), *, gone: Sequence[Session] = (), dead: Sequence[Segment] = ()
+    ) -> None:
+        """Record sessions as they are, remove the records of others and of segments that nobody lists.
 
-    async def drop_segments(self, dead: Sequence[Segment], changes: Changes) -> None:
-        """Commit `changes` with the removal of unreferenced segments, then give their slots back."""
-        changes.deleted_segment_ids += [s.segment_id for s in dead]
-        await self._metadata.commit(changes, is_durable=True)
+        Durable when it returns; only then are the dead segments' slots given back. Raises TierFailure.
+        """
+        await asyncio.shield(self._start(self._write_down(changed, gone, dead)))
+
+    async def _write_down(
+        self, changed: Sequence[Session], gone: Sequence[Session], dead: Sequence[Segment]
+    ) -> None:
+        # Records are made when they are written: those of an earlier moment could undo another's.
+        changes = Changes(
+            sessions=[record_of(session) for session in changed if not session.is_gone],
+            deleted_session_uids=[session.uid for session in gone],
+            deleted_segment_ids=[segment.segment_id for segment in dead],
+        )
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self.strand(dead)
+            raise
+        for segment in dead:
+            self.free(segment)
+
+    def strand(self, dead: Sequence[Segment]) -> None:
+        """Give back what segments have in DRAM; their records may still be there and name their slots."""
+        self.stranded |= {segment.ssd for segment in dead if segment.ssd}
         for segment in dead:
             self.free(segment)
 

@@ -5,7 +5,7 @@ between check and change.
 """
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ctxcache.cache.residency import Residency
@@ -20,6 +20,7 @@ from ctxcache.errors import (
     InvalidArgument,
     PositionsNotRelocatable,
     SessionAlreadyExists,
+    TierFailure,
     WriteInProgress,
 )
 from ctxcache.format.layout import SegmentLayout
@@ -95,7 +96,8 @@ class Sessions:
             session.is_pinned = is_pinned
         self._state.touch(session)
         self._state.expiry.schedule(session.uid, session.expire_time_ns)
-        return await self._record(session)
+        await self._residency.write_down([session])
+        return session.view()
 
     async def keep_recent(
         self, tenant: str, session_id: str, generation: int | None, *, recent_count: int, sink_count: int
@@ -132,7 +134,7 @@ class Sessions:
         positions = [p for begin, end in dropped for p in ranges.select(session.live, begin, end)]
         if positions:
             dead = self._state.unreference(session.drop_positions(ranges.normalise(positions)))
-            await self._residency.drop_segments(dead, Changes(sessions=[record_of(session)]))
+            await self._residency.write_down([session], dead=dead)
         return session.view()
 
     async def fork(
@@ -212,15 +214,21 @@ class Sessions:
         reason = "" if session.live else "EMPTY"
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
 
-    async def quarantine(self, segment: Segment) -> None:
+    async def quarantine(self, bad: Collection[Segment]) -> None:
         """End every session that lists a segment found bad before that segment's tokens.
 
-        The state behind a gap is of no use to a reader; what is before it stays.
+        The state behind a gap is of no use to a reader; what is before it stays. Raises TierFailure;
+        the sessions have ended there all the same.
         """
-        self._state.counters.corrupt_segment_count += 1
-        for session in [s for s in self._state.by_uid.values() if segment in s.segments]:
-            dead = self._state.unreference(session.drop_positions(((segment.begin, session.log_end),)))
-            await self._residency.drop_segments(dead, Changes(sessions=[record_of(session)]))
+        self._state.counters.corrupt_segment_count += len(bad)
+        cut: list[Session] = []
+        dead: list[Segment] = []
+        for session in self._state.by_uid.values():
+            begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
+            if begin < session.log_end:
+                cut.append(session)
+                dead += self._state.unreference(session.drop_positions(((begin, session.log_end),)))
+        await self._residency.write_down(cut, dead=dead)
 
     # -- checks and parts ----------------------------------------------------------------------------
 
@@ -261,13 +269,12 @@ class Sessions:
         expired = self._state.sessions.get((session.tenant, session.session_id))
         dead = self._state.forget(expired) if expired else []
         self._state.add(session)
-        changes = Changes(sessions=[record_of(session)])
-        changes.deleted_session_uids = [expired.uid] if expired else []
-        await self._residency.drop_segments(dead, changes)
-        return session.view()
-
-    async def _record(self, session: Session) -> SessionView:
-        await self._metadata.commit(Changes(sessions=[record_of(session)]), is_durable=True)
+        try:
+            await self._residency.write_down([session], gone=[expired] if expired else [], dead=dead)
+        except TierFailure:
+            if not session.is_gone:
+                self._residency.strand(self._state.forget(session))
+            raise
         return session.view()
 
 

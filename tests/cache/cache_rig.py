@@ -7,7 +7,8 @@ foreign byte is recognised.
 import asyncio
 import struct
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ctxcache.core.session import SessionView
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.metadata.base import MetadataStore
+from ctxcache.metadata.base import Changes, MetadataStore
 from ctxcache.metadata.memory import MemoryMetadata
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.testing.fakes import FakeClock, MemoryTier, Operation
@@ -220,6 +221,18 @@ def expected(tokens: Iterable[Token]) -> dict[Stream, bytes]:
     return {stream: rows_of(listed, stream) for stream in STREAMS}
 
 
+class SlowMetadata(MemoryMetadata):
+    """Metadata that holds its answers back while `gate` is there and not set."""
+
+    gate: asyncio.Event | None = None
+
+    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+        """See MetadataStore."""
+        await super().commit(changes, is_durable=is_durable)
+        if self.gate:
+            await self.gate.wait()
+
+
 @dataclass(slots=True)
 class MemoryRig(Rig):
     """Over stores in memory, where faults are injected and a crash is a power cut."""
@@ -229,7 +242,18 @@ class MemoryRig(Rig):
 
     def __post_init__(self) -> None:
         self.ssd = MemoryTier([count * SLOT_BYTES for count in self.ssd_segments])
-        self.metadata = MemoryMetadata()
+        self.metadata = SlowMetadata()
+
+    @contextmanager
+    def slow_commits(self) -> Iterator[None]:
+        """Commits made meanwhile are answered at the end."""
+        if not isinstance(self.metadata, SlowMetadata):
+            raise TypeError("only before a crash")
+        self.metadata.gate = asyncio.Event()
+        try:
+            yield
+        finally:
+            self.metadata.gate.set()
 
     async def close(self) -> None:
         """End in order."""
@@ -253,7 +277,7 @@ class MemoryRig(Rig):
 
     async def reached(self, operation: Operation, count: int = 1) -> None:
         """Wait until so many operations of a kind have come to the SSD tier since it was made."""
-        while self.ssd.counts[operation] < count:
+        while self.ssd.counts[operation] < count:  # noqa: ASYNC110  # threads are under way as well
             await asyncio.sleep(0)
 
     def _open_stores(self) -> tuple[Tier, MetadataStore]:

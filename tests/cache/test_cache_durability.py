@@ -38,3 +38,214 @@ async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
 
     assert kept == len(first)
     assert await rig.read("a") == expected([*first, *after])
+
+
+async def test_a_fork_of_a_session_emptied_before_its_flush_ends(rig: MemoryRig, writer: Writer) -> None:
+    """Tokens dropped before they were durable leave nothing to wait for."""
+    await rig.create("a")
+    await rig.append("a", writer.make(10))
+    await rig.truncate("a", (0, 10))
+
+    view = await asyncio.wait_for(rig.fork("a", "b"), 10)
+    assert view.token_count == 0
+
+
+async def test_a_flush_after_a_refused_record_is_refused_too(rig: MemoryRig, writer: Writer) -> None:
+    """Durability is never acknowledged because an earlier attempt got half-way."""
+    await rig.create("a")
+    await rig.append("a", writer.make(10))
+    rig.metadata.fail("no")
+    with pytest.raises(TierFailure):
+        await rig.flush("a")
+    with pytest.raises(TierFailure):
+        await rig.flush("a")
+
+    assert rig.cache.sessions.get("acme", "a").durable_token_count == 0
+    await rig.check()
+
+
+async def test_a_refused_record_keeps_the_older_copy_until_a_restart(rig: MemoryRig, writer: Writer) -> None:
+    """While nobody knows which record is on disk, the slots of both stay taken."""
+    await rig.create("a")
+    tokens = writer.make(10)
+    await rig.append("a", tokens, is_durable=True)
+    await rig.append("a", writer.make(10))
+    rig.metadata.fail("no")
+    with pytest.raises(TierFailure):
+        await rig.flush("a")
+    await rig.check()
+    await rig.crash()
+
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+
+
+async def test_a_session_that_could_not_be_created_is_not_there(rig: MemoryRig) -> None:
+    """Creation is durable or it did not happen."""
+    rig.metadata.fail("no")
+    with pytest.raises(TierFailure):
+        await rig.create("a")
+
+    assert not rig.names()
+
+
+async def test_a_delete_that_was_refused_gives_no_slot_on_ssd_back(rig: MemoryRig, writer: Writer) -> None:
+    """A record that may still be there must not point at another's bytes."""
+    await rig.create("a")
+    tokens = writer.make(100)
+    await rig.append("a", tokens, is_durable=True)
+    rig.metadata.fail("no")
+    with pytest.raises(TierFailure):
+        await rig.delete("a")
+    await rig.check()
+    await rig.crash()
+
+    assert await rig.read("a") == expected(tokens)
+
+
+@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.SYNC])
+async def test_a_refused_write_is_an_error_and_nothing_else(
+    rig: MemoryRig, writer: Writer, operation: Operation
+) -> None:
+    """The tokens stay in memory, the space adds up, and what was durable stays so."""
+    await rig.create("a")
+    tokens = writer.make(100)
+    await rig.append("a", tokens[:30], is_durable=True)
+    rig.ssd.fail(operation)
+    with pytest.raises(TierFailure):
+        await rig.append("a", tokens[30:], is_durable=True)
+    await rig.check()
+
+    assert rig.cache.sessions.get("acme", "a").durable_token_count == 30
+    assert await rig.read("a") == expected(tokens)
+    await rig.crash()
+    assert await rig.read("a") == expected(tokens[:30])
+
+
+async def test_a_refused_write_is_made_good_by_the_next(rig: MemoryRig, writer: Writer) -> None:
+    """A write that failed once is tried again with everything it had."""
+    await rig.create("a")
+    tokens = writer.make(200)
+    await rig.append("a", tokens)
+    rig.ssd.fail(Operation.WRITE, nth=2)
+    with pytest.raises(TierFailure):
+        await rig.flush("a")
+    await rig.flush("a")
+    await rig.crash()
+
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_sessions_that_cannot_be_flushed_do_not_keep_others_from_it(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """An end in order saves all it can and then says what it could not."""
+    kept = {}
+    for name in ("a", "b", "c"):
+        await rig.create(name)
+        kept[name] = writer.make(10)
+        await rig.append(name, kept[name])
+    rig.ssd.fail(Operation.WRITE, nth=1)
+    with pytest.raises(TierFailure):
+        await rig.close()
+    await rig.open()
+
+    assert [rig.token_count(name) for name in kept] == [0, 10, 10]
+    assert await rig.read("c") == expected(kept["c"])
+
+
+async def test_a_flush_of_a_session_deleted_meanwhile_says_so(rig: MemoryRig, writer: Writer) -> None:
+    """Those who wait for a flush learn that the session is gone."""
+    await rig.create("a")
+    await rig.append("a", writer.make(100))
+    gate = rig.ssd.hold(Operation.WRITE)
+    flushes = [asyncio.ensure_future(rig.flush("a")) for _ in range(3)]
+    await rig.reached(Operation.WRITE)
+    await rig.delete("a")
+    gate.set()
+    results = await asyncio.gather(*flushes, return_exceptions=True)
+
+    assert [type(result) for result in results] == [SessionNotFound] * 3
+    await rig.check()
+    assert rig.cache.residency.ssd.used_bytes == 0
+
+
+async def test_deleting_twice_at_once_finds_nothing_the_second_time(rig: MemoryRig) -> None:
+    """One of two deletes wins; a session created again at once is not the one that goes."""
+    await rig.create("a")
+    results = await asyncio.gather(rig.delete("a"), rig.delete("a"), return_exceptions=True)
+
+    assert results[0] is None
+    assert isinstance(results[1], SessionNotFound)
+    assert not rig.names()
+
+
+async def test_nobody_can_write_into_a_session_that_is_being_deleted(rig: MemoryRig) -> None:
+    """A session is unreachable from the moment its deletion was accepted."""
+    await rig.create("a")
+    deleting = asyncio.ensure_future(rig.delete("a"))
+    await asyncio.sleep(0)
+    with pytest.raises(SessionNotFound):
+        await rig.reserve("a", 1)
+    await deleting
+    await rig.check()
+
+
+async def test_writers_wait_for_room_that_is_coming(rig: MemoryRig, writer: Writer) -> None:
+    """Many writers at once all get room, as long as what is in the arena may leave."""
+    await rig.create("old")
+    await rig.append("old", writer.make(6 * SEGMENT_TOKENS))
+    for i in range(6):
+        await rig.create(f"new{i}")
+    tokens = [writer.make(SEGMENT_TOKENS) for _ in range(6)]
+    await asyncio.gather(*(rig.append(f"new{i}", tokens[i]) for i in range(6)))
+
+    for i in range(6):
+        assert await rig.read(f"new{i}") == expected(tokens[i])
+    await rig.check()
+
+
+async def test_a_writer_is_refused_when_all_of_the_arena_is_leased(rig: MemoryRig, writer: Writer) -> None:
+    """Leases can take all the room; a writer is then told so at once and waits for nothing."""
+    await rig.create("a")
+    await rig.append("a", writer.make(6 * SEGMENT_TOKENS))
+    lease = await rig.acquire("a")
+    await rig.create("b")
+    with pytest.raises(CapacityExceeded):
+        await asyncio.wait_for(rig.append("b", writer.make(1)), 10)
+    rig.cache.reading.release(lease.lease_id)
+    await rig.append("b", writer.make(1))
+    await rig.check()
+
+
+async def test_a_victim_that_disappears_is_no_error_of_the_one_who_needs_room(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """A writer never sees that another session was deleted while it made room."""
+    await rig.create("victim")
+    await rig.append("victim", writer.make(6 * SEGMENT_TOKENS))
+    await rig.create("a")
+    gate = rig.ssd.hold(Operation.WRITE)
+    tokens = writer.make(3)
+    appending = asyncio.ensure_future(rig.append("a", tokens))
+    await rig.reached(Operation.WRITE)
+    await rig.delete("victim")
+    gate.set()
+    await appending
+
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+
+
+async def test_a_cancelled_truncation_gives_its_slots_back(rig: MemoryRig, writer: Writer) -> None:
+    """Whoever stops waiting leaves no slot behind that nobody knows."""
+    await rig.create("a")
+    await rig.append("a", writer.make(200), is_durable=True)
+    with rig.slow_commits():
+        truncating = asyncio.ensure_future(rig.truncate("a", (0, 200)))
+        await asyncio.sleep(0)
+        truncating.cancel()
+        await asyncio.wait([truncating])
+    await rig.check()
+
+    assert rig.cache.residency.ssd.used_bytes == 0
