@@ -1,0 +1,60 @@
+/** The fingerprint of a model, from its definition in docs/chunk_format.md. */
+
+import { createHash } from 'node:crypto';
+
+const DOMAIN = 'ctxcache.model.v1';
+const KINDS = { STATE_KIND_TOKENS: 1, STATE_KIND_HIDDEN: 2, STATE_KIND_KV: 3, STATE_KIND_LATENT: 4 };
+const DTYPES = {
+  DTYPE_INT32: 1,
+  DTYPE_FLOAT32: 2,
+  DTYPE_FLOAT16: 3,
+  DTYPE_BFLOAT16: 4,
+  DTYPE_INT8: 5,
+  DTYPE_FLOAT8_E4M3: 6,
+};
+
+/** 32 bytes. `model` is a ctxcache.v1.Model; fields left out count as empty, 0 or false. */
+export function modelFingerprint(model) {
+  const digest = createHash('sha256').update(DOMAIN);
+  const facts = [
+    ['architecture', model.architecture],
+    ['revision', model.revision ?? ''],
+    ['weights_digest', model.weightsDigest ?? ''],
+    ['tokenizer_digest', model.tokenizerDigest ?? ''],
+    ['dtype', DTYPES[model.dtype]],
+    ['layer_count', model.layerCount],
+    ['hidden_size', model.hiddenSize],
+    ['kv_head_count', model.kvHeadCount],
+    ['head_size', model.headSize],
+    ['rope', model.rope ?? ''],
+    ['norm', model.norm ?? ''],
+    ['is_relocatable', model.isRelocatable ? 'True' : 'False'],
+    ['settings', model.settings ?? ''],
+  ];
+  for (const [tag, value] of facts) {
+    update(digest, tag, Buffer.from(String(value)));
+  }
+  for (const spec of packedSpecs(model.streams)) {
+    update(digest, 'stream', spec);
+  }
+  return digest.digest();
+}
+
+function update(digest, tag, value) {
+  const lengths = Buffer.alloc(6);
+  lengths.writeUInt16LE(tag.length, 0);
+  lengths.writeUInt32LE(value.length, 2);
+  digest.update(lengths).update(tag).update(value);
+}
+
+function packedSpecs(streams) {
+  return streams
+    .map(({ stream, rowBytes, dtype }) => [stream.layer, KINDS[stream.kind], rowBytes, DTYPES[dtype]])
+    .filter(([, kind]) => kind !== KINDS.STATE_KIND_TOKENS)
+    .sort((a, b) => a[0] - b[0] || a[1] - b[1])
+    .map((numbers) => {
+      const packed = Buffer.alloc(16);
+      numbers.forEach((number, i) => packed.writeInt32LE(number, 4 * i));
+      return packed;
+    });
+}
