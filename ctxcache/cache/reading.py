@@ -15,10 +15,20 @@ from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, Session, SessionView
-from ctxcache.errors import CapacityExceeded, CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.errors import (
+    CapacityExceeded,
+    CorruptSegment,
+    DeadlineExceeded,
+    InvalidArgument,
+    LeaseNotFound,
+    TooManyRequests,
+)
 from ctxcache.format.streams import Stream
 
 LEASE_LIFETIME_NS = 300 * 10**9
+LEASE_LIMIT = 1 << 16
+"""Leases at a time, of all readers: each one takes memory for every segment it holds."""
+NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +43,19 @@ class Request:
     end: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Lease:
-    """Pieces held for a reader, in token order, all in DRAM unless it is a stream's own."""
+    """Pieces held for a reader, in token order, all in DRAM unless it is a stream's own.
+
+    Its deadline begins when its rows are there; a stream's moves on with every piece it reads.
+    """
 
     lease_id: int
     view: SessionView
     begin: int
     end: int
     pieces: tuple[Piece, ...]
-    deadline_ns: int
+    deadline_ns: int = NEVER_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +95,17 @@ class Reading:
         """
         lease = self._hold(request)
         try:
+            self._check_room(lease)
             await self._promote(lease)
         except BaseException:
             self.release(lease.lease_id)
             raise
+        self._renew(lease)
         return lease
+
+    def is_held(self, lease_id: int) -> bool:
+        """Whether a lease has not ended yet."""
+        return lease_id in self._leases
 
     def release(self, lease_id: int) -> None:
         """End a lease. Raises LeaseNotFound."""
@@ -109,16 +128,20 @@ class Reading:
         """Read streams one after the other, tokens ascending; an empty list means all.
 
         Raises as `acquire` does, InvalidArgument (a stream the session does not store), but never
-        CapacityExceeded: what does not fit into DRAM is read past it.
+        CapacityExceeded: what does not fit into DRAM is read past it. The rows raise
+        DeadlineExceeded when nobody asked for the next ones for longer than a lease lasts.
         """
         lease = self._hold(request)
         try:
             chosen = _chosen(lease.view, streams)
             with suppress(CapacityExceeded):
+                self._check_room(lease)
                 await self._promote(lease)
+            self._renew(lease)
             yield lease, chosen, self._rows(lease, chosen)
         finally:
-            self.release(lease.lease_id)
+            with suppress(LeaseNotFound):
+                self.release(lease.lease_id)
 
     # -- parts -----------------------------------------------------------------------------------------
 
@@ -128,16 +151,31 @@ class Reading:
         session.check_generation(request.generation)
         end = session.token_count if request.end is None else request.end
         session.check_range(request.begin, end)
+        if len(self._leases) >= LEASE_LIMIT:
+            raise TooManyRequests(what="leases", limit=LEASE_LIMIT)
         self._state.touch(session)
         self._count(session, request.begin, end)
         pieces = tuple(session.pieces(request.begin, end))
         for piece in pieces:
             self._residency.hold(piece.segment)
         self._last_id += 1
-        deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
-        lease = Lease(self._last_id, session.view(), request.begin, end, pieces, deadline_ns)
+        lease = Lease(self._last_id, session.view(), request.begin, end, pieces)
         self._leases[lease.lease_id] = lease
         return lease
+
+    def _renew(self, lease: Lease) -> None:
+        lease.deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
+
+    def _check_room(self, lease: Lease) -> None:
+        """Raise CapacityExceeded before anything moves when the rows could never all be in DRAM."""
+        unique = {p.segment.segment_id: p.segment for p in lease.pieces}
+        needed_bytes = sum(segment.layout.size_bytes for segment in unique.values())
+        dram = self._residency.dram
+        if needed_bytes > dram.capacity_bytes:
+            raise CapacityExceeded(
+                tier="DRAM", needed_bytes=needed_bytes, free_bytes=dram.free_bytes,
+                limit_bytes=dram.capacity_bytes,
+            )  # fmt: skip
 
     def _count(self, session: Session, begin: int, end: int) -> None:
         self._state.counters.read_token_count += end - begin
@@ -162,6 +200,9 @@ class Reading:
         bounce = _Bounce()
         for stream in streams:
             for piece in lease.pieces:
+                if lease.lease_id not in self._leases:
+                    raise DeadlineExceeded(target="reader", timeout_s=LEASE_LIFETIME_NS // 10**9)
+                self._renew(lease)
                 yield Rows(stream, piece.token_begin, await self._piece(piece, stream, bounce))
 
     async def _piece(self, piece: Piece, stream: Stream, bounce: "_Bounce") -> memoryview:
@@ -169,12 +210,16 @@ class Reading:
         rows = segment.layout.rows(stream, piece.row_begin, piece.row_end)
         if segment.dram:
             return self._io.view(segment)[rows]
+        # The device may take longer than the lease lasts.
+        self._residency.hold(segment)
         try:
             chunk = await self._io.read_chunk(segment, stream, bounce.of(segment.layout.size_bytes))
         except CorruptSegment as error:
             await self._bad(error)
             raise
-        row_bytes = (rows.stop - rows.start) // (piece.row_end - piece.row_begin)
+        finally:
+            self._residency.release(segment)
+        row_bytes = segment.layout.row_bytes(stream)
         return chunk[piece.row_begin * row_bytes : piece.row_end * row_bytes]
 
 

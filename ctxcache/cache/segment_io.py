@@ -82,7 +82,10 @@ class SegmentIO:
         await self._ssd.read(slot, rows.start, chunk)
         data = chunk[: rows.stop - rows.start]
         seed = segment.identity(segment.ssd_row_count).seed()
-        if chunk_checksum(seed, stream, data) != segment.checksums[layout.index[stream]]:
+        if (
+            await asyncio.to_thread(chunk_checksum, seed, stream, data)
+            != segment.checksums[layout.index[stream]]
+        ):
             raise CorruptSegment(segment_id=segment.segment_id, problem=f"{stream}: checksum does not match")
         return data
 
@@ -119,7 +122,11 @@ def _verify(segment: Segment, view: memoryview) -> tuple[int, ...]:
 
 
 def _checked_header(segment: Segment, data: memoryview) -> SegmentHeader:
-    header = decode_header(data)
+    try:
+        header = decode_header(data)
+    except CorruptSegment as error:
+        # What damaged bytes say of themselves names anybody: the one at fault is the one asked for.
+        raise CorruptSegment(segment_id=segment.segment_id, problem=error.facts["problem"]) from error
     if header_checksum(bytes(data)) != segment.header_checksum:
         problem = "its header is not the one recorded"
     elif header.segment_id != segment.segment_id or header.identity != segment.identity(

@@ -145,12 +145,14 @@ async def _packed(rows: AsyncIterator[Rows]) -> AsyncIterator[session_pb2.Chunk]
     first: Rows | None = None
     size_bytes = 0
     async for item in rows:
-        if first and (item.stream != first.stream or size_bytes + len(item.data) > MESSAGE_BYTES):
+        # Before anything is sent: a reader may take its time, and the bytes are lent for no longer.
+        data = bytes(item.data)
+        if first and (item.stream != first.stream or size_bytes + len(data) > MESSAGE_BYTES):
             yield _chunk(first, parts)
             parts, first, size_bytes = [], None, 0
         first = first or item
-        parts.append(bytes(item.data))
-        size_bytes += len(item.data)
+        parts.append(data)
+        size_bytes += len(data)
     if first:
         yield _chunk(first, parts)
 

@@ -198,7 +198,13 @@ async def test_writers_wait_for_room_that_is_coming(rig: MemoryRig, writer: Writ
     for i in range(6):
         await rig.create(f"new{i}")
     tokens = [writer.make(SEGMENT_TOKENS) for _ in range(6)]
-    await asyncio.gather(*(rig.append(f"new{i}", tokens[i]) for i in range(6)))
+    gate = rig.ssd.hold(Operation.WRITE)
+    first = asyncio.ensure_future(rig.append("new0", tokens[0]))
+    await rig.reached(Operation.WRITE)
+    others = [asyncio.ensure_future(rig.append(f"new{i}", tokens[i])) for i in range(1, 6)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(first, *others)
 
     for i in range(6):
         assert await rig.read(f"new{i}") == expected(tokens[i])
