@@ -7,7 +7,7 @@ may still be writing.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,13 @@ from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
-from ctxcache.errors import InvalidArgument, ReservationNotFound, WriteInProgress, WriteOffsetMismatch
+from ctxcache.errors import (
+    CapacityExceeded,
+    InvalidArgument,
+    ReservationNotFound,
+    WriteInProgress,
+    WriteOffsetMismatch,
+)
 from ctxcache.format.streams import Stream
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
@@ -41,7 +47,10 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop."""
+    """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop.
+
+    `runs` in token order, one per segment, each segment held once; those committed in full are let go.
+    """
 
     reservation_id: int
     session: Session
@@ -81,7 +90,7 @@ class Writing:
     def held(self) -> Iterator[Segment]:
         """Segments held by reservations, and by writers that disappeared, once per hold."""
         for reservation in self._open.values():
-            yield from {run.segment.segment_id: run.segment for run in reservation.runs}.values()
+            yield from (run.segment for run in reservation.runs)
         for _, segment in self._quarantine:
             yield segment
 
@@ -113,7 +122,11 @@ class Writing:
         return reservation
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
-        """Make room for `token_count` more tokens. Raises CapacityExceeded, TierFailure; what came is kept."""
+        """Make room for `token_count` more tokens.
+
+        Raises ReservationNotFound, CapacityExceeded, TierFailure; what came before that is kept.
+        """
+        self._check_room(reservation, token_count)
         end = reservation.end + token_count
         while reservation.end < end:
             last = reservation.runs[-1] if reservation.runs else None
@@ -122,17 +135,23 @@ class Writing:
                 segment, row = await self._new_segment(reservation), 0
             self._add_run(reservation, segment, row, end)
 
+    def renew(self, reservation: Reservation) -> None:
+        """Let a reservation live on: its writer is there. Raises ReservationNotFound."""
+        self._check_open(reservation)
+        reservation.deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
+
     async def commit(
         self, reservation: Reservation, token_count: int, *, is_durable: bool, keep_open: bool
     ) -> SessionView:
         """Make tokens visible up to the session's `token_count` afterwards.
 
-        Raises InvalidArgument, and with `is_durable` CapacityExceeded and TierFailure: the tokens
-        are then committed in memory all the same.
+        Raises ReservationNotFound, InvalidArgument, and with `is_durable` CapacityExceeded and
+        TierFailure: the tokens are then committed in memory all the same.
         """
         session = reservation.session
-        if session.token_count != reservation.committed:
-            # A segment before it was found bad: what was to follow has nothing to follow.
+        self._check_open(reservation)
+        if session.is_gone or session.token_count != reservation.committed:
+            # A segment before it was found bad, or all of it has expired: there is nothing to follow.
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
         if not reservation.committed <= token_count <= reservation.end:
@@ -161,8 +180,9 @@ class Writing:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         reservation.session.is_writing = False
-        for segment in {run.segment.segment_id: run.segment for run in reservation.runs}.values():
-            if not segment.reference_count:
+        for segment in (run.segment for run in reservation.runs):
+            # No row of it was ever committed, so no record was ever made of it.
+            if not segment.row_count:
                 segment.is_discarded = True
             if is_abandoned:
                 segment.is_open = False
@@ -218,24 +238,44 @@ class Writing:
             model_fingerprint=session.model_fingerprint, layout=session.layout,
         )  # fmt: skip
         segment.dram = await self._residency.place(session.layout.size_bytes)
+        if reservation.reservation_id not in self._open:
+            # Its time came while room was made.
+            self._residency.free(segment)
+            raise ReservationNotFound(reservation_id=reservation.reservation_id)
         return segment
 
+    def _check_open(self, reservation: Reservation) -> None:
+        if reservation.reservation_id not in self._open:
+            raise ReservationNotFound(reservation_id=reservation.reservation_id)
+
+    def _check_room(self, reservation: Reservation, token_count: int) -> None:
+        """Raise before anything makes way for what can never fit."""
+        self._check_open(reservation)
+        layout, dram = reservation.session.layout, self._residency.dram
+        needed_bytes = token_count // layout.segment_tokens * layout.size_bytes
+        if needed_bytes > dram.capacity_bytes:
+            raise CapacityExceeded(
+                tier="DRAM", needed_bytes=needed_bytes, free_bytes=dram.free_bytes,
+                limit_bytes=dram.capacity_bytes,
+            )  # fmt: skip
+
     def _add_run(self, reservation: Reservation, segment: Segment, row: int, end: int) -> None:
-        row_count = min(end - reservation.end, segment.layout.segment_tokens - row)
-        if not any(run.segment is segment for run in reservation.runs):
+        row_end = min(row + end - reservation.end, segment.layout.segment_tokens)
+        last = reservation.runs[-1] if reservation.runs else None
+        if last and last.segment is segment:
+            reservation.runs[-1] = replace(last, row_end=row_end)
+        else:
             self._residency.hold(segment)
-        reservation.runs.append(Run(segment, row, row + row_count, reservation.end))
-        reservation.end += row_count
+            reservation.runs.append(Run(segment, row, row_end, reservation.end))
+        reservation.end += row_end - row
 
     def _attach(self, reservation: Reservation, token_count: int) -> None:
         session = reservation.session
         added = token_count - reservation.committed
-        for run in reservation.runs:
-            row_end = min(run.row_end, run.row_begin + token_count - run.token_begin)
-            if row_end > max(run.row_begin, run.segment.row_count):
-                if not run.segment.reference_count:
-                    self._state.attach(session, run.segment)
-                run.segment.row_count = row_end
+        for run in reservation.runs_of(reservation.committed, token_count):
+            if not run.segment.reference_count:
+                self._state.attach(session, run.segment)
+            run.segment.row_count = min(run.row_end, run.row_begin + token_count - run.token_begin)
         if added:
             session.append_rows(session.log_end + added)
         reservation.committed = token_count
@@ -244,10 +284,8 @@ class Writing:
         self._state.touch(session)
 
     def _let_go(self, reservation: Reservation) -> None:
-        """End the holds on segments that are written in full."""
-        done = [r for r in reservation.runs[:-1] if r.token_end <= reservation.committed]
-        reservation.runs = reservation.runs[len(done) :]
-        still = {run.segment.segment_id for run in reservation.runs}
-        for segment in {r.segment.segment_id: r.segment for r in done}.values():
-            if segment.segment_id not in still:
-                self._residency.release(segment)
+        """End the holds on segments that are written in full; the last one may be continued."""
+        done = bisect_right(reservation.runs[:-1], reservation.committed, key=lambda run: run.token_end)
+        for run in reservation.runs[:done]:
+            self._residency.release(run.segment)
+        del reservation.runs[:done]

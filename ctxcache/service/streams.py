@@ -6,7 +6,15 @@ from ctxcache.cache import Cache
 from ctxcache.cache.reading import Lease, Request, Rows
 from ctxcache.cache.writing import Reservation
 from ctxcache.core.session import SessionView
-from ctxcache.errors import ChecksumMismatch, IncompleteAppend, InvalidArgument, WriteOffsetMismatch
+from ctxcache.errors import (
+    CacheError,
+    ChecksumMismatch,
+    IncompleteAppend,
+    InvalidArgument,
+    ReservationNotFound,
+    SessionNotFound,
+    WriteOffsetMismatch,
+)
 from ctxcache.format.identity import wire_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert, validate
@@ -36,7 +44,10 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
         append = _Append(reservation)
         try:
             async for request in request_iterator:
+                self._writing.renew(reservation)
                 await self._take(append, request)
+        except ReservationNotFound as error:
+            raise append.cut_off() from error
         finally:
             self._writing.release(reservation)
         append.check_finished()
@@ -122,6 +133,15 @@ class _Append:
         for stream, end in self.received.items():
             if end < token_count:
                 raise IncompleteAppend(stream=str(stream), row_count=end, token_count=token_count)
+
+    def cut_off(self) -> CacheError:
+        """Why the reservation ended under the stream: what the writer has to know to go on."""
+        session = self.reservation.session
+        if session.is_gone:
+            return SessionNotFound(session=session.name)
+        return WriteOffsetMismatch(
+            session=session.name, token_count=session.token_count, write_offset=self.reservation.committed
+        )
 
     def check_finished(self) -> None:
         """Raise IncompleteAppend when rows came after the last commit."""

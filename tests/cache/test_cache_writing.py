@@ -1,0 +1,283 @@
+"""Writers: what was committed is there, what was not never was, and no room is lost on the way."""
+
+import asyncio
+
+import pytest
+from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
+
+from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS, Reservation
+from ctxcache.core.session import SessionView
+from ctxcache.errors import (
+    CapacityExceeded,
+    GenerationMismatch,
+    InvalidArgument,
+    ModelFingerprintMismatch,
+    ReservationNotFound,
+    SessionNotFound,
+    WriteInProgress,
+    WriteOffsetMismatch,
+)
+from ctxcache.testing.fakes import Operation
+
+RESERVATION_S = RESERVATION_LIFETIME_NS / 10**9
+GRACE_S = GRACE_NS / 10**9
+
+
+@pytest.fixture
+def writer() -> Writer:
+    """One who writes into every session."""
+    return Writer(1)
+
+
+async def commit(
+    rig: MemoryRig, reservation: Reservation, token_count: int, *, keep_open: bool = False
+) -> SessionView:
+    """Commit in memory."""
+    return await rig.cache.writing.commit(reservation, token_count, is_durable=False, keep_open=keep_open)
+
+
+async def test_commits_in_parts_let_go_of_what_is_full(rig: MemoryRig, writer: Writer) -> None:
+    """A reservation kept open holds only the segments that are still written."""
+    await rig.create("a")
+    tokens = writer.make(200)
+    reservation = await rig.reserve("a", 200)
+    rig.place(reservation, 0, tokens)
+    held = []
+    for end in (10, 64, 65, 130, 200):
+        await commit(rig, reservation, end, keep_open=True)
+        held.append(rig.cache.writing.held_count)
+        await rig.check()
+
+    assert held == [4, 3, 3, 2, 1]
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_one_token_at_a_time_takes_no_more_than_all_at_once(rig: MemoryRig, writer: Writer) -> None:
+    """Room asked for in crumbs is kept in as few pieces as there are segments."""
+    await rig.create("a")
+    reservation = await rig.reserve("a", 0)
+    tokens = writer.make(300)
+    for i, token in enumerate(tokens):
+        await rig.cache.writing.extend(reservation, 1)
+        rig.place(reservation, i, [token])
+
+    assert len(reservation.runs) == 5
+    await commit(rig, reservation, 300)
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+
+
+async def test_what_cannot_fit_makes_nobody_leave(rig: MemoryRig, writer: Writer) -> None:
+    """A reservation that is larger than the arena is refused before anything is taken from DRAM."""
+    await rig.create("a")
+    await rig.append("a", writer.make(100))
+    await rig.create("b")
+    with pytest.raises(CapacityExceeded):
+        await rig.reserve("b", 7 * SEGMENT_TOKENS)
+
+    assert rig.ssd.counts[Operation.WRITE] == 0
+    assert rig.cache.residency.dram.used_bytes == 2 * SLOT_BYTES
+
+
+async def test_a_refused_extension_keeps_what_came_before(rig: MemoryRig, writer: Writer) -> None:
+    """A writer that ran out of room commits what it has and goes on later."""
+    await rig.create("a")
+    tokens = writer.make(5 * SEGMENT_TOKENS)
+    reservation = await rig.reserve("a", len(tokens))
+    rig.place(reservation, 0, tokens)
+    with pytest.raises(CapacityExceeded):
+        await rig.cache.writing.extend(reservation, 2 * SEGMENT_TOKENS)
+    await commit(rig, reservation, len(tokens))
+    await rig.check()
+
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_a_reservation_ends_by_itself_and_its_slots_wait(rig: MemoryRig, writer: Writer) -> None:
+    """A silent writer loses its reservation; its slots go to nobody while it may still be writing."""
+    await rig.create("a")
+    reservation = await rig.reserve("a", 100)
+    rig.clock.advance(seconds=RESERVATION_S)
+    rig.cache.writing.expire_due()
+    with pytest.raises(ReservationNotFound):
+        await commit(rig, reservation, 100)
+    await rig.check()
+    kept = rig.cache.residency.dram.used_bytes
+    rig.clock.advance(seconds=GRACE_S)
+    rig.cache.writing.expire_due()
+    await rig.check()
+
+    assert (kept, rig.cache.residency.dram.used_bytes) == (2 * SLOT_BYTES, 0)
+    assert rig.token_count("a") == 0
+
+
+async def test_a_late_commit_shows_nothing_beside_another_writer(rig: MemoryRig, writer: Writer) -> None:
+    """Once a reservation has ended its writer can do nothing, whoever writes by then."""
+    await rig.create("a")
+    late = await rig.reserve("a", 10)
+    rig.place(late, 0, Writer(2).make(10))
+    rig.clock.advance(seconds=RESERVATION_S)
+    rig.cache.writing.expire_due()
+    reservation = await rig.reserve("a", 10)
+    for attempt in (commit(rig, late, 10), rig.cache.writing.extend(late, 100)):
+        with pytest.raises(ReservationNotFound):
+            await attempt
+    rig.cache.writing.release(late)
+    tokens = writer.make(10)
+    rig.place(reservation, 0, tokens)
+    await commit(rig, reservation, 10)
+    rig.clock.advance(seconds=GRACE_S)
+    rig.cache.writing.expire_due()
+    await rig.check()
+
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_a_reservation_that_ends_while_room_is_made_takes_none(rig: MemoryRig, writer: Writer) -> None:
+    """Room that comes too late goes back."""
+    await rig.create("old")
+    await rig.append("old", writer.make(6 * SEGMENT_TOKENS))
+    await rig.create("a")
+    gate = rig.ssd.hold(Operation.WRITE)
+    reserving = asyncio.ensure_future(rig.reserve("a", 10))
+    await rig.reached(Operation.WRITE)
+    rig.clock.advance(seconds=RESERVATION_S)
+    rig.cache.writing.expire_due()
+    gate.set()
+    with pytest.raises(ReservationNotFound):
+        await reserving
+    await rig.check()
+
+    assert rig.cache.writing.held_count == 0
+    await rig.append("a", writer.make(1))
+
+
+async def test_a_writer_that_says_it_is_there_keeps_its_reservation(rig: MemoryRig, writer: Writer) -> None:
+    """A reservation lives as long as it is renewed."""
+    await rig.create("a")
+    tokens = writer.make(10)
+    reservation = await rig.reserve("a", 10)
+    for _ in range(3):
+        rig.clock.advance(seconds=RESERVATION_S - 1)
+        rig.cache.writing.expire_due()
+        rig.cache.writing.renew(reservation)
+    rig.place(reservation, 0, tokens)
+    await commit(rig, reservation, 10)
+
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_a_cancelled_reservation_gives_everything_back(rig: MemoryRig, writer: Writer) -> None:
+    """Whoever stops waiting for room leaves the session free for others."""
+    await rig.create("old")
+    await rig.append("old", writer.make(6 * SEGMENT_TOKENS))
+    await rig.create("a")
+    gate = rig.ssd.hold(Operation.WRITE)
+    reserving = asyncio.ensure_future(rig.reserve("a", 100))
+    await rig.reached(Operation.WRITE)
+    reserving.cancel()
+    await asyncio.wait([reserving])
+    gate.set()
+    await rig.check()
+
+    await rig.append("a", writer.make(100))
+    assert rig.cache.writing.reservation_count == 0
+
+
+async def test_releasing_twice_frees_once(rig: MemoryRig) -> None:
+    """A reservation that has ended holds nothing that could be given back again."""
+    await rig.create("a")
+    reservation = await rig.reserve("a", 100)
+    rig.cache.writing.release(reservation, is_abandoned=True)
+    rig.cache.writing.release(reservation)
+    rig.cache.writing.release(reservation, is_abandoned=True)
+    await rig.check()
+    rig.clock.advance(seconds=GRACE_S)
+    rig.cache.writing.expire_due()
+    rig.cache.writing.expire_due()
+    await rig.check()
+
+    assert rig.cache.residency.dram.used_bytes == 0
+
+
+async def test_an_abandoned_tail_is_not_written_again(rig: MemoryRig, writer: Writer) -> None:
+    """Rows go where no writer that disappeared can reach them."""
+    await rig.create("a")
+    tokens = writer.make(10)
+    await rig.append("a", tokens)
+    gone = await rig.reserve("a", 10)
+    rig.cache.writing.release(gone, is_abandoned=True)
+    reservation = await rig.reserve("a", 10)
+
+    assert reservation.runs[0].segment is not gone.runs[0].segment
+    rig.place(reservation, 10, more := writer.make(10))
+    rig.place(gone, 10, Writer(2).make(10))
+    await commit(rig, reservation, 20)
+    assert await rig.read("a") == expected([*tokens, *more])
+
+
+async def test_a_session_created_again_under_its_writer_is_not_touched(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """When a session expires under its writer and its name is taken again, the writer has nothing to commit to."""
+    await rig.create("a", ttl_s=10)
+    await rig.append("a", writer.make(100))
+    late = await rig.reserve("a", 10)
+    rig.clock.advance(seconds=11)
+    await rig.create("a")
+    with pytest.raises(ReservationNotFound):
+        await commit(rig, late, 110)
+    await rig.cache.sessions.save_access_times()
+    await rig.check()
+
+    assert rig.token_count("a") == 0
+
+
+async def test_a_session_does_not_expire_under_its_writer(rig: MemoryRig, writer: Writer) -> None:
+    """A commit counts as an access, also when the time had come before."""
+    await rig.create("a", ttl_s=10)
+    reservation = await rig.reserve("a", 10)
+    rig.place(reservation, 0, writer.make(10))
+    rig.clock.advance(seconds=11)
+    await rig.cache.sessions.expire_due()
+    await commit(rig, reservation, 10)
+
+    assert rig.token_count("a") == 10
+    rig.clock.advance(seconds=11)
+    await rig.cache.sessions.expire_due()
+    assert not rig.names()
+    await rig.check()
+
+
+async def test_what_a_writer_asks_for_is_checked(rig: MemoryRig, writer: Writer) -> None:
+    """Each thing that can be wrong has its own error, and none leaves a reservation."""
+    await rig.create("a")
+    await rig.append("a", writer.make(10))
+    good = {
+        "fingerprint": rig.request("a").fingerprint,
+        "write_offset": 10,
+        "generation": None,
+        "token_count": 1,
+    }
+    for error, changes in (
+        (ModelFingerprintMismatch, {"fingerprint": bytes(32)}),
+        (GenerationMismatch, {"generation": 99}),
+        (WriteOffsetMismatch, {"write_offset": 9}),
+        (WriteOffsetMismatch, {"write_offset": 11}),
+    ):
+        with pytest.raises(error):
+            await rig.cache.writing.reserve(TENANT, "a", **(good | changes))  # type: ignore[arg-type]
+    with pytest.raises(SessionNotFound):
+        await rig.cache.writing.reserve("other", "a", **good)  # type: ignore[arg-type]
+    reservation = await rig.reserve("a", 5)
+    with pytest.raises(WriteInProgress):
+        await rig.reserve("a", 1)
+    for token_count in (9, 16):
+        with pytest.raises(InvalidArgument):
+            await commit(rig, reservation, token_count)
+    for attempt in (rig.truncate("a", (0, 1)), rig.fork("a", "b"), rig.delete("a")):
+        with pytest.raises(WriteInProgress):
+            await attempt
+
+    assert rig.cache.writing.reservation_count == 1
+    await rig.check()
