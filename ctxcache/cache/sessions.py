@@ -131,9 +131,9 @@ class Sessions:
             session.check_range(begin, end)
         self._check_relocatable(session, dropped)
         self._state.touch(session)
-        positions = [p for begin, end in dropped for p in ranges.select(session.live, begin, end)]
+        positions = ranges.select_all(session.live, ranges.normalise(list(dropped)))
         if positions:
-            dead = self._state.unreference(session.drop_positions(ranges.normalise(positions)))
+            dead = self._state.unreference(session.drop_positions(positions))
             await self._residency.write_down([session], dead=dead)
         return session.view()
 
@@ -281,8 +281,7 @@ class Sessions:
 def _share(source: Session, fork: Session, token_count: int) -> None:
     """Give the fork the source's first tokens. Shared segments grow no more; both logs go on behind them."""
     fork.live = ranges.select(source.live, 0, token_count)
-    end = fork.live[-1][1] if fork.live else 0
-    fork.segments = [s for s in source.segments if s.begin < end and ranges.clip(fork.live, s.begin, s.end)]
+    fork.segments = source.segments_of(fork.live)
     for segment in fork.segments:
         segment.is_open = False
     fork.log_end = max((s.end for s in fork.segments), default=0)

@@ -136,20 +136,19 @@ class State:
             return
         session = _session(record, model)
         for segment_id in record.segment_ids:
-            if segment_id not in records:
-                self._cut(session, segment_id, repairs)
-                break
-            segment = self.segments.get(segment_id) or _segment(records[segment_id], session.layout)
-            self.segments[segment_id] = segment
-            session.segments.append(segment)
+            if segment_id in records:
+                known = self.segments.get(segment_id)
+                session.segments.append(known or _segment(records[segment_id], session.layout))
+        gap = session.first_gap()
+        if gap is not None:
+            self._cut(session, gap, repairs)
+        self.segments |= {segment.segment_id: segment for segment in session.segments}
         self.add(session)
 
-    def _cut(self, session: Session, segment_id: int, repairs: Changes) -> None:
-        log.error("segment_record_missing session=%s segment=%d", session.name, segment_id)
+    def _cut(self, session: Session, gap: int, repairs: Changes) -> None:
+        log.error("tokens_without_segment session=%s position=%d", session.name, gap)
         self.counters.corrupt_segment_count += 1
-        end = session.segments[-1].end if session.segments else 0
-        session.live = ranges.clip(session.live, 0, end)
-        session.generation += 1
+        session.drop_positions(((gap, session.log_end),))
         repairs.sessions.append(record_of(session))
 
 

@@ -47,22 +47,45 @@ def normalise(ranges: list[Range]) -> Ranges:
 
 
 def subtract(ranges: Ranges, dropped: Ranges) -> Ranges:
-    """What of the ranges lies in none of `dropped`."""
-    kept = ranges
-    for begin, end in dropped:
-        kept = clip(kept, 0, begin) + clip(kept, end, kept[-1][1] if kept else end)
-    return kept
+    """What of the ranges lies in none of `dropped`. Linear in both."""
+    kept: list[Range] = []
+    i = 0
+    for begin, end in ranges:
+        low = begin
+        while i < len(dropped) and dropped[i][1] <= low:
+            i += 1
+        j = i
+        while j < len(dropped) and dropped[j][0] < end:
+            if low < dropped[j][0]:
+                kept.append((low, dropped[j][0]))
+            low = dropped[j][1]
+            j += 1
+        # The last one may reach into the next range.
+        i = max(i, j - 1)
+        if low < end:
+            kept.append((low, end))
+    return tuple(kept)
 
 
 def select(ranges: Ranges, begin: int, end: int) -> Ranges:
     """Positions of the live tokens with indexes `[begin, end)`."""
+    return select_all(ranges, ((begin, end),) if begin < end else ())
+
+
+def select_all(ranges: Ranges, indexes: Ranges) -> Ranges:
+    """Positions of the live tokens with these indexes. Linear in both."""
     found: list[Range] = []
-    index = 0
+    index = i = 0
     for b, e in ranges:
-        low, high = max(begin, index), min(end, index + e - b)
-        if low < high:
-            found.append((b + low - index, b + high - index))
-        index += e - b
+        stop = index + e - b
+        while i < len(indexes) and indexes[i][0] < stop:
+            low, high = max(indexes[i][0], index), min(indexes[i][1], stop)
+            if low < high:
+                found.append((b + low - index, b + high - index))
+            if indexes[i][1] > stop:
+                break
+            i += 1
+        index = stop
     return tuple(found)
 
 

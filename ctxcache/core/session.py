@@ -7,7 +7,7 @@ rows:
                synced to SSD       written, sync under way   committed in DRAM
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -110,14 +110,31 @@ class Session:
                 index += stop - position
                 position = stop
 
+    def first_gap(self) -> int | None:
+        """The first live position that no segment holds; None when there is none."""
+        held = ranges.normalise([(s.begin, s.end) for s in self.segments])
+        missing = ranges.subtract(self.live, held)
+        return missing[0][0] if missing else None
+
     def drop_positions(self, dropped: Ranges) -> list[Segment]:
         """Make these positions dead; returns segments that hold no live token any more, unlisted."""
         self.live = ranges.subtract(self.live, dropped)
         self.generation += 1
-        dead = [s for s in self.segments if not ranges.clip(self.live, s.begin, s.end)]
-        gone = {s.segment_id for s in dead}
-        self.segments = [s for s in self.segments if s.segment_id not in gone]
+        kept = set(self.segments_of(self.live))
+        dead = [segment for segment in self.segments if segment not in kept]
+        self.segments = [segment for segment in self.segments if segment in kept]
         return dead
+
+    def segments_of(self, positions: Ranges) -> list[Segment]:
+        """The segments that hold these live positions, in order."""
+        begins = [segment.begin for segment in self.segments]
+        found: list[Segment] = []
+        first = 0
+        for begin, end in positions:
+            low = max(bisect_right(begins, begin) - 1, first)
+            first = max(bisect_left(begins, end), low)
+            found += self.segments[low:first]
+        return found
 
     def append_rows(self, end: int) -> None:
         """Make the positions from the log's end up to `end` live; their rows are in the segments."""
