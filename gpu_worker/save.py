@@ -65,6 +65,7 @@ class Saver:
         self._changed = threading.Condition()
         self._is_closing = False
         self.shed_token_count = 0
+        """Tokens that were not saved: no room in the queue, or a save failed, theirs or one before it."""
         self._thread = threading.Thread(target=self._run, name="ctxcache-save", daemon=True)
         self._thread.start()
 
@@ -127,8 +128,10 @@ class Saver:
     def _run(self) -> None:
         while (item := self._next()) is not None:
             batch, progress = item
-            failure = self._save(batch, progress)
+            # Only this thread calls the store; a failure that `submit` noted meanwhile is as good.
+            failure = progress.failure or self._save(batch, progress)
             with self._changed:
+                self.shed_token_count += batch.token_count if failure else 0
                 progress.failure = progress.failure or failure
                 progress.pending_count -= 1
                 self._queued_bytes -= batch.size_bytes
@@ -143,9 +146,6 @@ class Saver:
             return batch, self._progress[batch.session_name]
 
     def _save(self, batch: _Batch, progress: _Progress) -> CacheError | None:
-        if progress.failure:
-            self.shed_token_count += batch.token_count
-            return None
         try:
             progress.session = self._client.append(progress.session, batch.rows, durability=batch.durability)
         except CacheError as error:

@@ -46,8 +46,10 @@ _MISSES = (SessionNotFound, CorruptSegment, CapacityExceeded, TierFailure, Lease
 
 @dataclass(slots=True)
 class Turn:
-    """What one turn did. Times in nanoseconds from its begin; `miss_reason` is empty for a hit.
+    """What one turn did. Times in nanoseconds from its begin.
 
+    `miss_reason` says why the store had less than it should: the reason of the error that a read
+    met, that truncation met, or that stopped an earlier turn's saves. Empty for a hit.
     `history_token_count` tokens came before the turn, after `dropped_token_count` were truncated;
     `reused_token_count` of them were restored, and `prefilled_token_count` were computed.
     """
@@ -149,7 +151,9 @@ class TransformersEngine:
         self, session_id: str, history: Sequence[int] | None, new_count: int, turn: Turn
     ) -> tuple[session_pb2.Session, list[int] | None]:
         """The session and the history, both truncated alike where the context window asks for it."""
-        self.wait(session_id)
+        failure = self.wait(session_id)
+        # Its last turn was not saved whole: with no history given, that is the caller's to notice.
+        turn.miss_reason = failure.reason if failure else ""
         session = self._open(session_id)
         history_count = session.token_count if history is None else len(history)
         cut = fit(history_count, new_count, window=self._window, sink_count=self._sink_count)
@@ -255,11 +259,13 @@ class TransformersEngine:
             ):  # fmt: skip
                 collector.passed(pending)
                 pending = [token]
+                # First the caller: putting a prefill's rows together takes as long as a pass or two.
+                yield token
                 if collector.token_count >= SAVE_PIECE_TOKENS:
                     self._saver.submit(start.session, collector.take())
-                yield token
-            # One more pass, after the caller has its answer: then the session holds the whole turn.
-            prefill(self._model, start.cache, pending)
+            if max_new_tokens:
+                # One more pass, after the caller has its answer: then the session holds the whole turn.
+                prefill(self._model, start.cache, pending)
             collector.passed(pending)
         self._saver.submit(start.session, collector.take(), durability=self._durability)
 
