@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DEFAULT_TTL_NS = 3600 * 10**9
+SLACK = 64
+"""Outdated entries of a queue that are not worth a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +31,44 @@ class ExpiryQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, bytes]] = []
+        self._earliest: dict[bytes, int] = {}
+
+    @property
+    def entry_count(self) -> int:
+        """Entries kept, outdated ones included."""
+        return len(self._heap)
 
     def schedule(self, uid: bytes, expire_time_ns: int) -> None:
-        """Look at the session again at that time. Call it when a session appears or expires earlier than before."""
+        """Look at the session at that time, or earlier if it is scheduled earlier. Call it at every change."""
+        known = self._earliest.get(uid)
+        if known is not None and known <= expire_time_ns:
+            return
+        self._earliest[uid] = expire_time_ns
         heapq.heappush(self._heap, (expire_time_ns, uid))
+        self._tidy()
+
+    def forget(self, uid: bytes) -> None:
+        """The session is gone."""
+        self._earliest.pop(uid, None)
+        self._tidy()
 
     def due(self, now_ns: int, expire_time_of: Callable[[bytes], int | None]) -> list[bytes]:
         """Sessions whose time has come. `expire_time_of` gives the time that holds now, None if gone."""
         found: list[bytes] = []
         while self._heap and self._heap[0][0] <= now_ns:
-            _, uid = heapq.heappop(self._heap)
+            time_ns, uid = heapq.heappop(self._heap)
+            if self._earliest.get(uid) != time_ns:
+                continue
+            del self._earliest[uid]
             actual = expire_time_of(uid)
             if actual is not None and actual > now_ns:
                 self.schedule(uid, actual)
-            elif actual is not None and uid not in found:
+            elif actual is not None:
                 found.append(uid)
         return found
+
+    def _tidy(self) -> None:
+        """Drop outdated entries once they are the larger part."""
+        if len(self._heap) > 2 * len(self._earliest) + SLACK:
+            self._heap = [(time_ns, uid) for uid, time_ns in self._earliest.items()]
+            heapq.heapify(self._heap)

@@ -1,0 +1,80 @@
+"""When sessions are due, and which leaves first."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctxcache.core.eviction import LeastRecentlyUsed
+from ctxcache.core.expiry import Expiration, ExpiryQueue
+
+
+def test_a_sliding_expiry_moves_with_every_access() -> None:
+    """The time to live counts from the last access."""
+    assert Expiration(10).after_access(5) == 15
+
+
+def test_an_absolute_expiry_stays() -> None:
+    """No access moves an instant."""
+    assert Expiration(None, 7).after_access(5) == 7
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(-20, 40), st.integers(0, 10)), max_size=60))
+def test_due_sessions_are_found_once_their_time_has_come(steps: list[tuple[int, int, int]]) -> None:
+    """Whatever times sessions are given, earlier or later, each is due when its time holds, and not before."""
+    queue, times, now = ExpiryQueue(), dict[bytes, int](), 0
+    for number, ahead, passed in steps:
+        uid = bytes([number])
+        times[uid] = now + ahead
+        queue.schedule(uid, times[uid])
+        now += passed
+        due = queue.due(now, times.get)
+        assert sorted(due) == sorted(uid for uid, time in times.items() if time <= now)
+        for gone in due:
+            del times[gone]
+
+
+def test_a_session_touched_without_end_takes_no_more_room() -> None:
+    """The queue holds one entry per session, however often it is scheduled later."""
+    queue = ExpiryQueue()
+    for time in range(1000):
+        queue.schedule(b"a", 10**9 + time)
+
+    assert queue.entry_count == 1
+
+
+def test_a_session_that_is_not_gone_yet_is_due_again() -> None:
+    """A due session that was put off comes up when it is scheduled again."""
+    queue = ExpiryQueue()
+    queue.schedule(b"a", 5)
+    assert queue.due(10, {b"a": 5}.get) == [b"a"]
+    queue.schedule(b"a", 10)
+
+    assert queue.due(10, {b"a": 5}.get) == [b"a"]
+
+
+def test_many_sessions_due_at_once_are_found_in_one_pass() -> None:
+    """A hundred thousand sessions that end together cost no square of that."""
+    queue = ExpiryQueue()
+    uids = [number.to_bytes(4, "big") for number in range(100_000)]
+    for uid in uids:
+        queue.schedule(uid, 5)
+
+    assert sorted(queue.due(5, lambda _: 5)) == uids
+
+
+def test_the_session_unused_for_longest_leaves_first() -> None:
+    """An access puts a session behind all others; one that is gone is no candidate."""
+    policy = LeastRecentlyUsed()
+    for uid in (b"a", b"b", b"c", b"a"):
+        policy.touch(uid)
+    policy.forget(b"b")
+
+    assert list(policy.candidates()) == [b"c", b"a"]
+
+
+def test_candidates_can_be_asked_for_among_a_few() -> None:
+    """The order of a few is that of all, and sessions that are not known are left out."""
+    policy = LeastRecentlyUsed()
+    for uid in (b"a", b"b", b"c", b"a"):
+        policy.touch(uid)
+
+    assert list(policy.candidates({b"a", b"b", b"x"})) == [b"b", b"a"]
