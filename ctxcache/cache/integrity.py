@@ -24,8 +24,13 @@ def _sessions(cache: Cache) -> Iterator[str]:
     state = cache.state
     if set(state.sessions.values()) != set(state.by_uid.values()):
         yield "sessions by name and by uid differ"
+    listed = {(tenant, name) for tenant, names in state.names.items() for name in names}
+    if listed != set(state.sessions) or any(names != sorted(names) for names in state.names.values()):
+        yield "sessions and the list of their names differ"
     for session in state.by_uid.values():
         yield from _session(session)
+        if session.uid not in state.resident and any(s.dram for s in session.segments):
+            yield f"{session.name} is in DRAM and not known to be"
 
 
 def _session(session: Session) -> Iterator[str]:

@@ -1,9 +1,12 @@
 """Models: registered once, never changed."""
 
 from ctxcache.cache.state import State
-from ctxcache.errors import ModelFingerprintMismatch
+from ctxcache.errors import ModelFingerprintMismatch, TooManyRequests
 from ctxcache.format.model import ModelSpec
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
+
+MODEL_LIMIT = 1 << 12
+"""Models at a time, of all tenants: none is ever removed."""
 
 
 class Models:
@@ -17,6 +20,8 @@ class Models:
         """Register a model, or return it when it is the same. Raises ModelFingerprintMismatch."""
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
+            if len(self._state.models) >= MODEL_LIMIT:
+                raise TooManyRequests(what="models", limit=MODEL_LIMIT)
             known = ModelRecord(tenant, spec, self._state.clock.now_ns())
             self._state.models[tenant, spec.model_id] = known
         elif known.spec.fingerprint() != spec.fingerprint():

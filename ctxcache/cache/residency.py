@@ -7,7 +7,7 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -108,14 +108,23 @@ class Residency:
     def _drop_clean(self, size_bytes: int) -> bool:
         """Drop DRAM copies that SSD has too, coldest session and newest tokens first, until `size_bytes` went."""
         dropped_bytes = 0
-        for uid in self._state.policy.candidates():
-            for segment in reversed(self._state.by_uid[uid].segments):
+        for session in self._residents():
+            has_any = False
+            for segment in reversed(session.segments):
                 if dropped_bytes >= size_bytes:
                     return True
                 if segment.dram and not segment.hold_count and not segment.is_dirty:
                     dropped_bytes += segment.dram.size_bytes
                     self._drop(segment, segment.dram)
+                has_any = has_any or segment.dram is not None
+            if not has_any:
+                self._state.resident.discard(session.uid)
         return dropped_bytes > 0
+
+    def _residents(self) -> Iterator[Session]:
+        """Sessions that may have something in DRAM, coldest first."""
+        candidates = self._state.policy.candidates(self._state.resident)
+        return (self._state.by_uid[uid] for uid in candidates)
 
     def _drop(self, segment: Segment, slot: Slot) -> None:
         # Closed: what was appended later would have to be read back first.
@@ -124,27 +133,26 @@ class Residency:
         self.dram.give(slot)
 
     def _coldest_dirty(self) -> Session | None:
-        for uid in self._state.policy.candidates():
-            session = self._state.by_uid[uid]
+        for session in self._residents():
             if any(s.is_dirty and not s.hold_count for s in session.segments):
                 return session
         return None
 
-    async def promote(self, segments: Sequence[Segment]) -> None:
-        """Bring held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
+    async def promote(self, segments: Sequence[Segment], uid: bytes) -> None:
+        """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
         missing = [s for s in segments if not s.dram]
         for begin in range(0, len(missing), PARALLEL_SEGMENTS):
-            await _all(self._promotion(s) for s in missing[begin : begin + PARALLEL_SEGMENTS])
+            await _all(self._promotion(s, uid) for s in missing[begin : begin + PARALLEL_SEGMENTS])
 
-    def _promotion(self, segment: Segment) -> "asyncio.Future[None]":
+    def _promotion(self, segment: Segment, uid: bytes) -> "asyncio.Future[None]":
         task = self._promotions.get(segment.segment_id)
         if task is None:
-            task = self._start(self._promote(segment))
+            task = self._start(self._promote(segment, uid))
             self._promotions[segment.segment_id] = task
             task.add_done_callback(lambda _: self._promotions.pop(segment.segment_id, None))
         return asyncio.shield(task)
 
-    async def _promote(self, segment: Segment) -> None:
+    async def _promote(self, segment: Segment, uid: bytes) -> None:
         # Two readers may have found it missing, one after the other.
         if segment.dram:
             return
@@ -154,6 +162,7 @@ class Residency:
             slot = await self.place(segment.layout.size_bytes)
             segment.checksums = await self._io.read(segment, slot)
             segment.dram, slot = slot, None
+            self._state.promoted(segment, uid)
             self._state.counters.promoted_segment_count += 1
         finally:
             if slot:

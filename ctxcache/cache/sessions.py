@@ -5,8 +5,10 @@ between check and change.
 """
 
 import uuid
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State, record_of
@@ -21,11 +23,16 @@ from ctxcache.errors import (
     PositionsNotRelocatable,
     SessionAlreadyExists,
     TierFailure,
+    TooManyRequests,
     WriteInProgress,
 )
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
 from ctxcache.metadata.base import Changes, MetadataStore
+
+SESSION_LIMIT = 1 << 20
+"""Sessions at a time: an empty one takes a kilobyte and no room that would make another one leave."""
+RECORDS_PER_COMMIT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +83,15 @@ class Sessions:
 
     def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
         """Up to `limit` sessions with ids greater than `after`, by id; of one model unless `model_id` is empty."""
-        now_ns = self._state.clock.now_ns()
-        found = sorted(
-            session_id
-            for (owner, session_id), session in self._state.sessions.items()
-            if owner == tenant and session_id > after and session.expire_time_ns > now_ns
-            and model_id in ("", session.model_id)
-        )  # fmt: skip
-        return [self._state.sessions[tenant, i].view() for i in found[:limit]]
+        now_ns, names = self._state.clock.now_ns(), self._state.names.get(tenant, [])
+        found: list[SessionView] = []
+        for i in range(bisect_right(names, after), len(names)):
+            session = self._state.sessions[tenant, names[i]]
+            if session.expire_time_ns > now_ns and model_id in ("", session.model_id):
+                found.append(session.view())
+            if len(found) == limit:
+                break
+        return found
 
     async def update(
         self, tenant: str, session_id: str, *, expiration: Expiration | None, is_pinned: bool | None
@@ -95,7 +103,6 @@ class Sessions:
         if is_pinned is not None:
             session.is_pinned = is_pinned
         self._state.touch(session)
-        self._state.expiry.schedule(session.uid, session.expire_time_ns)
         await self._residency.write_down([session])
         return session.view()
 
@@ -197,10 +204,11 @@ class Sessions:
 
     async def save_access_times(self) -> None:
         """Write down accesses since the last call, so that sliding expiry survives a restart."""
-        touched, self._state.touched = self._state.touched, set()
-        if touched:
-            records = [record_of(self._state.by_uid[uid]) for uid in touched]
+        while self._state.touched:
+            uids = list(islice(self._state.touched, RECORDS_PER_COMMIT))
+            records = [record_of(self._state.by_uid[uid]) for uid in uids]
             await self._metadata.commit(Changes(sessions=records), is_durable=False)
+            self._state.touched -= set(uids)
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Found:
         """What could be restored of a session, without side effects. Never raises."""
@@ -249,6 +257,8 @@ class Sessions:
             raise PositionsNotRelocatable(model=f"models/{session.model_id}")
 
     def _check_new(self, tenant: str, session_id: str) -> None:
+        if len(self._state.sessions) >= SESSION_LIMIT:
+            raise TooManyRequests(what="sessions", limit=SESSION_LIMIT)
         known = self._state.sessions.get((tenant, session_id))
         if known and known.expire_time_ns > self._state.clock.now_ns():
             raise SessionAlreadyExists(session=known.name)

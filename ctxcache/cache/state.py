@@ -5,6 +5,7 @@ a segment nobody lists, and a session's tokens from the first segment that is mi
 """
 
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -47,7 +48,11 @@ class State:
         self.sessions: dict[tuple[str, str], Session] = {}
         self.by_uid: dict[bytes, Session] = {}
         self.segments: dict[int, Segment] = {}
+        self.names: dict[str, list[str]] = {}
+        """Session ids of each tenant, in order."""
         self.touched: set[bytes] = set()
+        self.resident: set[bytes] = set()
+        """Sessions that may have segments in DRAM: all that have, and some that have no more."""
         self._last_segment_id = 0
 
     # -- look-ups ------------------------------------------------------------------------------
@@ -72,6 +77,8 @@ class State:
         """Make a session known, and its segments referenced."""
         self.sessions[session.tenant, session.session_id] = session
         self.by_uid[session.uid] = session
+        insort(self.names.setdefault(session.tenant, []), session.session_id)
+        self.resident.add(session.uid)
         for segment in session.segments:
             segment.reference_count += 1
         self.policy.touch(session.uid)
@@ -82,14 +89,20 @@ class State:
         session.is_gone = True
         del self.sessions[session.tenant, session.session_id]
         del self.by_uid[session.uid]
+        names = self.names[session.tenant]
+        del names[bisect_left(names, session.session_id)]
         self.touched.discard(session.uid)
+        self.resident.discard(session.uid)
         self.policy.forget(session.uid)
+        self.expiry.forget(session.uid)
         return self.unreference(session.segments)
 
     def touch(self, session: Session) -> None:
         """Count an access."""
         session.touch(self.clock.now_ns())
         self.policy.touch(session.uid)
+        # Earlier than before when the clock was set back, or an expiry was shortened.
+        self.expiry.schedule(session.uid, session.expire_time_ns)
         self.touched.add(session.uid)
 
     def new_segment_id(self) -> int:
@@ -102,6 +115,12 @@ class State:
         session.segments.append(segment)
         segment.reference_count += 1
         self.segments[segment.segment_id] = segment
+        self.resident.add(session.uid)
+
+    def promoted(self, segment: Segment, uid: bytes) -> None:
+        """A segment came into DRAM for that session."""
+        # Who shares it is written down nowhere: all are looked at once, when room is needed.
+        self.resident |= self.by_uid.keys() if segment.reference_count > 1 else {uid} & self.by_uid.keys()
 
     def unreference(self, segments: Iterable[Segment]) -> list[Segment]:
         """Drop one reference of each; returns those that have none left, forgotten."""

@@ -32,8 +32,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         """See the proto."""
         limit = validate.page_size(request.page_size)
         after = validate.page_token(request.page_token)
-        found = self._models.list(tenant_of(context), after=after, limit=limit)
+        found = self._models.list(tenant_of(context), after=after, limit=limit + 1)
         return model_pb2.ListModelsResponse(
-            models=[convert.model_message(record.spec, record.create_time_ns) for record in found],
+            models=[convert.model_message(record.spec, record.create_time_ns) for record in found[:limit]],
             next_page_token=validate.next_page_token([r.spec.model_id for r in found], limit),
         )

@@ -64,12 +64,12 @@ class SessionService(StreamRpcs):
         found = self._sessions.list(
             tenant_of(context),
             after=validate.page_token(request.page_token),
-            limit=limit,
+            limit=limit + 1,
             model_id=validate.model_id(request.model, "model") if request.model else "",
         )
         ids = [view.name.removeprefix("sessions/") for view in found]
         return session_pb2.ListSessionsResponse(
-            sessions=[convert.session_message(view) for view in found],
+            sessions=[convert.session_message(view) for view in found[:limit]],
             next_page_token=validate.next_page_token(ids, limit),
         )
 

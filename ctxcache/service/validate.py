@@ -20,7 +20,7 @@ LAYER_LIMIT = 65536
 TTL_LIMIT_S = 3650 * 86400
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
-_TIMESTAMP_LIMIT_S = 253402300800  # the year 10000, where protobuf's Timestamp ends
+_TIMESTAMP_LIMIT_S = (2**63 - 1) // 10**9  # the year 2262, where 64 bits of nanoseconds end
 
 
 E = TypeVar("E", bound=enum.IntEnum)
@@ -107,8 +107,8 @@ def page_token(value: str) -> str:
 
 
 def next_page_token(ids: Sequence[str], limit: int) -> str:
-    """The token for what follows a page of at most `limit`; empty when the page was not full."""
-    return f"after:{ids[-1]}" if len(ids) == limit else ""
+    """The token for what follows the first `limit` of these; empty when nothing does."""
+    return f"after:{ids[limit - 1]}" if len(ids) > limit else ""
 
 
 def absolute(value: Timestamp, field: str = "expire_time") -> Expiration:

@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.core import ranges
+from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import Extents, SlotAllocator
 from ctxcache.core.ranges import Ranges
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
-from ctxcache.core.expiry import Expiration
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS_SPEC
