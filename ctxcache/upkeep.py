@@ -1,16 +1,18 @@
 """Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times.
 
-One loop, one step after the other; a step that fails is logged and tried again at the next turn.
-Worst case between turns is the longest step: a flush of everything that is dirty.
+Two loops, so that a slow device delays no deadline: one ends what is over, one moves bytes. A step
+that fails is logged and tried again at the next turn. Worst case between two turns of the second is
+a flush of everything that is dirty; of the first, one commit.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 from ctxcache.cache import Cache
 from ctxcache.core.session import Session
-from ctxcache.errors import CacheError
+from ctxcache.errors import CacheError, SessionNotFound
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ FREE_RATIO = 1 / 16
 
 
 class Upkeep:
-    """The background loop. Owned by the server's task group."""
+    """The background loops. Owned by the server."""
 
     def __init__(self, cache: Cache, *, interval_s: float = INTERVAL_S) -> None:
         self._cache = cache
@@ -28,22 +30,39 @@ class Upkeep:
 
     async def run(self) -> None:
         """Turn for ever; ends by cancellation."""
-        while True:
-            await asyncio.sleep(self._interval_s)
-            await self.turn()
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._repeat(self.end_what_is_over))
+            loops.create_task(self._repeat(self.move))
 
     async def turn(self) -> None:
         """Do everything once."""
+        await self.end_what_is_over()
+        await self.move()
+
+    async def end_what_is_over(self) -> None:
+        """End leases, reservations and sessions whose time has come; write down accesses."""
+        for step in (
+            self._deadlines,
+            self._cache.sessions.expire_due,
+            self._cache.sessions.save_access_times,
+        ):
+            await _try(step)
+
+    async def move(self) -> None:
+        """Write full segments behind their writers' backs, and keep some of the arena free."""
+        for session in [self._cache.state.by_uid[uid] for uid in self._cache.state.resident]:
+            if _has_full_dirty_segment(session) and not session.is_gone:
+                await _try(self._cache.residency.flush, session)
+        await _try(self._keep_free)
+
+    async def _repeat(self, turn: Callable[[], Awaitable[None]]) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await turn()
+
+    async def _deadlines(self) -> None:
         self._cache.writing.expire_due()
         self._cache.reading.expire_due()
-        for step in (self._cache.sessions.expire_due, self._write_behind, self._keep_free):
-            await _try(step)
-        await _try(self._cache.sessions.save_access_times)
-
-    async def _write_behind(self) -> None:
-        for session in list(self._cache.state.by_uid.values()):
-            if _has_full_dirty_segment(session) and not session.is_gone:
-                await self._cache.residency.flush(session)
 
     async def _keep_free(self) -> None:
         dram = self._cache.residency.dram
@@ -52,11 +71,18 @@ class Upkeep:
 
 def _has_full_dirty_segment(session: Session) -> bool:
     """Growing tails wait: they would be written again and again."""
-    return any(s.is_dirty and (s.row_count == s.layout.segment_tokens or not s.is_open) for s in session.segments)
+    return any(
+        s.is_dirty and (s.row_count == s.layout.segment_tokens or not s.is_open) for s in session.segments
+    )
 
 
-async def _try(step: Callable[[], Awaitable[None]]) -> None:
+async def _try(step: Callable[..., Awaitable[None]], *arguments: Session) -> None:
     try:
-        await step()
+        await step(*arguments)
+    except SessionNotFound:
+        # It was deleted meanwhile, or evicted to make room.
+        return
     except CacheError as error:
         log.warning("upkeep_step_failed step=%s reason=%s error=%s", step.__name__, error.reason, error)
+    except Exception:  # the supervisor: upkeep that ended for good would be noticed by nobody
+        log.exception("upkeep_step_broken step=%s", step.__name__)

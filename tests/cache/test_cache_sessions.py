@@ -1,0 +1,323 @@
+"""Sessions: names, times, room for many, and what upkeep does without being asked."""
+
+import asyncio
+
+import pytest
+from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
+
+from ctxcache.core.expiry import Expiration
+from ctxcache.errors import (
+    CapacityExceeded,
+    PositionsNotRelocatable,
+    SessionAlreadyExists,
+    SessionNotFound,
+    TokenRangeOutOfBounds,
+    TooManyRequests,
+    WriteInProgress,
+)
+from ctxcache.testing.fakes import Operation
+from ctxcache.upkeep import Upkeep
+
+
+@pytest.fixture
+def writer() -> Writer:
+    """One who writes into every session."""
+    return Writer(1)
+
+
+def page(rig: MemoryRig, after: str, limit: int, *, model_id: str = "") -> list[str]:
+    """Names on a page."""
+    found = rig.cache.sessions.list(TENANT, after=after, limit=limit, model_id=model_id)
+    return [view.name.removeprefix("sessions/") for view in found]
+
+
+async def test_sessions_are_listed_by_name_page_by_page(rig: MemoryRig) -> None:
+    """Every session appears once, in order, whatever order they were created in, and gone ones do not."""
+    for name in ("c", "a", "e", "B", "d", "b"):
+        await rig.create(name)
+    await rig.delete("e")
+
+    assert [page(rig, "", 2), page(rig, "a", 2), page(rig, "c", 9)] == [["B", "a"], ["b", "c"], ["d"]]
+    assert page(rig, "", 9, model_id=MODEL.model_id) == ["B", "a", "b", "c", "d"]
+    assert page(rig, "", 9, model_id="other") == []
+    assert rig.cache.sessions.list("other", after="", limit=9, model_id="") == []
+
+
+async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig, writer: Writer) -> None:
+    """An expired session is replaced by a new one, which has nothing of it."""
+    first = await rig.create("a", ttl_s=10)
+    await rig.append("a", writer.make(100), is_durable=True)
+    with pytest.raises(SessionAlreadyExists):
+        await rig.create("a")
+    rig.clock.advance(seconds=10)
+    second = await rig.create("a")
+    await rig.check()
+
+    assert first.uid != second.uid
+    assert second.token_count == rig.cache.residency.ssd.used_bytes == 0
+    await rig.crash()
+    assert rig.token_count("a") == 0
+    assert len(rig.cache.state.by_uid) == 1
+
+
+async def test_sessions_and_models_are_bounded(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Creating without end is refused, also by fork."""
+    monkeypatch.setattr("ctxcache.cache.sessions.SESSION_LIMIT", 2)
+    monkeypatch.setattr("ctxcache.cache.models.MODEL_LIMIT", 1)
+    await rig.create("a")
+    await rig.create("b")
+    for attempt in (rig.create("c"), rig.fork("a", "c"), rig.cache.models.register("other", MODEL)):
+        with pytest.raises(TooManyRequests):
+            await attempt
+    await rig.check()
+
+
+async def test_a_session_expires_on_time_after_the_clock_was_set_back(rig: MemoryRig) -> None:
+    """Times given while the clock was ahead do not keep a session's room when it is right again."""
+    right_ns = rig.clock.now_ns()
+    rig.clock.jump(to_ns=right_ns + 10**18)
+    await rig.create("a", ttl_s=100)
+    rig.clock.jump(to_ns=right_ns)
+    await rig.read("a")
+    rig.clock.advance(seconds=101)
+    await rig.cache.sessions.expire_due()
+
+    assert not rig.cache.state.by_uid
+
+
+async def test_touching_a_session_for_ever_takes_no_room(rig: MemoryRig) -> None:
+    """Expiry keeps a bounded number of entries per session."""
+    await rig.create("a")
+    for _ in range(500):
+        rig.clock.advance(seconds=1)
+        await rig.cache.sessions.update(TENANT, "a", expiration=Expiration(10**18), is_pinned=None)
+        await rig.create("b")
+        await rig.delete("b")
+
+    assert rig.cache.state.expiry.entry_count < 100
+
+
+async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
+    """Asking does not keep a session alive, put it behind others or bring anything into DRAM."""
+    await rig.create("a", ttl_s=10)
+    await rig.append("a", writer.make(100), is_durable=True)
+    await rig.demote("a")
+    await rig.create("b", ttl_s=100)
+    before = rig.cache.sessions.get(TENANT, "a")
+    found = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
+    order = list(rig.cache.state.policy.candidates())
+
+    assert (found.reason, found.dram_token_count, found.view) == ("", 0, before)
+    assert [rig.cache.state.by_uid[uid].session_id for uid in order] == ["a", "b"]
+    rig.clock.advance(seconds=10)
+    missed = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
+    assert (missed.reason, missed.view) == ("SESSION_NOT_FOUND", None)
+    assert rig.cache.sessions.lookup(TENANT, "b", bytes(32)).reason == "MODEL_FINGERPRINT_MISMATCH"
+    assert rig.cache.sessions.lookup(TENANT, "b", MODEL.fingerprint()).reason == "EMPTY"
+
+
+async def test_truncation_is_checked_before_anything_changes(rig: MemoryRig, writer: Writer) -> None:
+    """A range that is not there drops nothing, also beside one that is."""
+    await rig.create("a")
+    tokens = writer.make(100)
+    await rig.append("a", tokens)
+    generation = rig.cache.sessions.get(TENANT, "a").generation
+    for dropped in (((0, 1), (90, 101)), ((-1, 5),), ((5, 4),)):
+        with pytest.raises(TokenRangeOutOfBounds):
+            await rig.truncate("a", *dropped)
+    with pytest.raises(TokenRangeOutOfBounds):
+        await rig.cache.sessions.keep_first(TENANT, "a", None, 101)
+    await rig.truncate("a", (7, 7))
+
+    assert rig.cache.sessions.get(TENANT, "a").generation == generation
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_keeping_recent_tokens_keeps_the_sinks(rig: MemoryRig, writer: Writer) -> None:
+    """The first few and the newest stay; keeping as many as there are changes nothing."""
+    await rig.create("a")
+    tokens = writer.make(200)
+    await rig.append("a", tokens)
+    keep = rig.cache.sessions.keep_recent
+    same = await keep(TENANT, "a", None, recent_count=196, sink_count=4)
+    view = await keep(TENANT, "a", None, recent_count=50, sink_count=4)
+
+    assert (same.generation, view.generation, view.token_count) == (2, 3, 54)
+    assert await rig.read("a") == expected(tokens[:4] + tokens[150:])
+
+
+async def test_absolute_positions_lose_only_their_end(rig: MemoryRig, writer: Writer) -> None:
+    """Where state depends on positions, tokens before kept ones stay."""
+    fixed = type(MODEL)(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {
+        "model_id": "fixed", "is_relocatable": False,
+    })  # fmt: skip
+    await rig.cache.models.register(TENANT, fixed)
+    await rig.cache.sessions.create(
+        TENANT, "a", model_id="fixed", layout=(), expiration=None, is_pinned=False
+    )
+    reservation = await rig.cache.writing.reserve(
+        TENANT, "a", fingerprint=fixed.fingerprint(), write_offset=0, generation=None, token_count=10
+    )
+    await rig.cache.writing.commit(reservation, 10, is_durable=False, keep_open=False)
+    with pytest.raises(PositionsNotRelocatable):
+        await rig.truncate("a", (2, 5))
+
+    assert (await rig.truncate("a", (8, 10), (5, 9))).token_count == 5
+
+
+async def test_pinned_sessions_are_never_evicted(rig: MemoryRig, writer: Writer) -> None:
+    """When all that is on SSD is pinned, a flush is refused; once it is not, the coldest goes."""
+    rig.ssd_segments = (2, 2)
+    rig.__post_init__()
+    await rig.open()
+    for name in ("a", "b"):
+        await rig.create(name, is_pinned=True)
+        await rig.append(name, writer.make(2 * SEGMENT_TOKENS), is_durable=True)
+    await rig.create("c")
+    tokens = writer.make(SEGMENT_TOKENS)
+    with pytest.raises(CapacityExceeded):
+        await rig.append("c", tokens, is_durable=True)
+    await rig.check()
+
+    assert rig.token_count("c") == SEGMENT_TOKENS
+    await rig.cache.sessions.update(TENANT, "b", expiration=None, is_pinned=False)
+    await rig.flush("c")
+    assert rig.names() == {"a", "c"}
+    assert rig.cache.state.counters.evicted_session_count == 1
+
+
+async def test_a_session_being_written_is_not_evicted(rig: MemoryRig, writer: Writer) -> None:
+    """Eviction takes nothing from under a writer."""
+    rig.ssd_segments = (1, 1)
+    rig.__post_init__()
+    await rig.open()
+    await rig.create("a")
+    await rig.append("a", writer.make(2 * SEGMENT_TOKENS), is_durable=True)
+    reservation = await rig.reserve("a", 1)
+    await rig.create("b")
+    with pytest.raises(CapacityExceeded):
+        await rig.append("b", writer.make(1), is_durable=True)
+    rig.cache.writing.release(reservation)
+    await rig.flush("b")
+    await rig.check()
+
+    assert rig.names() == {"b"}
+
+
+async def test_an_expired_session_waits_for_its_writer(rig: MemoryRig) -> None:
+    """Nobody can reach it, and its room comes back when the writer is done."""
+    await rig.create("a", ttl_s=10)
+    reservation = await rig.reserve("a", 1)
+    rig.clock.advance(seconds=10)
+    await rig.cache.sessions.expire_due()
+    with pytest.raises(SessionNotFound):
+        rig.token_count("a")
+    rig.cache.writing.release(reservation)
+    await rig.cache.sessions.expire_due()
+    await rig.check()
+
+    assert not rig.cache.state.by_uid
+    assert rig.cache.state.counters.expired_session_count == 1
+
+
+async def test_a_fork_that_has_to_wait_is_checked_again(rig: MemoryRig, writer: Writer) -> None:
+    """What changed while the source was made durable is not overlooked."""
+    await rig.create("a")
+    await rig.append("a", writer.make(10))
+    gate = rig.ssd.hold(Operation.WRITE)
+    forking = asyncio.ensure_future(rig.fork("a", "b"))
+    await rig.reached(Operation.WRITE)
+    reservation = await rig.reserve("a", 1)
+    gate.set()
+    with pytest.raises(WriteInProgress):
+        await forking
+    rig.cache.writing.release(reservation)
+    await rig.check()
+
+    assert rig.names() == {"a"}
+
+
+async def test_forks_and_their_source_go_on_independently(rig: MemoryRig, writer: Writer) -> None:
+    """Each appends, drops and ends without a trace in the other."""
+    await rig.create("a")
+    tokens = writer.make(100)
+    await rig.append("a", tokens)
+    await rig.fork("a", "b", 80)
+    mine, theirs = writer.make(70), writer.make(70)
+    await rig.append("a", mine)
+    await rig.append("b", theirs)
+    await rig.truncate("b", (0, 10))
+    await rig.delete("a")
+    await rig.check()
+    await rig.flush("b")
+    await rig.crash()
+
+    assert await rig.read("b") == expected([*tokens[10:80], *theirs])
+
+
+# -- upkeep ---------------------------------------------------------------------------------------------
+
+
+async def test_upkeep_writes_full_segments_and_leaves_growing_ones(rig: MemoryRig, writer: Writer) -> None:
+    """A tail that still grows would be written again and again."""
+    for name, count in (("full", SEGMENT_TOKENS), ("growing", 10)):
+        await rig.create(name)
+        await rig.append(name, writer.make(count))
+    await Upkeep(rig.cache).turn()
+
+    names = ("full", "growing")
+    assert [rig.cache.sessions.get(TENANT, name).durable_token_count for name in names] == [SEGMENT_TOKENS, 0]
+
+
+async def test_upkeep_goes_on_past_a_session_it_cannot_write(rig: MemoryRig, writer: Writer) -> None:
+    """One refused write keeps no other session from being written."""
+    for name in ("a", "b", "c"):
+        await rig.create(name)
+        await rig.append(name, writer.make(SEGMENT_TOKENS))
+    rig.ssd.fail(Operation.WRITE)
+    await Upkeep(rig.cache).turn()
+    sessions = list(rig.cache.state.by_uid.values())
+    durable = [session.durable_end for session in sessions]
+    await Upkeep(rig.cache).turn()
+
+    assert sorted(durable) == [0, SEGMENT_TOKENS, SEGMENT_TOKENS]
+    assert [session.durable_end for session in sessions] == [SEGMENT_TOKENS] * 3
+
+
+async def test_upkeep_keeps_room_free(rig: MemoryRig, writer: Writer) -> None:
+    """Something of the arena is free after a turn, so that the next writer need not wait."""
+    await rig.create("a")
+    await rig.append("a", writer.make(6 * SEGMENT_TOKENS))
+    assert rig.cache.residency.dram.free_bytes < SLOT_BYTES
+    await Upkeep(rig.cache).turn()
+
+    assert rig.cache.residency.dram.free_bytes >= SLOT_BYTES
+
+
+async def test_a_slow_device_delays_no_deadline(rig: MemoryRig, writer: Writer) -> None:
+    """Sessions expire and reservations end while a flush is stuck."""
+    await rig.create("slow")
+    await rig.append("slow", writer.make(SEGMENT_TOKENS))
+    await rig.create("a", ttl_s=10)
+    gate = rig.ssd.hold(Operation.WRITE)
+    running = asyncio.ensure_future(Upkeep(rig.cache, interval_s=0).run())
+    await rig.reached(Operation.WRITE)
+    rig.clock.advance(seconds=10)
+    while "a" in {session.session_id for session in rig.cache.state.by_uid.values()}:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    gate.set()
+
+    assert running.cancelled()
+    await rig.check()
+
+
+async def test_upkeep_survives_its_own_bugs(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that breaks is logged; the others go on."""
+    await rig.create("a", ttl_s=10)
+    monkeypatch.setattr(rig.cache.writing, "expire_due", lambda: 1 // 0)
+    rig.clock.advance(seconds=10)
+    await Upkeep(rig.cache).turn()
+
+    assert not rig.cache.state.by_uid
