@@ -45,10 +45,8 @@ def install() -> None:
     if npm is None:
         pytest.skip("THE JAVASCRIPT CLIENT IS NOT TESTED: npm is not installed")
     result = run_npm_ci(npm)
-    if result.returncode and UNREACHABLE.search(result.stderr):
-        pytest.skip(
-            f"THE JAVASCRIPT CLIENT IS NOT TESTED: the npm registry cannot be reached: {result.stderr}"
-        )
+    if result.returncode and (found := UNREACHABLE.search(result.stderr)):
+        pytest.skip(f"THE JAVASCRIPT CLIENT IS NOT TESTED: the npm registry cannot be reached ({found[0]})")
     assert result.returncode == 0, result.stderr
     STAMP.write_text(digest)
 

@@ -68,12 +68,10 @@ async function newSession(overrides = {}) {
 }
 
 async function appendTokens(name, begin, end) {
-  // snippet: append
   const header = { name, modelFingerprint: fingerprint, writeOffset: begin };
   const chunks = LAYOUT.map((stream) => chunk(stream, begin, rowsOf(stream, span(begin, end))));
   const commit = { commit: { tokenCount: end, durability: 'DURABILITY_DISK' } };
   const session = await append(client, header, [...chunks, commit]);
-  // end of snippet
   return session;
 }
 
@@ -169,14 +167,12 @@ test('several commits in one append make tokens visible one after the other', as
 test('a range of some streams is read without the rest', async () => {
   const { name } = await filledSession();
 
-  // snippet: read
   const { header, rows } = await read(client, {
     name,
     modelFingerprint: fingerprint,
     streams: [KV, TOKENS],
     range: { begin: 60, end: 131 },
   });
-  // end of snippet
 
   assert.deepEqual(header.streams, [TOKENS, KV]);
   assert.deepEqual(header.range, { begin: '60', end: '131' });
@@ -219,10 +215,8 @@ test('an append that failed goes on behind its last commit', async () => {
   const messages = [...part(0, 100), { commit: { tokenCount: 100 } }, ...damaged];
 
   const error = await fails(append(client, header, messages), 'INVALID_ARGUMENT', 'CHECKSUM_MISMATCH');
-  // snippet: resume
   const { tokenCount } = await call(client.sessions, 'getSession', { name });
   await appendTokens(name, Number(tokenCount), 200);
-  // end of snippet
 
   assert.equal(error.field, 'chunk.data');
   assert.equal(tokenCount, '100');
@@ -234,9 +228,7 @@ test('an append that failed goes on behind its last commit', async () => {
 test('keeping the newest tokens keeps the four sinks too', async () => {
   const { name } = await filledSession();
 
-  // snippet: truncate
   const session = await call(client.sessions, 'truncateSession', { name, keepRecent: { tokenCount: 50 } });
-  // end of snippet
 
   assert.equal(session.tokenCount, '54');
   await assertHolds(name, [...span(0, 4), ...span(150, 200)]);
