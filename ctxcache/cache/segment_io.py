@@ -5,8 +5,11 @@ in a thread: XXH3 releases the GIL.
 """
 
 import asyncio
+import mmap
 from collections.abc import Collection
 from dataclasses import dataclass
+
+import numpy as np
 
 from ctxcache.core.segment import Segment
 from ctxcache.errors import CorruptSegment
@@ -50,9 +53,8 @@ class SegmentIO:
 
     async def write(self, item: Written) -> None:
         """Write a segment with its header to the slot; not durable before `sync`. Raises TierFailure."""
-        view = self.view(item.segment)
-        await asyncio.to_thread(_seal, item, view)
-        await self._ssd.write(item.slot, 0, view)
+        image = await asyncio.to_thread(_seal, item, self.view(item.segment))
+        await self._ssd.write(item.slot, 0, image)
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """Make writes to these paths durable. Raises TierFailure."""
@@ -96,13 +98,31 @@ def _on_ssd(segment: Segment) -> Slot:
     return segment.ssd
 
 
-def _seal(item: Written, view: memoryview) -> None:
-    segment = item.segment
-    identity = segment.identity(item.row_count)
+def _seal(item: Written, view: memoryview) -> memoryview:
+    """The slot as it is to be written: header, rows, and zeros wherever there are none.
+
+    What else lies in the arena's slot is another session's past, or a writer's rows to come. Only a
+    segment that is still short is copied to leave it out.
+    """
+    segment, layout = item.segment, item.segment.layout
     item.checksums = _checksums(segment, item.row_count, view)
-    encoded = SegmentHeader(segment.segment_id, identity, segment.layout, item.checksums).encode()
+    identity = segment.identity(item.row_count)
+    encoded = SegmentHeader(segment.segment_id, identity, layout, item.checksums).encode()
     item.header_checksum = header_checksum(encoded)
-    view[: len(encoded)] = encoded
+    image = view if item.row_count == layout.segment_tokens else _copy_of_rows(segment, item.row_count, view)
+    image[: layout.header_bytes] = encoded.ljust(layout.header_bytes, b"\0")
+    for spec, end in zip(layout.specs, (*layout.offsets[1:], layout.size_bytes), strict=True):
+        begin = layout.rows(spec.stream, 0, layout.segment_tokens).stop
+        image[begin:end] = bytes(end - begin)
+    return image
+
+
+def _copy_of_rows(segment: Segment, row_count: int, view: memoryview) -> memoryview:
+    image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
+    for spec in segment.layout.specs:
+        rows = segment.layout.rows(spec.stream, 0, row_count)
+        np.copyto(np.frombuffer(image[rows], np.uint8), np.frombuffer(view[rows], np.uint8))
+    return image
 
 
 def _checksums(segment: Segment, row_count: int, view: memoryview) -> tuple[int, ...]:

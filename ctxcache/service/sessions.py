@@ -141,7 +141,10 @@ class SessionService(StreamRpcs):
         """See the proto."""
         validate.within(len(request.queries), 1, LOOKUP_LIMIT, "queries")
         asked = [
-            (validate.session_id(q.name, f"queries[{i}].name"), validate.fingerprint(q.model_fingerprint))
+            (
+                validate.session_id(q.name, f"queries[{i}].name"),
+                validate.fingerprint(q.model_fingerprint, f"queries[{i}].model_fingerprint"),
+            )
             for i, q in enumerate(request.queries)
         ]
         tenant = tenant_of(context)

@@ -16,6 +16,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.identity import wire_checksum
+from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert, validate
 from ctxcache.service.edge import Context
@@ -58,7 +59,7 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
         return await self._writing.reserve(
             tenant,
             validate.session_id(header.name, "header.name"),
-            fingerprint=validate.fingerprint(header.model_fingerprint),
+            fingerprint=validate.fingerprint(header.model_fingerprint, "header.model_fingerprint"),
             write_offset=header.write_offset,
             generation=generation,
             token_count=0,
@@ -74,7 +75,7 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
                 append.received[stream] = end
             case "commit":
                 append.check_commit(request.commit.token_count)
-                is_durable = request.commit.durability == session_pb2.DURABILITY_DISK
+                is_durable = validate.is_durable(request.commit.durability, "commit.durability")
                 append.view = await self._writing.commit(
                     append.reservation, request.commit.token_count, is_durable=is_durable, keep_open=True
                 )
@@ -97,7 +98,7 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
         streams = validate.streams(request.streams, "streams")
         async with self._reading.stream(asked, streams) as (lease, chosen, rows):
             yield session_pb2.ReadSessionResponse(header=_read_header(lease, chosen))
-            async for chunk in _packed(rows):
+            async for chunk in _packed(rows, lease.view.layout):
                 yield session_pb2.ReadSessionResponse(chunk=chunk)
 
 
@@ -129,7 +130,8 @@ class _Append:
         return stream, chunk.token_begin + len(chunk.data) // row_bytes
 
     def check_commit(self, token_count: int) -> None:
-        """Raise IncompleteAppend unless every stream has its rows up to there."""
+        """Raise IncompleteAppend unless every stream has its rows up to there, and InvalidArgument."""
+        validate.within(token_count, self.reservation.committed, 2**62, "commit.token_count")
         for stream, end in self.received.items():
             if end < token_count:
                 raise IncompleteAppend(stream=str(stream), row_count=end, token_count=token_count)
@@ -159,25 +161,35 @@ def _read_header(lease: Lease, streams: Sequence[Stream]) -> session_pb2.ReadHea
     )
 
 
-async def _packed(rows: AsyncIterator[Rows]) -> AsyncIterator[session_pb2.Chunk]:
-    """Rows of one stream put together into messages of about 1 MiB."""
-    parts: list[bytes] = []
+async def _packed(rows: AsyncIterator[Rows], layout: SegmentLayout) -> AsyncIterator[session_pb2.Chunk]:
+    """Rows put together, or cut, into messages of about 1 MiB of one stream; at least a row each."""
+    parts: list[memoryview] = []
     first: Rows | None = None
     size_bytes = 0
     async for item in rows:
-        # Before anything is sent: a reader may take its time, and the bytes are lent for no longer.
-        data = bytes(item.data)
-        if first and (item.stream != first.stream or size_bytes + len(data) > MESSAGE_BYTES):
-            yield _chunk(first, parts)
-            parts, first, size_bytes = [], None, 0
-        first = first or item
-        parts.append(data)
-        size_bytes += len(data)
+        for part in _copied(item, layout.row_bytes(item.stream)):
+            if first and (part.stream != first.stream or size_bytes + len(part.data) > MESSAGE_BYTES):
+                yield _chunk(first, parts)
+                parts, first, size_bytes = [], None, 0
+            first = first or part
+            parts.append(part.data)
+            size_bytes += len(part.data)
     if first:
         yield _chunk(first, parts)
 
 
-def _chunk(first: Rows, parts: list[bytes]) -> session_pb2.Chunk:
+def _copied(rows: Rows, row_bytes: int) -> list[Rows]:
+    """Rows in messages' sizes, copied before anything is sent: a slow reader may outlive what is lent to it."""
+    data = memoryview(bytes(rows.data))
+    row_count = max(MESSAGE_BYTES // row_bytes, 1)
+    begins = range(0, len(data) // row_bytes, row_count)
+    return [
+        Rows(rows.stream, rows.token_begin + row, data[row * row_bytes : (row + row_count) * row_bytes])
+        for row in begins
+    ]
+
+
+def _chunk(first: Rows, parts: list[memoryview]) -> session_pb2.Chunk:
     data = b"".join(parts)
     return session_pb2.Chunk(
         stream=convert.stream_name(first.stream),

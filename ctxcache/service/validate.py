@@ -12,7 +12,7 @@ from ctxcache.core.expiry import Expiration
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream
-from ctxcache.v1 import model_pb2
+from ctxcache.v1 import model_pb2, session_pb2
 
 PAGE_SIZE = 50
 PAGE_SIZE_LIMIT = 1000
@@ -43,11 +43,11 @@ def new_session_id(value: str) -> str:
     return value
 
 
-def fingerprint(value: bytes) -> bytes:
+def fingerprint(value: bytes, field: str = "model_fingerprint") -> bytes:
     """A model fingerprint."""
     if len(value) != FINGERPRINT_BYTES:
         problem = f"{FINGERPRINT_BYTES} bytes expected, {len(value)} given"
-        raise InvalidArgument(field="model_fingerprint", problem=problem)
+        raise InvalidArgument(field=field, problem=problem)
     return value
 
 
@@ -74,6 +74,13 @@ def streams(names: Iterable[model_pb2.StreamName], field: str) -> list[Stream]:
 def dtype(value: int, field: str) -> DType:
     """An element type."""
     return _member(DType, value, field)
+
+
+def is_durable(value: int, field: str = "durability") -> bool:
+    """Whether to wait for the disk."""
+    if value not in session_pb2.Durability.values():
+        raise InvalidArgument(field=field, problem=f"{value} is not a durability")
+    return value == session_pb2.DURABILITY_DISK
 
 
 def within(value: int, low: int, high: int, field: str) -> int:

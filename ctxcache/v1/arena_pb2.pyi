@@ -539,7 +539,7 @@ class SegmentLocation(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
-    """Segment number, unique on this server."""
+    """Segment number, unique among the segments this server knows; not kept by one that was never durable."""
     offset_bytes: _builtins.int
     """Begin of its slot in the arena, in bytes; a multiple of 4096."""
     session_uid: _builtins.str
