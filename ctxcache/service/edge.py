@@ -5,13 +5,15 @@ Wraps all four kinds of rpc. Health and reflection pass untouched: they answer a
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from ctxcache.errors import CacheError, Draining, TooManyRequests
+from ctxcache.errors import CacheError, Draining, InvalidArgument, TooManyRequests
 from ctxcache.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -19,6 +21,12 @@ log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 OWN_SERVICES = "/ctxcache."
+_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
 
 
@@ -76,41 +84,56 @@ class Edge(grpc.aio.ServerInterceptor):
         return self._wrap(handler, self._kept_open if is_kept_open else self._calls)
 
     def _wrap(self, handler: Any, admission: Admission) -> Handler:  # grpc's handlers are untyped tuples
-        codecs = (handler.request_deserializer, handler.response_serializer)
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, admission), *codecs)
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(
-                self._single(handler.stream_unary, admission), *codecs
-            )
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._many(handler.unary_stream, admission), *codecs)
-        return grpc.stream_stream_rpc_method_handler(self._many(handler.stream_stream, admission), *codecs)
+        # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
+        decode = partial(_each if handler.request_streaming else _one, handler.request_deserializer)
+        is_single = not handler.response_streaming
+        behaviour = (
+            handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+        )
+        call = (_single if is_single else _many)(behaviour, decode, admission)
+        make = _MAKERS[handler.request_streaming, handler.response_streaming]
+        return make(call, None, handler.response_serializer)
 
-    def _single(
-        self, behaviour: Callable[..., Awaitable[Any]], admission: Admission
-    ) -> Callable[..., Awaitable[Any]]:
-        async def call(request: object, context: Context) -> Any:
-            try:
-                with admission.enter():
-                    return await behaviour(request, context)
-            except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
-                await _abort(context, error)
 
-        return call
+def _single(
+    behaviour: Callable[..., Awaitable[Any]], decode: Callable[..., Any], admission: Admission
+) -> Callable[..., Awaitable[Any]]:
+    async def call(request: object, context: Context) -> Any:
+        try:
+            with admission.enter():
+                return await behaviour(decode(request), context)
+        except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
+            await _abort(context, error)
 
-    def _many(
-        self, behaviour: Callable[..., AsyncIterator[Any]], admission: Admission
-    ) -> Callable[..., AsyncIterator[Any]]:
-        async def call(request: object, context: Context) -> AsyncIterator[Any]:
-            try:
-                with admission.enter():
-                    async for response in behaviour(request, context):
+    return call
+
+
+def _many(
+    behaviour: Callable[..., AsyncGenerator[Any]], decode: Callable[..., Any], admission: Admission
+) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: object, context: Context) -> AsyncIterator[Any]:
+        try:
+            # Closed here and now when the client goes away: what the rpc holds ends with it.
+            with admission.enter():
+                async with aclosing(behaviour(decode(request), context)) as responses:
+                    async for response in responses:
                         yield response
-            except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
-                await _abort(context, error)
+        except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
+            await _abort(context, error)
 
-        return call
+    return call
+
+
+def _one(read: Callable[[bytes], Any], encoded: bytes) -> Any:
+    try:
+        return read(encoded)
+    except DecodeError as error:
+        raise InvalidArgument(field="request", problem="is not a message of this rpc") from error
+
+
+async def _each(read: Callable[[bytes], Any], encoded: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for item in encoded:
+        yield _one(read, item)
 
 
 async def _abort(context: Context, error: Exception) -> None:
