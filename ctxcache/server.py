@@ -121,7 +121,13 @@ class Server:
             await self._cache.close()
 
     async def _listen(self) -> None:
-        self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
+        try:
+            self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
+        except AddressUnusable:
+            # One of two may be bound by now: grpc lets go of it at the end of a server, once it has begun.
+            await self._grpc.start()
+            await self._grpc.stop(None)
+            raise
         if not self.addresses:
             raise InvalidConfiguration(
                 source="listen", problem="neither a TCP address nor a Unix socket is set"
