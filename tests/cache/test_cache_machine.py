@@ -429,6 +429,6 @@ class MemoryMachine(CacheMachine):
 
 
 TestOverFiles = DiskMachine.TestCase
-TestOverFiles.settings = SETTINGS
+TestOverFiles.settings = settings(SETTINGS, max_examples=40)
 TestOverMemory = MemoryMachine.TestCase
 TestOverMemory.settings = settings(SETTINGS, max_examples=100)

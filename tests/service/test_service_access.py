@@ -1,0 +1,311 @@
+"""The Access stream: leases and reservations over shared memory, bound to the stream that made them."""
+
+import mmap
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from service_rig import STREAMS, Access, Client, all_rows, refused, rows, until
+
+from ctxcache.cache.integrity import check_integrity
+from ctxcache.cache.reading import LEASE_LIFETIME_NS
+from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
+from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.streams import StateKind, Stream
+from ctxcache.server import Server
+from ctxcache.testing.fakes import FakeClock
+from ctxcache.v1 import arena_pb2, session_pb2
+from ctxcache.v1.session_pb2 import TokenRange
+
+Code = grpc.StatusCode
+SLOT_BYTES = 28672
+
+
+def lease_of(client: Client, name: str = "a", **changes: Any) -> arena_pb2.AcquireLease:
+    """Ask for a lease."""
+    facts: dict[str, Any] = {"session": f"sessions/{name}", "model_fingerprint": client.fingerprint}
+    return arena_pb2.AcquireLease(**(facts | changes))
+
+
+def reserve_of(client: Client, offset: int, count: int, name: str = "a", **changes: Any) -> arena_pb2.Reserve:
+    """Ask for room."""
+    facts: dict[str, Any] = {
+        "session": f"sessions/{name}", "model_fingerprint": client.fingerprint, "write_offset": offset,
+        "token_count": count,
+    }  # fmt: skip
+    return arena_pb2.Reserve(**(facts | changes))
+
+
+def commit_of(reservation_id: int, count: int, **changes: Any) -> arena_pb2.CommitReservation:
+    """Make rows visible."""
+    return arena_pb2.CommitReservation(reservation_id=reservation_id, token_count=count, **changes)
+
+
+def refusal(result: arena_pb2.OperationResult, code: Code, reason: str) -> None:
+    """Fail unless the operation was refused with that code and reason."""
+    assert (result.error.code, result.error.reason) == (code.value[0], reason)
+
+
+class Mapped:
+    """The arena as a client on the same host sees it."""
+
+    def __init__(self, arena: arena_pb2.Arena) -> None:
+        with Path(arena.path).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), arena.size_bytes)
+        assert self._map[:16] == arena.arena_id
+
+    def write(self, reservation: arena_pb2.Reservation, tag: int) -> None:
+        """Write every row that was asked for."""
+        for segment in reservation.segments:
+            for run in segment.rows:
+                for item in reservation.layout:
+                    at = segment.offset_bytes + item.offset_bytes + run.row_begin * item.row_bytes
+                    end = run.token_begin + run.row_end - run.row_begin
+                    data = rows(tag, run.token_begin, end, item.stream)
+                    self._map[at : at + len(data)] = data
+
+    def read(self, lease: arena_pb2.Lease) -> dict[int, bytes]:
+        """Every leased row, by layer."""
+        found = dict.fromkeys((s.layer for s in STREAMS), b"")
+        for segment in lease.segments:
+            for run in segment.rows:
+                for item in lease.layout:
+                    begin = segment.offset_bytes + item.offset_bytes
+                    found[item.stream.layer] += self._map[
+                        begin + run.row_begin * item.row_bytes : begin + run.row_end * item.row_bytes
+                    ]
+        return found
+
+    def checksums(self, lease: arena_pb2.Lease, segment: arena_pb2.SegmentLocation) -> list[int]:
+        """What the checksums of a segment must be, from the bytes and the identity in the message."""
+        identity = SegmentIdentity(
+            lease.session.tenant, bytes.fromhex(segment.session_uid), segment.generation,
+            segment.position_begin, segment.token_count, lease.session.model_fingerprint,
+        )  # fmt: skip
+        found = []
+        for item in lease.layout:
+            begin = segment.offset_bytes + item.offset_bytes
+            data = self._map[begin : begin + segment.token_count * item.row_bytes]
+            stream = Stream(item.stream.layer, StateKind(item.stream.kind))
+            found.append(chunk_checksum(identity.seed(), stream, data))
+        return found
+
+
+@pytest.fixture
+async def mapped(client: Client) -> Mapped:
+    """The arena."""
+    return Mapped(await client.arena.GetArena(arena_pb2.GetArenaRequest()))
+
+
+async def test_rows_written_in_place_are_read_in_place(
+    client: Client, access: Access, mapped: Mapped
+) -> None:
+    """Reserve, write, commit in parts, lease: the same bytes, and the same by stream."""
+    await client.create("a")
+    reservation = (await access.one(reserve=reserve_of(client, 0, 150))).reservation
+    mapped.write(reservation, 1)
+    part = await access.one(commit=commit_of(reservation.reservation_id, 70, keep_open=True))
+    whole = await access.one(
+        commit=commit_of(reservation.reservation_id, 150, durability=session_pb2.DURABILITY_DISK)
+    )
+    lease = (await access.one(acquire_lease=lease_of(client))).lease
+    some = (await access.one(acquire_lease=lease_of(client, range=TokenRange(begin=60, end=70)))).lease
+
+    assert (part.committed.token_count, whole.committed.durable_token_count) == (70, 150)
+    assert mapped.read(lease) == all_rows(1, 150)
+    assert mapped.read(some) == {s.layer: rows(1, 60, 70, s) for s in STREAMS}
+    assert [run.token_begin for segment in some.segments for run in segment.rows] == [60, 64]
+    assert all(list(s.checksums) == mapped.checksums(lease, s) for s in lease.segments)
+    assert [segment.token_count for segment in lease.segments] == [64, 64, 22]
+    assert await client.read_rows("a") == all_rows(1, 150)
+
+
+async def test_a_batch_is_carried_out_in_order(client: Client, access: Access, mapped: Mapped) -> None:
+    """Each operation succeeds or fails by itself, and sees what those before it did."""
+    await client.create("a")
+    reservation = (await access.one(reserve=reserve_of(client, 0, 10))).reservation
+    mapped.write(reservation, 1)
+    op = arena_pb2.Operation
+    results = await access.send(
+        op(acquire_lease=lease_of(client)),
+        op(commit=commit_of(reservation.reservation_id, 11)),
+        op(commit=commit_of(reservation.reservation_id, 10)),
+        op(acquire_lease=lease_of(client)),
+        op(),
+    )
+
+    kinds = [result.WhichOneof("result") for result in results]
+    assert kinds == ["lease", "error", "committed", "lease", "error"]
+    assert (results[0].lease.range.end, results[3].lease.range.end) == (0, 10)
+    refusal(results[1], Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    refusal(results[4], Code.INVALID_ARGUMENT, "INVALID_FIELD")
+
+
+async def test_every_refusal_has_its_code_and_reason(client: Client, access: Access, server: Server) -> None:
+    """What a unary rpc's status would say, in the result of the operation."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    await client.create("busy")
+    await access.one(reserve=reserve_of(client, 0, 1, "busy"))
+    for operation, code, reason in (
+        ({"acquire_lease": lease_of(client, "none")}, Code.NOT_FOUND, "SESSION_NOT_FOUND"),
+        ({"acquire_lease": lease_of(client, "../a")}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (
+            {"acquire_lease": lease_of(client, model_fingerprint=bytes(32))},
+            Code.FAILED_PRECONDITION,
+            "MODEL_FINGERPRINT_MISMATCH",
+        ),
+        ({"acquire_lease": lease_of(client, if_generation_match=9)}, Code.ABORTED, "GENERATION_MISMATCH"),
+        (
+            {"acquire_lease": lease_of(client, range=TokenRange(begin=0, end=11))},
+            Code.OUT_OF_RANGE,
+            "TOKEN_RANGE_OUT_OF_BOUNDS",
+        ),
+        ({"release_lease": arena_pb2.ReleaseLease(lease_id=99)}, Code.NOT_FOUND, "LEASE_NOT_FOUND"),
+        ({"reserve": reserve_of(client, 0, 1, "none")}, Code.NOT_FOUND, "SESSION_NOT_FOUND"),
+        ({"reserve": reserve_of(client, 9, 1)}, Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        ({"reserve": reserve_of(client, 10, 0)}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"reserve": reserve_of(client, 10, (1 << 20) + 1)}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"reserve": reserve_of(client, 10, 1 << 20)}, Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED"),
+        (
+            {"reserve": reserve_of(client, 10, 1, model_fingerprint=bytes(32))},
+            Code.FAILED_PRECONDITION,
+            "MODEL_FINGERPRINT_MISMATCH",
+        ),
+        ({"reserve": reserve_of(client, 10, 1, if_generation_match=9)}, Code.ABORTED, "GENERATION_MISMATCH"),
+        ({"reserve": reserve_of(client, 0, 1, "busy")}, Code.ABORTED, "WRITE_IN_PROGRESS"),
+        ({"commit": commit_of(99, 1)}, Code.NOT_FOUND, "RESERVATION_NOT_FOUND"),
+        (
+            {"release_reservation": arena_pb2.ReleaseReservation(reservation_id=99)},
+            Code.NOT_FOUND,
+            "RESERVATION_NOT_FOUND",
+        ),
+    ):
+        refusal(await access.one(**operation), code, reason)
+
+    assert check_integrity(server._cache) == []
+    assert (server._cache.reading.lease_count, server._cache.writing.reservation_count) == (0, 1)
+
+
+async def test_another_stream_cannot_touch_what_is_not_its_own(client: Client, access: Access) -> None:
+    """Numbers are no secrets: a foreign lease or reservation does not exist."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    lease = (await access.one(acquire_lease=lease_of(client))).lease
+    reservation = (await access.one(reserve=reserve_of(client, 10, 5))).reservation
+    other = Access(client.arena.Access())
+    number = reservation.reservation_id
+    release = arena_pb2.ReleaseReservation(reservation_id=number)
+    foreign_lease = await other.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease.lease_id))
+    refusal(foreign_lease, Code.NOT_FOUND, "LEASE_NOT_FOUND")
+    refusal(await other.one(commit=commit_of(number, 15)), Code.NOT_FOUND, "RESERVATION_NOT_FOUND")
+    refusal(await other.one(release_reservation=release), Code.NOT_FOUND, "RESERVATION_NOT_FOUND")
+    other.call.cancel()
+
+    assert (await access.one(release_reservation=release)).HasField("released")
+    ended = await access.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease.lease_id))
+    assert ended.HasField("released")
+    again = await access.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease.lease_id))
+    refusal(again, Code.NOT_FOUND, "LEASE_NOT_FOUND")
+
+
+async def break_off(access: Access) -> None:
+    """The client dies."""
+    access.call.cancel()
+
+
+async def finish(access: Access) -> None:
+    """The client says that it is done."""
+    await access.call.done_writing()
+    assert await access.call.read() == grpc.aio.EOF
+
+
+@pytest.mark.parametrize(("end", "kept_bytes"), [(break_off, 2 * SLOT_BYTES), (finish, 0)])
+async def test_leases_and_reservations_end_with_their_stream(
+    client: Client,
+    access: Access,
+    server: Server,
+    clock: FakeClock,
+    end: Callable[[Access], Awaitable[None]],
+    kept_bytes: int,
+) -> None:
+    """A dead client's leases end at once; its slots wait until it has surely stopped writing."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    await client.create("b")
+    await access.one(acquire_lease=lease_of(client))
+    await access.one(reserve=reserve_of(client, 0, 100, "b"))
+    cache = server._cache
+    await end(access)
+    await until(lambda: not cache.reading.lease_count and not cache.writing.reservation_count)
+    await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
+
+    assert check_integrity(cache) == []
+    assert cache.residency.dram.used_bytes == kept_bytes
+    clock.advance(ns=GRACE_NS)
+    cache.writing.expire_due()
+    assert cache.residency.dram.used_bytes == 0
+    await client.append("b", 1, 0, 10)
+
+
+async def test_a_message_out_of_bounds_ends_the_stream(client: Client, server: Server) -> None:
+    """A batch of no operations or of too many is no batch; what the stream held ends with it."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    for count in (0, 1025):
+        access = Access(client.arena.Access())
+        await access.one(acquire_lease=lease_of(client))
+        await access.call.write(arena_pb2.AccessRequest(operations=[arena_pb2.Operation()] * count))
+        await refused(access.call.read(), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        await until(lambda: server._cache.reading.lease_count == 0)
+
+
+async def test_deadlines_are_told_and_kept(
+    client: Client, access: Access, server: Server, clock: FakeClock
+) -> None:
+    """A lease and a reservation end when they said they would."""
+    await client.create("a", ttl={"seconds": 10**6})
+    await client.append("a", 1, 0, 10)
+    lease = (await access.one(acquire_lease=lease_of(client))).lease
+    reservation = (await access.one(reserve=reserve_of(client, 10, 5))).reservation
+    clock.advance(ns=max(LEASE_LIFETIME_NS, RESERVATION_LIFETIME_NS))
+    server._cache.reading.expire_due()
+    server._cache.writing.expire_due()
+
+    assert lease.expire_time.ToNanoseconds() == clock.now_ns()
+    assert reservation.expire_time.ToNanoseconds() == clock.now_ns()
+    release = arena_pb2.ReleaseLease(lease_id=lease.lease_id)
+    refusal(await access.one(release_lease=release), Code.NOT_FOUND, "LEASE_NOT_FOUND")
+    late = await access.one(commit=commit_of(reservation.reservation_id, 15))
+    refusal(late, Code.NOT_FOUND, "RESERVATION_NOT_FOUND")
+    for _ in range(3):
+        await access.one(acquire_lease=lease_of(client))
+        clock.advance(ns=LEASE_LIFETIME_NS)
+        server._cache.reading.expire_due()
+    assert check_integrity(server._cache) == []
+
+
+async def test_a_lease_that_does_not_fit_is_refused_and_a_smaller_one_granted(
+    client: Client, access: Access
+) -> None:
+    """The arena bounds what can be leased at once, and says so; a part of it can be had."""
+    await client.create("a")
+    for begin in range(0, 64 * 40, 64 * 10):
+        await client.append("a", 1, begin, begin + 64 * 10, is_durable=True)
+    refusal(await access.one(acquire_lease=lease_of(client)), Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
+    part = await access.one(acquire_lease=lease_of(client, range=TokenRange(begin=1000, end=2000)))
+
+    assert part.lease.range.end == 2000
+
+
+async def test_local_clients_are_bounded_apart_from_calls(client: Client, server: Server) -> None:
+    """Streams that are kept open use up their own room; calls still go through."""
+    streams = [Access(client.arena.Access()) for _ in range(4)]
+    for item in streams:
+        await item.one()
+    await refused(client.arena.Access(), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+    await client.create("a")
+    for item in streams:
+        item.call.cancel()

@@ -1,0 +1,402 @@
+"""AppendSession and ReadSession: every promise of the proto, over a real socket."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from service_rig import KV, TOKENS, Client, all_rows, chunk, chunks, commit, refused, rows, until
+
+from ctxcache.cache.integrity import check_integrity
+from ctxcache.cache.reading import Rows
+from ctxcache.cache.writing import RESERVATION_LIFETIME_NS
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.server import Server
+from ctxcache.service.streams import _packed
+from ctxcache.testing.fakes import FakeClock
+from ctxcache.v1 import model_pb2, session_pb2
+from ctxcache.v1.session_pb2 import AppendSessionRequest, TokenRange
+
+Code = grpc.StatusCode
+
+
+class Sender:
+    """Messages that are sent when the test says so."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[AppendSessionRequest | None] = asyncio.Queue()
+
+    def send(self, *messages: AppendSessionRequest) -> None:
+        """Send these."""
+        for message in messages:
+            self._queue.put_nowait(message)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._queue.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[AppendSessionRequest]:
+        """What is sent."""
+        while (message := await self._queue.get()) is not None:
+            yield message
+
+
+async def test_appended_rows_are_read_back(client: Client) -> None:
+    """Rows come back as they went in, in layer order, tokens ascending, whatever order they came in."""
+    await client.create("a")
+    messages = [client.header("a", 0)]
+    for begin, end in ((0, 50), (50, 130)):
+        messages += reversed(chunks(1, begin, end))
+    session = await client.send([*messages, commit(130, is_durable=True)])
+    header, found = await client.read("a")
+
+    assert (session.token_count, session.durable_token_count) == (130, 130)
+    assert (header.session.generation, header.range.begin, header.range.end) == (session.generation, 0, 130)
+    assert [s.layer for s in header.streams] == [-1, 0, 1]
+    layers = [item.stream.layer for item in found]
+    assert layers == sorted(layers)
+    assert await client.read_rows("a") == all_rows(1, 130)
+
+
+async def test_some_streams_and_some_tokens_can_be_read(client: Client) -> None:
+    """A reader gets the streams it names in layer order, and the tokens of its range."""
+    await client.create("a")
+    await client.append("a", 1, 0, 200)
+    header, found = await client.read("a", streams=[KV, TOKENS], range=TokenRange(begin=60, end=150))
+
+    assert [s.layer for s in header.streams] == [-1, 1]
+    by_layer = {layer: b"".join(c.data for c in found if c.stream.layer == layer) for layer in (-1, 1)}
+    assert by_layer == {-1: rows(1, 60, 150, TOKENS), 1: rows(1, 60, 150, KV)}
+    assert [c.token_begin for c in found] == [60, 60]
+    assert (await client.read("a", range=TokenRange()))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "reason"),
+    [
+        ({"range": TokenRange(begin=0, end=11)}, Code.OUT_OF_RANGE, "TOKEN_RANGE_OUT_OF_BOUNDS"),
+        ({"range": TokenRange(begin=-1, end=1)}, Code.OUT_OF_RANGE, "TOKEN_RANGE_OUT_OF_BOUNDS"),
+        ({"range": TokenRange(begin=5, end=4)}, Code.OUT_OF_RANGE, "TOKEN_RANGE_OUT_OF_BOUNDS"),
+        ({"model_fingerprint": bytes(32)}, Code.FAILED_PRECONDITION, "MODEL_FINGERPRINT_MISMATCH"),
+        ({"model_fingerprint": b""}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"model_fingerprint": bytes(33)}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (
+            {"streams": [model_pb2.StreamName(layer=1, kind=model_pb2.STATE_KIND_HIDDEN)]},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        ({"streams": [KV, KV]}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"if_generation_match": 7}, Code.ABORTED, "GENERATION_MISMATCH"),
+    ],
+)
+async def test_a_read_that_cannot_be_is_refused(
+    client: Client, server: Server, changes: dict[str, Any], code: Code, reason: str
+) -> None:
+    """Nothing is sent and nothing stays held."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    await refused(client.sessions.ReadSession(client.read_request("a", **changes)), code, reason)
+
+    assert server._cache.reading.lease_count == 0
+
+
+async def test_a_reader_that_goes_away_holds_nothing(client: Client, server: Server) -> None:
+    """A cancelled read gives back what it held."""
+    await client.create("a")
+    await client.append("a", 1, 0, 100)
+    call = client.sessions.ReadSession(client.read_request("a"))
+    await call.read()
+    call.cancel()
+
+    async def is_free() -> bool:
+        return server._cache.reading.lease_count == 0
+
+    await until(is_free)
+    assert check_integrity(server._cache) == []
+
+
+async def test_rows_that_wait_to_be_sent_are_copies() -> None:
+    """While a slow reader takes one message, the slot of the next may go to somebody else."""
+    buffer = bytearray(b"right" * 2)
+    layout = SegmentLayout((TOKENS_SPEC, StreamSpec(Stream(0, StateKind.KV), 5, DType.INT8)))
+
+    async def lent() -> AsyncIterator[Rows]:
+        for spec in layout.specs:
+            yield Rows(spec.stream, 0, memoryview(buffer)[: 2 * spec.row_bytes])
+
+    messages = _packed(lent(), layout)
+    first = await anext(messages)
+    buffer[:] = b"wrong" * 2
+    second = await anext(messages)
+
+    assert (first.data, second.data) == (b"rightrig", b"rightright")
+
+
+async def test_damaged_rows_are_data_loss(client: Client, server: Server) -> None:
+    """The reader is told, the session ends before the damage, and it is counted."""
+    await client.create("a")
+    await client.append("a", 1, 0, 200, is_durable=True)
+    session = server._cache.state.session("default", "a")
+    await server._cache.residency.demote(session)
+    slot = session.segments[1].ssd
+    assert slot
+    with open(server.storage.ssd.paths[0], "r+b") as file:  # noqa: ASYNC230, PTH123
+        file.seek(slot.offset_bytes)
+        file.write(b"damage")
+    await refused(client.sessions.ReadSession(client.read_request("a")), Code.DATA_LOSS, "CORRUPT_SEGMENT")
+
+    assert (await client.get("a")).token_count == 64
+    assert await client.read_rows("a") == all_rows(1, 64)
+    assert (await client.stats()).corrupt_segment_count == 1
+
+
+# -- appends that go wrong ---------------------------------------------------------------------------------
+
+
+def with_chunk(part: session_pb2.Chunk) -> list[AppendSessionRequest]:
+    """One chunk, nothing else."""
+    return [AppendSessionRequest(chunk=part)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "code", "reason"),
+    [
+        (with_chunk(chunk(1, 10, 20, KV, checksum=1)), Code.INVALID_ARGUMENT, "CHECKSUM_MISMATCH"),
+        (with_chunk(chunk(1, 11, 20, KV)), Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        (with_chunk(chunk(1, 9, 20, KV)), Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        (with_chunk(chunk(1, 10, 20, KV, token_begin=-1)), Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        (with_chunk(chunk(1, 10, 20, KV, data=b"")), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (with_chunk(chunk(1, 10, 20, KV, data=bytes(161))), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (with_chunk(chunk(1, 10, 20, KV, data=bytes(160 * 13108))), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (
+            with_chunk(
+                chunk(1, 10, 20, KV, as_stream=model_pb2.StreamName(layer=9, kind=model_pb2.STATE_KIND_KV))
+            ),
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        (
+            with_chunk(
+                chunk(
+                    1,
+                    10,
+                    20,
+                    KV,
+                    as_stream=model_pb2.StreamName(layer=1, kind=model_pb2.StateKind.ValueType(77)),
+                )
+            ),
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        ([AppendSessionRequest()], Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ([commit(11)], Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
+        ([*chunks(1, 10, 20)[:2], commit(20)], Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
+        ([*chunks(1, 10, 20), commit(21)], Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
+        ([*chunks(1, 10, 20), commit(9)], Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (chunks(1, 10, 20), Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
+    ],
+)
+async def test_a_broken_append_shows_nothing(
+    client: Client, server: Server, messages: list[AppendSessionRequest], code: Code, reason: str
+) -> None:
+    """What no good commit covered never was, and the session can be written again at once."""
+    await client.create("a")
+    before = await client.append("a", 1, 0, 10)
+    await refused(client.send([client.header("a", 10), *messages]), code, reason)
+
+    assert (await client.get("a")).generation == before.generation
+    assert server._cache.writing.reservation_count == 0
+    await client.append("a", 1, 10, 20)
+    assert await client.read_rows("a") == all_rows(1, 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "reason"),
+    [
+        ({"model_fingerprint": bytes(32)}, Code.FAILED_PRECONDITION, "MODEL_FINGERPRINT_MISMATCH"),
+        ({"model_fingerprint": b"x"}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"write_offset": 9}, Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        ({"write_offset": 11}, Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        ({"write_offset": -1}, Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
+        ({"if_generation_match": 9}, Code.ABORTED, "GENERATION_MISMATCH"),
+    ],
+)
+async def test_an_append_that_cannot_begin_is_refused(
+    client: Client, server: Server, changes: dict[str, Any], code: Code, reason: str
+) -> None:
+    """The header says everything that must hold."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    messages = [
+        client.header("a", changes.pop("write_offset", 10), **changes),
+        *chunks(1, 10, 20),
+        commit(20),
+    ]
+    await refused(client.send(messages), code, reason)
+
+    assert server._cache.writing.reservation_count == 0
+
+
+async def test_the_header_comes_first_and_once(client: Client) -> None:
+    """A stream without one, with nothing, or with two is refused."""
+    await client.create("a")
+    for messages in ([], [commit(0)], [AppendSessionRequest()], [client.header("a", 0)] * 2):
+        await refused(client.send(messages), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    session = await client.send([client.header("a", 0)])
+
+    assert (session.token_count, session.generation) == (0, 1)
+
+
+async def test_two_writers_at_once_are_one_too_many(client: Client, server: Server) -> None:
+    """While a stream writes, every other change of the session is told so."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    sender = Sender()
+    sender.send(client.header("a", 10), *chunks(1, 10, 20))
+    writing = asyncio.ensure_future(client.send(sender.messages()))
+
+    async def has_begun() -> bool:
+        return server._cache.writing.reservation_count == 1
+
+    await until(has_begun)
+    name = "sessions/a"
+    for call in (
+        client.send([client.header("a", 10)]),
+        client.sessions.TruncateSession(session_pb2.TruncateSessionRequest(name=name, keep_first=1)),
+        client.sessions.ForkSession(session_pb2.ForkSessionRequest(name=name)),
+        client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name=name)),
+    ):
+        await refused(call, Code.ABORTED, "WRITE_IN_PROGRESS")
+    lookup = session_pb2.LookupQuery(name=name, model_fingerprint=client.fingerprint)
+    answer = await client.sessions.LookupSessions(session_pb2.LookupSessionsRequest(queries=[lookup]))
+    sender.send(commit(20))
+    sender.end()
+
+    assert (answer.results[0].state, answer.results[0].token_count) == (session_pb2.LOOKUP_STATE_HIT, 10)
+    assert (await writing).token_count == 20
+
+
+async def test_a_first_append_under_way_is_pending(client: Client, server: Server) -> None:
+    """A lookup says that state is being written, so that nobody computes it twice."""
+    await client.create("a")
+    sender = Sender()
+    sender.send(client.header("a", 0))
+    writing = asyncio.ensure_future(client.send(sender.messages()))
+
+    async def is_pending() -> bool:
+        query = session_pb2.LookupQuery(name="sessions/a", model_fingerprint=client.fingerprint)
+        answer = await client.sessions.LookupSessions(session_pb2.LookupSessionsRequest(queries=[query]))
+        return bool(answer.results[0].state == session_pb2.LOOKUP_STATE_PENDING)
+
+    await until(is_pending)
+    sender.end()
+    await writing
+
+
+async def test_a_stream_that_breaks_leaves_what_its_last_commit_covered(
+    client: Client, server: Server
+) -> None:
+    """The writer asks where to go on, goes on there, and the rows are those of one unbroken append."""
+    await client.create("a")
+    sender = Sender()
+    sender.send(client.header("a", 0), *chunks(1, 0, 70), commit(70), *chunks(1, 70, 100))
+    call = client.sessions.AppendSession(sender.messages())
+
+    async def is_committed() -> bool:
+        return (await client.get("a")).token_count == 70
+
+    await until(is_committed)
+    call.cancel()
+
+    async def is_free() -> bool:
+        return server._cache.writing.reservation_count == 0
+
+    await until(is_free)
+    assert (await client.get("a")).token_count == 70
+    assert check_integrity(server._cache) == []
+    await client.append("a", 1, 70, 100)
+    assert await client.read_rows("a") == all_rows(1, 100)
+
+
+async def test_a_writer_that_was_silent_too_long_learns_where_to_go_on(
+    client: Client, server: Server, clock: FakeClock
+) -> None:
+    """Its reservation has ended, another writer went on, and none of its rows are among the other's."""
+    await client.create("a", ttl=Duration(seconds=10**6))
+    sender = Sender()
+    sender.send(client.header("a", 0), *chunks(2, 0, 10)[:1])
+    silent = asyncio.ensure_future(client.send(sender.messages()))
+
+    async def has_begun() -> bool:
+        return server._cache.writing.held_count == 1
+
+    await until(has_begun)
+    clock.advance(ns=RESERVATION_LIFETIME_NS)
+    server._cache.writing.expire_due()
+    await client.append("a", 1, 0, 20)
+    sender.send(*chunks(2, 0, 10)[1:], commit(10))
+    sender.end()
+    facts = await refused(silent, Code.ABORTED, "WRITE_OFFSET_MISMATCH")
+
+    assert int(facts["token_count"]) == 20
+    assert await client.read_rows("a") == all_rows(1, 20)
+
+
+async def test_a_session_can_be_larger_than_the_arena(client: Client) -> None:
+    """With commits in parts, a session is bounded by SSD; it is read back past DRAM."""
+    await client.create("a")
+    messages = [client.header("a", 0)]
+    for begin in range(0, 64 * 45, 64):
+        messages += [*chunks(1, begin, begin + 64), commit(begin + 64)]
+    session = await client.send(messages)
+
+    assert session.token_count == 64 * 45
+    assert await client.read_rows("a") == all_rows(1, 64 * 45)
+
+
+async def test_what_does_not_fit_is_refused_and_the_rest_stays(client: Client, server: Server) -> None:
+    """Without commits an append is bounded by the arena; the writer is told, and nothing is lost but that."""
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    messages = [client.header("a", 10)]
+    for begin in range(10, 64 * 45, 64):
+        messages += chunks(1, begin, begin + 64)
+    facts = await refused(client.send(messages), Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
+
+    assert facts["tier"] == "DRAM"
+    assert await client.read_rows("a") == all_rows(1, 10)
+    assert server._cache.writing.reservation_count == 0
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_argument(client: Client) -> None:
+    """A client that sends rubbish is told that it does, on every kind of rpc."""
+    rubbish = b"\xff\xff\xff\xff"
+    service = "/ctxcache.v1.SessionService"
+    unary: Any = client.channel.unary_unary(f"{service}/GetSession")
+    many: Any = client.channel.unary_stream(f"{service}/ReadSession")
+    append: Any = client.channel.stream_unary(f"{service}/AppendSession")
+    access: Any = client.channel.stream_stream("/ctxcache.v1.ArenaService/Access")
+    for call in (unary(rubbish), many(rubbish), append([rubbish]), access([rubbish])):
+        facts = await refused(call, Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert facts["field"] == "request"
+    await client.create("a")
+    mixed = append([client.header("a", 0).SerializeToString(), rubbish])
+    await refused(mixed, Code.INVALID_ARGUMENT, "INVALID_FIELD")
+
+
+async def test_sessions_do_not_mix(client: Client) -> None:
+    """Many writers and readers at once each see their own rows and nobody else's."""
+
+    async def live(tag: int) -> None:
+        name = f"s{tag}"
+        await client.create(name)
+        count = 0
+        for size in (3, 64, 50, 90):
+            await client.append(name, tag, count, count + size, is_durable=size == 64)
+            count += size
+            assert await client.read_rows(name) == all_rows(tag, count)
+
+    await asyncio.gather(*(live(tag) for tag in range(1, 7)))
