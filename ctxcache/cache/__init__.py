@@ -5,6 +5,7 @@ here knows gRPC. A request is served by one of the parts of `Cache`.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from ctxcache.cache.models import Models
 from ctxcache.cache.reading import Reading
@@ -18,7 +19,8 @@ from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.segment import Segment
-from ctxcache.errors import SessionNotFound
+from ctxcache.core.session import Session
+from ctxcache.errors import CapacityExceeded, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.tiers.base import MappedTier, Tier
@@ -66,16 +68,25 @@ class Cache:
         Raises the first failure when everything else is done.
         """
         dirty = [s for s in self.state.by_uid.values() if s.durable_end < s.log_end]
-        results: list[BaseException | None] = []
-        for begin in range(0, len(dirty), PARALLEL_FLUSHES):
-            flushes = [self.residency.flush(s) for s in dirty[begin : begin + PARALLEL_FLUSHES]]
-            results += await asyncio.gather(*flushes, return_exceptions=True)
-        results += await asyncio.gather(self.sessions.save_access_times(), return_exceptions=True)
+        results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
+        # What is being flushed makes no room for others: those that found none go one by one.
+        again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
+        results |= await self._flush_all(again, at_a_time=1)
+        saved = await asyncio.gather(self.sessions.save_access_times(), return_exceptions=True)
         await self.residency.drain()
-        for result in results:
+        for result in (*results.values(), *saved):
             # A session that is gone was deleted, or evicted to make room for another one's flush.
             if result is not None and not isinstance(result, SessionNotFound):
                 raise result
+
+    async def _flush_all(
+        self, sessions: Sequence[Session], *, at_a_time: int
+    ) -> dict[Session, BaseException | None]:
+        results: list[BaseException | None] = []
+        for begin in range(0, len(sessions), at_a_time):
+            flushes = [self.residency.flush(s) for s in sessions[begin : begin + at_a_time]]
+            results += await asyncio.gather(*flushes, return_exceptions=True)
+        return dict(zip(sessions, results, strict=True))
 
     def _adopt(self, segment: Segment) -> bool:
         slot = segment.ssd

@@ -315,8 +315,14 @@ class Residency:
     def _start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(move)
         self._moves.add(task)
-        task.add_done_callback(self._moves.discard)
+        task.add_done_callback(self._end)
         return task
+
+    def _end(self, move: "asyncio.Task[Any]") -> None:
+        self._moves.discard(move)
+        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting.
+        if not move.cancelled():
+            move.exception()
 
 
 async def _all(moves: Iterable[Any]) -> None:

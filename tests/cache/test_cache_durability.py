@@ -255,3 +255,20 @@ async def test_a_cancelled_truncation_gives_its_slots_back(rig: MemoryRig, write
     await rig.check()
 
     assert rig.cache.residency.ssd.used_bytes == 0
+
+
+async def test_sessions_that_take_each_others_room_are_flushed_one_by_one(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """At the end, with too little SSD for all, as many as fit are there in full."""
+    rig.ssd_segments = (2, 1)
+    rig.__post_init__()
+    await rig.open()
+    tokens = {name: writer.make(2 * SEGMENT_TOKENS) for name in ("a", "b")}
+    for name, written in tokens.items():
+        await rig.create(name)
+        await rig.append(name, written)
+    await rig.restart()
+
+    (left,) = rig.names()
+    assert await rig.read(left) == expected(tokens[left])
