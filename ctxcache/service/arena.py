@@ -1,7 +1,8 @@
 """ArenaService: leases and reservations of clients on the same host, bound to one stream each."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from ctxcache.cache import Cache
 from ctxcache.cache.reading import Request
@@ -10,7 +11,7 @@ from ctxcache.service import convert, validate
 from ctxcache.service.edge import Admission, Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.status import code_of, message_of, wire_facts
-from ctxcache.v1 import arena_pb2, arena_pb2_grpc, session_pb2
+from ctxcache.v1 import arena_pb2, arena_pb2_grpc
 
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
@@ -37,17 +38,18 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         holder = _Holder(self._cache, tenant_of(context))
         is_abandoned = True
         try:
-            async for request in self._until_drained(request_iterator, holder):
-                validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
-                results = [await holder.carry_out(operation) for operation in request.operations]
-                yield arena_pb2.AccessResponse(request_id=request.request_id, results=results)
+            async with aclosing(self._until_drained(request_iterator, holder)) as requests:
+                async for request in requests:
+                    validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
+                    results = [await holder.carry_out(operation) for operation in request.operations]
+                    yield arena_pb2.AccessResponse(request_id=request.request_id, results=results)
             is_abandoned = False
         finally:
             holder.end(is_abandoned=is_abandoned)
 
     async def _until_drained(
         self, requests: AsyncIterator[arena_pb2.AccessRequest], holder: "_Holder"
-    ) -> AsyncIterator[arena_pb2.AccessRequest]:
+    ) -> AsyncGenerator[arena_pb2.AccessRequest]:
         """The requests; when the server drains, raises Draining as soon as the stream holds nothing."""
         drained = asyncio.ensure_future(self._admission.drained())
         coming = asyncio.ensure_future(anext(requests, None))
@@ -99,6 +101,7 @@ class _Holder:
 
     def check_empty(self) -> None:
         """Raise Draining unless something is still held."""
+        self._prune()
         if not self._leases and not self._reservations:
             raise Draining
 
@@ -112,6 +115,11 @@ class _Holder:
             except ReservationNotFound:
                 continue
             self._cache.writing.release(reservation, is_abandoned=is_abandoned)
+
+    def _prune(self) -> None:
+        """Forget what ended by itself."""
+        self._leases = {i for i in self._leases if self._cache.reading.is_held(i)}
+        self._reservations = {i for i in self._reservations if self._cache.writing.is_open(i)}
 
     def _quietly_release(self, lease_id: int) -> None:
         try:
@@ -132,6 +140,8 @@ class _Holder:
             )
         )
         self._leases.add(lease.lease_id)
+        if len(self._leases) > self._cache.reading.lease_count:
+            self._prune()
         message = convert.lease_message(lease, self._wall_time(lease.deadline_ns))
         return arena_pb2.OperationResult(lease=message)
 
@@ -152,6 +162,8 @@ class _Holder:
             token_count=validate.within(request.token_count, 1, RESERVE_LIMIT, "token_count"),
         )
         self._reservations.add(reservation.reservation_id)
+        if len(self._reservations) > self._cache.writing.reservation_count:
+            self._prune()
         message = convert.reservation_message(reservation, self._wall_time(reservation.deadline_ns))
         return arena_pb2.OperationResult(reservation=message)
 
@@ -162,7 +174,7 @@ class _Holder:
             view = await self._cache.writing.commit(
                 self._cache.writing.get(request.reservation_id),
                 request.token_count,
-                is_durable=request.durability == session_pb2.DURABILITY_DISK,
+                is_durable=validate.is_durable(request.durability),
                 keep_open=request.keep_open,
             )
         finally:

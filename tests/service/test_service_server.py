@@ -14,10 +14,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_process import ServerProcess
 from service_rig import Access, Client, all_rows, chunks, commit, refused, until
 
+from ctxcache.cache.reading import LEASE_LIFETIME_NS
 from ctxcache.config import Settings
 from ctxcache.errors import AddressUnusable, DataDirectoryUnusable
 from ctxcache.server import SERVICES, Server
-from ctxcache.v1 import admin_pb2, session_pb2
+from ctxcache.testing.fakes import FakeClock
+from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 Code = grpc.StatusCode
 # A connection that broke would be shared, and its back-off too.
@@ -109,6 +111,30 @@ async def test_draining_refuses_new_work_and_finishes_old(client: Client, server
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.get("a")
     assert caught.value.code() is Code.UNAVAILABLE
+
+
+async def test_a_stream_whose_holds_have_ended_does_not_hold_the_drain(
+    client: Client, server: Server, clock: FakeClock
+) -> None:
+    """A local client that forgot its leases is let go like one that has none."""
+    await client.create("a", ttl=Duration(seconds=10**6))
+    await client.append("a", 1, 0, 10)
+    idle = Access(client.arena.Access())
+    lease = arena_pb2.AcquireLease(session="sessions/a", model_fingerprint=client.fingerprint)
+    assert (await idle.one(acquire_lease=lease)).lease.range.end == 10
+    clock.advance(ns=LEASE_LIFETIME_NS)
+    server._cache.reading.expire_due()
+    stopping = asyncio.ensure_future(server.stop())
+    await refused(idle.call.read(), Code.UNAVAILABLE, "DRAINING")
+    await stopping
+
+
+async def test_a_message_larger_than_any_of_ours_is_refused(client: Client) -> None:
+    """What one call can make the server hold in memory is bounded."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.get("x" * (5 << 20))
+
+    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
 
 
 async def test_an_append_that_does_not_end_holds_the_drain_no_longer_than_its_time(
