@@ -51,8 +51,10 @@ log = logging.getLogger(__name__)
 
 SOCKET_PATH_LIMIT = 100
 """Longest Unix socket path, in bytes; the kernel's own limit is 107."""
+MESSAGE_LIMIT_BYTES = 4 << 20
+"""Largest message taken: twice the largest chunk. Times the number of rpcs, what clients can make us hold."""
 # Two servers must not share a port without knowing.
-OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 32 << 20))
+OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES))
 SERVICES = (
     session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
