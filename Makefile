@@ -7,6 +7,7 @@ SOURCES := ctxcache gpu_worker tests scripts
 
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format proto check-proto setup setup-store test-all test-store clean
