@@ -159,9 +159,9 @@ class Sessions:
         source.check_range(0, source.token_count if token_count is None else token_count)
         while source.durable_end < source.log_end:
             await self._residency.flush(source)
-        # The flush awaited: what was checked may have changed.
-        source = self._state.session(tenant, session_id)
-        self._check_change(source, generation)
+            # What was checked may have changed, and a writer that goes on would be waited for for ever.
+            source = self._state.session(tenant, session_id)
+            self._check_change(source, generation)
         kept = source.token_count if token_count is None else token_count
         source.check_range(0, kept)
         self._state.touch(source)

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
 
+from ctxcache.cache.writing import Reservation
 from ctxcache.core.expiry import Expiration
+from ctxcache.core.session import Session
 from ctxcache.errors import (
     CapacityExceeded,
     PositionsNotRelocatable,
@@ -235,6 +237,25 @@ async def test_a_fork_that_has_to_wait_is_checked_again(rig: MemoryRig, writer: 
     await rig.check()
 
     assert rig.names() == {"a"}
+
+
+async def test_a_fork_does_not_wait_for_a_writer_that_goes_on(
+    rig: MemoryRig, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that grows faster than it can be made durable is refused, not waited for."""
+    await rig.create("a")
+    await rig.append("a", writer.make(10))
+    flush, open_now = rig.cache.residency.flush, list[Reservation]()
+
+    async def flush_and_write(session: Session) -> None:
+        await flush(session)
+        if not open_now:
+            open_now.append(await rig.reserve("a", 50))
+        await rig.cache.writing.commit(open_now[0], session.token_count + 1, is_durable=False, keep_open=True)
+
+    monkeypatch.setattr(rig.cache.residency, "flush", flush_and_write)
+    with pytest.raises(WriteInProgress):
+        await asyncio.wait_for(rig.fork("a", "b"), 10)
 
 
 async def test_forks_and_their_source_go_on_independently(rig: MemoryRig, writer: Writer) -> None:
