@@ -1,5 +1,6 @@
 """SessionService, the rpcs that move no rows; `streams.py` has the two that do."""
 
+import asyncio
 from typing import TypeAlias
 
 from ctxcache.cache import Cache
@@ -148,8 +149,12 @@ class SessionService(StreamRpcs):
             for i, q in enumerate(request.queries)
         ]
         tenant = tenant_of(context)
-        found = [self._sessions.lookup(tenant, session_id, print_) for session_id, print_ in asked]
-        return session_pb2.LookupSessionsResponse(results=[_result(item) for item in found])
+        results = []
+        for session_id, print_ in asked:
+            results.append(_result(self._sessions.lookup(tenant, session_id, print_)))
+            # A thousand long sessions take seconds: others have their turn in between.
+            await asyncio.sleep(0)
+        return session_pb2.LookupSessionsResponse(results=results)
 
     def _future(self, expiration: Expiration | None) -> Expiration | None:
         if expiration and expiration.ttl_ns is None and expiration.expire_time_ns <= self._clock.now_ns():
