@@ -11,5 +11,3 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads that spin while they wait for each other stop a machine that has other things to do: with
 # one busy process on two cores, 32 tokens took 3 s with this and 41 s without.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Threads that spin while they wait make a busy machine several times slower, and an idle one no faster.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
