@@ -103,6 +103,8 @@ class Rig:
 
     async def open(self) -> None:
         """Start, or start again."""
+        if hasattr(self, "arena"):
+            self.arena.close()
         path = f"/dev/shm/ctxcache-test-{uuid.uuid4().hex}.arena"  # noqa: S108  # shared memory is what it is for
         self.arena = DramArena(path, ALIGN_BYTES + self.arena_segments * SLOT_BYTES)
         ssd, metadata = self._open_stores()
