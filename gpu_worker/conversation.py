@@ -36,7 +36,9 @@ class Truncation:
         return [*token_ids[: self.sink_count], *token_ids[begin:]]
 
 
-def fit(history_count: int, new_count: int, *, window: int, sink_count: int = SINK_TOKENS) -> Truncation | None:
+def fit(
+    history_count: int, new_count: int, *, window: int, sink_count: int = SINK_TOKENS
+) -> Truncation | None:
     """How to truncate a history so that `new_count` more tokens fit into the context window.
 
     None: they fit as it is. Else the oldest half behind the sinks goes, again and again until the

@@ -49,7 +49,7 @@ class LineView:
 
     def doing(self, text: str) -> None:
         """See View. Neither how far a step is, after its comma, nor a step of a turn makes a line of its own."""
-        step = text.partition(",")[0]
+        step = text.partition(", ")[0]
         if step != self._doing and not self._is_in_turn:
             self._doing = step
             self._write(f"... {step}")

@@ -22,6 +22,7 @@ from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
     LeaseNotFound,
+    ModelFingerprintMismatch,
     PositionsNotRelocatable,
     SessionNotFound,
     TierFailure,
@@ -155,6 +156,8 @@ class TransformersEngine:
         # Its last turn was not saved whole: with no history given, that is the caller's to notice.
         turn.miss_reason = failure.reason if failure else ""
         session = self._open(session_id)
+        if history and not session.token_count:
+            turn.miss_reason = turn.miss_reason or SessionNotFound.reason
         history_count = session.token_count if history is None else len(history)
         cut = fit(history_count, new_count, window=self._window, sink_count=self._sink_count)
         if cut is None:
@@ -167,15 +170,21 @@ class TransformersEngine:
 
     def _open(self, session_id: str) -> session_pb2.Session:
         try:
-            return self._client.get_session(f"sessions/{session_id}")
+            session = self._client.get_session(f"sessions/{session_id}")
         except SessionNotFound:
             return self._client.create_session(
                 self._registered.name, session_id=session_id, layout=self._plan.streams()
             )
+        if session.model_fingerprint != self._registered.fingerprint:
+            # Reads and appends go by the session's own fingerprint: another model's state would pass.
+            raise ModelFingerprintMismatch(
+                model=session.name,
+                actual=session.model_fingerprint.hex(),
+                expected=self._registered.fingerprint.hex(),
+            )
+        return session
 
-    def _truncate(
-        self, session: session_pb2.Session, recent_count: int, turn: Turn
-    ) -> session_pb2.Session:
+    def _truncate(self, session: session_pb2.Session, recent_count: int, turn: Turn) -> session_pb2.Session:
         try:
             return self._client.keep_recent(
                 session.name, recent_count, sink_token_count=self._sink_count,
@@ -189,9 +198,7 @@ class TransformersEngine:
         with self._client.read(session, streams=[TOKENS]) as rows:
             return token_ids_of({TOKENS: rows.array(TOKENS)})
 
-    def _restore(
-        self, session: session_pb2.Session, known: Sequence[int] | None, turn: Turn
-    ) -> _Start:
+    def _restore(self, session: session_pb2.Session, known: Sequence[int] | None, turn: Turn) -> _Start:
         """Restore what the session and the history have in common. A damaged session is tried once more, cut."""
         for _attempt in range(2):
             try:
@@ -271,5 +278,3 @@ class TransformersEngine:
 
     def _plan_state_streams(self) -> list[Stream]:
         return [stream for stream in self._plan.streams() if stream != TOKENS]
-
-
