@@ -157,7 +157,7 @@ class Session(_message.Message):
     model_fingerprint: _builtins.bytes
     """Fingerprint of its model, 32 bytes."""
     generation: _builtins.int
-    """Grows by one with every committed change of its tokens; starts at 1."""
+    """Grows with every committed change of its tokens; starts at 1."""
     token_count: _builtins.int
     """Committed tokens that are live."""
     durable_token_count: _builtins.int

@@ -33,7 +33,8 @@ class SessionServiceStub:
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
     also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS), the latter two with google.rpc.RetryInfo.
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
+    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
     """
 
     def __init__(self, channel):
@@ -107,7 +108,8 @@ class SessionServiceServicer:
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
     also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS), the latter two with google.rpc.RetryInfo.
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
+    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
     """
 
     def CreateSession(self, request, context):
@@ -207,7 +209,8 @@ class SessionServiceServicer:
         generation. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED
         (GENERATION_MISMATCH); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH); OUT_OF_RANGE
         (TOKEN_RANGE_OUT_OF_BOUNDS); DATA_LOSS (CORRUPT_SEGMENT), after which the session ends before
-        the bad tokens; UNAVAILABLE (TIER_FAILURE).
+        the bad tokens; UNAVAILABLE (TIER_FAILURE); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a reader
+        that took nothing for five minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -287,7 +290,8 @@ class SessionService:
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
     also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS), the latter two with google.rpc.RetryInfo.
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
+    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
     """
 
     @staticmethod

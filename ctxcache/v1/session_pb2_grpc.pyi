@@ -34,7 +34,8 @@ class SessionServiceStub:
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
     also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS), the latter two with google.rpc.RetryInfo.
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
+    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
     """
 
     @_typing.overload
@@ -98,7 +99,8 @@ class SessionServiceStub:
     generation. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED
     (GENERATION_MISMATCH); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH); OUT_OF_RANGE
     (TOKEN_RANGE_OUT_OF_BOUNDS); DATA_LOSS (CORRUPT_SEGMENT), after which the session ends before
-    the bad tokens; UNAVAILABLE (TIER_FAILURE).
+    the bad tokens; UNAVAILABLE (TIER_FAILURE); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a reader
+    that took nothing for five minutes.
     """
 
 @_typing.type_check_only
@@ -110,7 +112,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
     also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS), the latter two with google.rpc.RetryInfo.
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
+    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -171,7 +174,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     generation. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED
     (GENERATION_MISMATCH); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH); OUT_OF_RANGE
     (TOKEN_RANGE_OUT_OF_BOUNDS); DATA_LOSS (CORRUPT_SEGMENT), after which the session ends before
-    the bad tokens; UNAVAILABLE (TIER_FAILURE).
+    the bad tokens; UNAVAILABLE (TIER_FAILURE); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a reader
+    that took nothing for five minutes.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -182,7 +186,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
     also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS), the latter two with google.rpc.RetryInfo.
+    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
+    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
     """
 
     @_abc_1.abstractmethod
@@ -307,7 +312,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         generation. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED
         (GENERATION_MISMATCH); FAILED_PRECONDITION (MODEL_FINGERPRINT_MISMATCH); OUT_OF_RANGE
         (TOKEN_RANGE_OUT_OF_BOUNDS); DATA_LOSS (CORRUPT_SEGMENT), after which the session ends before
-        the bad tokens; UNAVAILABLE (TIER_FAILURE).
+        the bad tokens; UNAVAILABLE (TIER_FAILURE); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED) for a reader
+        that took nothing for five minutes.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
