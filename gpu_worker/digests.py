@@ -56,7 +56,11 @@ def digest_checkpoint(directory: Path) -> str:
 def digest_settings(model: PreTrainedModel) -> str:
     """`config:` and the SHA-256 of the model's configuration without what changes no row."""
     settings = model.config.to_dict()
-    kept = {name: value for name, value in settings.items() if name not in _TRANSIENT_SETTINGS and value is not None}
+    kept = {
+        name: value
+        for name, value in settings.items()
+        if name not in _TRANSIENT_SETTINGS and value is not None
+    }
     return f"config:{hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()}"
 
 

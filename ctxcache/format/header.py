@@ -47,9 +47,18 @@ class SegmentHeader:
         if len(tenant) > TENANT_BYTES:
             raise ValueError(f"a tenant's name takes up to {TENANT_BYTES} bytes, not {len(tenant)}")
         fixed = _FIXED.pack(
-            MAGIC, SEGMENT_FORMAT, layout.segment_tokens, self.segment_id, identity.generation,
-            identity.begin, identity.token_count, identity.session_uid, identity.model_fingerprint,
-            len(layout.specs), len(tenant), tenant,
+            MAGIC,
+            SEGMENT_FORMAT,
+            layout.segment_tokens,
+            self.segment_id,
+            identity.generation,
+            identity.begin,
+            identity.token_count,
+            identity.session_uid,
+            identity.model_fingerprint,
+            len(layout.specs),
+            len(tenant),
+            tenant,
         ).ljust(HEADER_FIXED_BYTES, b"\0")
         table = b"".join(
             _STREAM.pack(spec.stream.layer, spec.stream.kind, spec.row_bytes, spec.dtype, checksum)
@@ -69,8 +78,20 @@ def decode_header(data: Buffer) -> SegmentHeader:
     raw = bytes(memoryview(data)[:HEADER_FIXED_BYTES])
     if len(raw) < HEADER_FIXED_BYTES or raw[:8] != MAGIC:
         raise CorruptSegment(segment_id="?", problem="no segment header")
-    (_, version, segment_tokens, segment_id, generation, begin, token_count, uid, fingerprint,
-     stream_count, tenant_bytes, tenant) = _FIXED.unpack_from(raw)
+    (
+        _,
+        version,
+        segment_tokens,
+        segment_id,
+        generation,
+        begin,
+        token_count,
+        uid,
+        fingerprint,
+        stream_count,
+        tenant_bytes,
+        tenant,
+    ) = _FIXED.unpack_from(raw)
     if version != SEGMENT_FORMAT:
         raise CorruptSegment(segment_id=segment_id, problem=f"unknown segment format {version}")
     table = bytes(memoryview(data)[HEADER_FIXED_BYTES:][: stream_count * HEADER_STREAM_BYTES])

@@ -44,8 +44,14 @@ class SegmentIdentity:
         tenant = self.tenant.encode()
         packed = struct.pack(
             f"<{len(_DOMAIN)}sH{len(tenant)}s16sqqq32s",
-            _DOMAIN, len(tenant), tenant, self.session_uid,
-            self.generation, self.begin, self.token_count, self.model_fingerprint,
+            _DOMAIN,
+            len(tenant),
+            tenant,
+            self.session_uid,
+            self.generation,
+            self.begin,
+            self.token_count,
+            self.model_fingerprint,
         )
         return xxh3_64_intdigest(packed)
 

@@ -15,9 +15,9 @@ In `turns[].runs[]` the run that never drops its state has the method "reference
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import TypeAlias
 
-from ctxcache import __version__
 from gpu_worker.demo.machine import Machine
 from gpu_worker.demo.results import (
     HistoryPoint,
@@ -37,7 +37,7 @@ def document(results: Sequence[ModelResult], machine: Machine, *, mode: str) -> 
     """Return what `json.dumps` takes."""
     problems = [problem for result in results for problem in result.problems]
     return {
-        "ctxcache": __version__,
+        "ctxcache": version("ctxcache"),
         "machine": asdict(machine),
         "mode": mode,
         "identical": not problems,
