@@ -5,6 +5,7 @@ are in it; either way it is refused untouched, with a sentence that says why.
 
     LOCK        held by the running server, with its process id
     FORMAT      {"format": 1, "created_by": "...", "instance_id": "..."}
+    RUNS        {"crash_count": 0, "is_clean": true}
     metadata/   the metadata store's
 """
 
@@ -12,7 +13,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Self
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 
 DATA_FORMAT = 1
-_LOCK, _FORMAT, _FORMAT_PARTIAL, _METADATA = "LOCK", "FORMAT", "FORMAT.partial", "metadata"
+_LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
+_METADATA = "metadata"
 # What may lie in a directory that is to become ours: what an interrupted creation leaves, and
 # what mkfs does.
 _MAY_PRECEDE = {_LOCK, _FORMAT_PARTIAL, "lost+found"}
@@ -33,11 +35,13 @@ class DataDirectory:
     """An open data directory: locked until `close`, or until the process ends however it ends.
 
     `instance_id` is 32 hex digits, drawn at creation and stable from then on; it names what this
-    directory's server keeps elsewhere, the arena for one.
+    directory's server keeps elsewhere, the arena for one. `crash_count` is how many runs did not end in
+    order before this one.
     """
 
     path: Path
     instance_id: str
+    crash_count: int
     _lock_fd: int
 
     @classmethod
@@ -52,7 +56,8 @@ class DataDirectory:
             _check_not_foreign(path)
             lock_fd = _lock(path)
             try:
-                return cls(path, _read_or_create_format(path, created_by), lock_fd)
+                instance_id = _read_or_create_format(path, created_by)
+                return cls(path, instance_id, _read_crash_count(path), lock_fd)
             except BaseException:
                 os.close(lock_fd)
                 raise
@@ -61,6 +66,18 @@ class DataDirectory:
     def metadata_path(self) -> Path:
         """Where the metadata store keeps its files."""
         return self.path / _METADATA
+
+    def begin_run(self) -> None:
+        """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
+        self._note_run(is_clean=False)
+
+    def end_run(self) -> None:
+        """Note that the run ended in order, with nothing lost. Raises DataDirectoryUnusable."""
+        self._note_run(is_clean=True)
+
+    def _note_run(self, *, is_clean: bool) -> None:
+        with _refusals(self.path):
+            _write_whole(self.path, _RUNS, {"crash_count": self.crash_count, "is_clean": is_clean})
 
     def close(self) -> None:
         """Let go of the lock; the last thing a server does with the directory."""
@@ -136,16 +153,32 @@ def _parse_format(path: Path, text: bytes) -> str:
 def _create_format(path: Path, created_by: str) -> str:
     instance_id = secrets.token_hex(16)
     facts = {"format": DATA_FORMAT, "created_by": created_by, "instance_id": instance_id}
-    # Synced before it gets its name, and the name before anything relies on it: a crash at any
-    # point leaves either no FORMAT or a whole one.
-    with (path / _FORMAT_PARTIAL).open("w", encoding="utf-8") as partial:
-        json.dump(facts, partial)
-        partial.flush()
-        os.fsync(partial.fileno())
-    (path / _FORMAT_PARTIAL).rename(path / _FORMAT)
-    for directory in (path, path.parent):
-        _sync_directory(directory)
+    _write_whole(path, _FORMAT, facts)
+    _sync_directory(path.parent)
     return instance_id
+
+
+def _read_crash_count(path: Path) -> int:
+    """Runs that did not end in order, the last one included."""
+    try:
+        facts = json.loads((path / _RUNS).read_bytes())
+        return int(facts["crash_count"]) + (not facts["is_clean"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptMetadata(where=str(path / _RUNS), problem=f"it does not parse: {error!r}") from error
+
+
+def _write_whole(path: Path, name: str, facts: Mapping[str, object]) -> None:
+    # Synced before it gets its name, and the name before anything relies on it: a crash at any
+    # point leaves the file as it was or as it is to be.
+    partial = path / f"{name}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(facts, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path / name)
+    _sync_directory(path)
 
 
 def _sync_directory(path: Path) -> None:

@@ -101,6 +101,7 @@ class Server:
                 arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
                 clock=clock or SystemClock(), policy=LeastRecentlyUsed(),
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
+                crash_count=storage.directory.crash_count,
             )  # fmt: skip
             await cache.open()
             server = cls(settings, storage, cache, files)
@@ -121,6 +122,7 @@ class Server:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._upkeep
             await self._cache.close()
+            self.storage.directory.end_run()
 
     async def _listen(self) -> None:
         try:
@@ -135,6 +137,8 @@ class Server:
                 source="listen", problem="neither a TCP address nor a Unix socket is set"
             )
         self._add_services()
+        # From here on something may be acknowledged that a crash would take back.
+        self.storage.directory.begin_run()
         await self._grpc.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)

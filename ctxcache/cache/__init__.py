@@ -34,10 +34,10 @@ class Cache:
 
     def __init__(
         self, *, arena: MappedTier, ssd: Tier, metadata: MetadataStore, clock: Clock,
-        policy: EvictionPolicy, default_expiration: Expiration,
+        policy: EvictionPolicy, default_expiration: Expiration, crash_count: int = 0,
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
-        self.state = State(clock, policy)
+        self.state = State(clock, policy, crash_count=crash_count)
         # The arena's first page says which arena it is.
         dram_slots = SlotAllocator(arena.capacities_bytes, first_offset=ALIGN_BYTES)
         io = SegmentIO(arena, ssd)

@@ -21,6 +21,9 @@ from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord, SegmentR
 
 log = logging.getLogger(__name__)
 
+GENERATION_BITS = 32
+"""Changes that one session can see in one run before its generations reach those after the next crash."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -39,8 +42,11 @@ class Counters:
 class State:
     """The cache's dictionaries, and the rules that keep them consistent."""
 
-    def __init__(self, clock: Clock, policy: EvictionPolicy) -> None:
+    def __init__(self, clock: Clock, policy: EvictionPolicy, *, crash_count: int = 0) -> None:
+        """`crash_count`: how many runs over these records were cut off before this one."""
         self.clock = clock
+        # Commits that a crash took back had generations too: none of them may come again.
+        self._least_generation = crash_count << GENERATION_BITS
         self.policy = policy
         self.expiry = ExpiryQueue()
         self.counters = Counters()
@@ -154,6 +160,7 @@ class State:
             repairs.deleted_session_uids.append(record.uid)
             return
         session = _session(record, model)
+        session.generation = max(session.generation, self._least_generation)
         for segment_id in record.segment_ids:
             if segment_id in records:
                 known = self.segments.get(segment_id)

@@ -157,3 +157,18 @@ def test_metadata_is_kept_inside(tmp_path: Path) -> None:
     """Everything of the directory is below it."""
     with DataDirectory.open(tmp_path) as directory:
         assert directory.metadata_path == tmp_path / "metadata"
+
+
+def test_only_runs_that_did_not_end_in_order_count_as_crashes(tmp_path: Path) -> None:
+    """A run that began and did not end is counted once; one that never began or ended well is not."""
+    counts = []
+    for ends_in_order in (True, False, True):
+        with DataDirectory.open(tmp_path / "data") as directory:
+            counts.append(directory.crash_count)
+            directory.begin_run()
+            if ends_in_order:
+                directory.end_run()
+    with DataDirectory.open(tmp_path / "data") as directory:
+        counts.append(directory.crash_count)
+
+    assert counts == [0, 0, 1, 1]

@@ -267,3 +267,30 @@ async def test_nothing_acknowledged_is_lost_to_a_kill(tmp_path: Path) -> None:
 
     assert stats.corrupt_segment_count == 0
     assert sum(told.counts.values()) >= 1800
+
+
+async def test_a_generation_that_a_crash_took_back_never_comes_again(tmp_path: Path) -> None:
+    """Who saw tokens that a crash lost is refused afterwards, however many commits follow."""
+    with ServerProcess(tmp_path / "data") as server:
+        async with grpc.aio.insecure_channel(server.target, OWN_CONNECTION) as channel:
+            client = Client(channel)
+            await client.register()
+            await client.create("a")
+            durable = await client.append("a", 1, 0, 10, is_durable=True)
+            lost = await client.append("a", 1, 10, 15)
+        server.terminate()
+        server.start()
+        async with grpc.aio.insecure_channel(server.target, OWN_CONNECTION) as channel:
+            in_order = await Client(channel).get("a")
+            client = Client(channel, client.fingerprint)
+            seen = await client.append("a", 1, 15, 20)
+        server.kill9()
+        server.start()
+        async with grpc.aio.insecure_channel(server.target, OWN_CONNECTION) as channel:
+            client = Client(channel, client.fingerprint)
+            after = await client.get("a")
+            again = await client.append("a", 2, 15, 20)
+
+    assert (durable.generation, lost.generation, in_order.generation) == (2, 3, 3)
+    assert after.token_count == 15
+    assert again.generation > after.generation > seen.generation
