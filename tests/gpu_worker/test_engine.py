@@ -236,16 +236,21 @@ def test_recomputing_a_truncated_session_is_a_fresh_prefill(client: Client, sess
     assert turn.token_ids == _fresh("llama", [*history[:4], *history[41:]], TURNS[1])
 
 
-@pytest.mark.parametrize("is_history_given", [True, False])
+@pytest.mark.parametrize("known_by", ["caller", "store"])
 def test_learned_positions_are_prefilled_after_truncation(
-    client: Client, session_id: str, is_history_given: bool
+    client: Client, session_id: str, known_by: str
 ) -> None:
     """State that cannot move is a miss with its reason; the truncated history is prefilled instead."""
     _turn(client, session_id, TURNS[0], name="opt")
     history = _history("opt", 1)
 
     turn = _turn(
-        client, session_id, TURNS[1], name="opt", window=110, history=history if is_history_given else None
+        client,
+        session_id,
+        TURNS[1],
+        name="opt",
+        window=110,
+        history=history if known_by == "caller" else None,
     )
 
     kept = [*history[:4], *history[41:]]
