@@ -7,14 +7,16 @@ It checks little and can be told to misbehave. The server itself is tested elsew
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Never
 
 import grpc
 import numpy as np
 
 from ctxcache import errors
+from ctxcache.client import Client
 from ctxcache.client.convert import model_to_wire, row_sizes, stream_from_wire, stream_to_wire
 from ctxcache.format.identity import SegmentIdentity, chunk_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
@@ -23,6 +25,7 @@ from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.status import code_of, message_of, trailing_metadata, wire_facts
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc, model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
 
+Connect = Callable[..., Client]
 HIDDEN = Stream(0, StateKind.HIDDEN)
 KV = Stream(1, StateKind.KV)
 SPEC = ModelSpec(
@@ -126,22 +129,28 @@ class FarSide(
         )
         return self.sessions[name]
 
-    def GetModel(self, request, context):
+    def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:
         return model_to_wire(SPEC)
 
-    def ListModels(self, request, context):
+    def ListModels(
+        self, request: model_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> model_pb2.ListModelsResponse:
         number = int(request.page_token or 0)
         last = number == 2
         return model_pb2.ListModelsResponse(
             models=[model_pb2.Model(name=f"models/{number}")], next_page_token="" if last else str(number + 1)
         )
 
-    def GetSession(self, request, context):
+    def GetSession(
+        self, request: session_pb2.GetSessionRequest, context: grpc.ServicerContext
+    ) -> session_pb2.Session:
         if request.name not in self.sessions:
             _abort(context, errors.SessionNotFound(session=request.name))
         return self.sessions[request.name]
 
-    def AppendSession(self, request_iterator, context):
+    def AppendSession(
+        self, request_iterator: Iterator[session_pb2.AppendSessionRequest], context: grpc.ServicerContext
+    ) -> session_pb2.AppendSessionResponse:
         header = next(request_iterator).header
         parts: dict[Stream, list[bytes]] = {stream: [] for stream in LAYOUT}
         for message in request_iterator:
@@ -156,7 +165,9 @@ class FarSide(
         }
         return session_pb2.AppendSessionResponse(session=self._append(header.name, rows))
 
-    def ReadSession(self, request, context):
+    def ReadSession(
+        self, request: session_pb2.ReadSessionRequest, context: grpc.ServicerContext
+    ) -> Iterator[session_pb2.ReadSessionResponse]:
         self.reads.append(request)
         session = self.sessions[request.name]
         begin, end = 0, session.token_count
@@ -174,23 +185,27 @@ class FarSide(
             left -= 1
             yield session_pb2.ReadSessionResponse(chunk=chunk)
 
-    def GetArena(self, request, context):
+    def GetArena(self, request: arena_pb2.GetArenaRequest, context: grpc.ServicerContext) -> arena_pb2.Arena:
         return arena_pb2.Arena(arena_id=self.arena_id, path=str(self.arena_path), size_bytes=_ARENA_BYTES)
 
-    def Access(self, request_iterator, context):
+    def Access(
+        self, request_iterator: Iterator[arena_pb2.AccessRequest], context: grpc.ServicerContext
+    ) -> Iterator[arena_pb2.AccessResponse]:
         for request in request_iterator:
             results = [self._carry_out(operation) for operation in request.operations]
             yield arena_pb2.AccessResponse(request_id=request.request_id, results=results)
 
     def _carry_out(self, operation: arena_pb2.Operation) -> arena_pb2.OperationResult:
         kind = operation.WhichOneof("operation")
+        assert kind is not None
         self.operations.append(kind)
         if self.stalls and kind != "release_lease":
             self.is_stalled.set()
             self._go_on.wait(_PATIENCE_S)
         try:
             with self._lock:
-                return getattr(self, f"_{kind}")(getattr(operation, kind))
+                result: arena_pb2.OperationResult = getattr(self, f"_{kind}")(getattr(operation, kind))
+                return result
         except errors.CacheError as error:
             failure = arena_pb2.OperationError(
                 code=code_of(error).value[0],
@@ -318,7 +333,9 @@ class FarSide(
             self._next_slot += _SLOTS.size_bytes
         return segments
 
-    def _chunks(self, name: str, streams: list, begin: int, end: int) -> Iterator[session_pb2.Chunk]:
+    def _chunks(
+        self, name: str, streams: list[model_pb2.StreamName], begin: int, end: int
+    ) -> Iterator[session_pb2.Chunk]:
         for stream in streams:
             rows = self.rows[name][stream_from_wire(stream)]
             for first in range(begin, end, ROWS_PER_CHUNK):
@@ -340,6 +357,6 @@ def _chunk_layout() -> list[arena_pb2.ChunkLayout]:
     ]
 
 
-def _abort(context: grpc.ServicerContext, error: errors.CacheError) -> None:
+def _abort(context: grpc.ServicerContext, error: errors.CacheError) -> Never:
     context.set_trailing_metadata(trailing_metadata(error))
     context.abort(code_of(error), message_of(error))

@@ -3,11 +3,13 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from far_side import KV
+from far_side import KV, Connect, FarSide
 
+from ctxcache.client import Client, SessionRows
 from ctxcache.client.arena import map_arena
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.v1 import arena_pb2
@@ -18,18 +20,21 @@ ID = b"0123456789abcdef"
 
 
 @pytest.fixture
-def arena(tmp_path) -> arena_pb2.Arena:
+def arena(tmp_path: Path) -> arena_pb2.Arena:
     """An arena file that is as the server says."""
     path = tmp_path / "arena"
     path.write_bytes(ID.ljust(8192, b"\0"))
     return arena_pb2.Arena(arena_id=ID, path=str(path), size_bytes=8192)
 
 
-def test_the_servers_arena_is_mapped_both_ways(arena):
+def test_the_servers_arena_is_mapped_both_ways(arena: arena_pb2.Arena) -> None:
     """Readers see what a writer of the same host writes, and cannot write themselves."""
     mapped = map_arena(arena)
 
-    mapped.writable()[100] = 7
+    assert mapped is not None
+    writable = mapped.writable()
+    assert writable is not None
+    writable[100] = 7
 
     assert mapped.readable[100] == 7
     assert not mapped.readable.flags.writeable
@@ -47,7 +52,7 @@ def test_the_servers_arena_is_mapped_both_ways(arena):
         {"arena_id": b""},
     ],
 )
-def test_a_file_that_is_not_the_arena_is_not_mapped(arena, wrong):
+def test_a_file_that_is_not_the_arena_is_not_mapped(arena: arena_pb2.Arena, wrong: dict[str, Any]) -> None:
     """A path that exists here too, on another host's word, is nothing to read from."""
     for field, value in wrong.items():
         setattr(arena, field, value)
@@ -55,7 +60,7 @@ def test_a_file_that_is_not_the_arena_is_not_mapped(arena, wrong):
     assert map_arena(arena) is None
 
 
-def test_a_fifo_in_the_arenas_place_does_not_block(arena):
+def test_a_fifo_in_the_arenas_place_does_not_block(arena: arena_pb2.Arena) -> None:
     """Opening a FIFO waits for its other end unless it is told not to."""
     Path(arena.path).unlink()
     os.mkfifo(arena.path)
@@ -63,16 +68,17 @@ def test_a_fifo_in_the_arenas_place_does_not_block(arena):
     assert map_arena(arena) is None
 
 
-def test_an_arena_that_may_only_be_read_is_not_written(arena):
+def test_an_arena_that_may_only_be_read_is_not_written(arena: arena_pb2.Arena) -> None:
     """A reader keeps its mapping where a writer gets none."""
     mapped = map_arena(arena)
     Path(arena.path).unlink()
 
+    assert mapped is not None
     assert mapped.writable() is None
     assert mapped.readable[:16].tobytes() == ID
 
 
-def test_an_arena_that_is_not_here_means_streams(connect, far_side):
+def test_an_arena_that_is_not_here_means_streams(connect: Connect, far_side: FarSide) -> None:
     """The file exists but holds another run's arena: rows come by stream instead."""
     far_side.add(NAME, 5)
     far_side.arena[:16] = 0
@@ -82,7 +88,7 @@ def test_an_arena_that_is_not_here_means_streams(connect, far_side):
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
 
 
-def test_who_wants_only_the_arena_is_told_that_it_is_not_here(connect, far_side):
+def test_who_wants_only_the_arena_is_told_that_it_is_not_here(connect: Connect, far_side: FarSide) -> None:
     """`local` never falls back in silence."""
     far_side.add(NAME, 5)
     far_side.arena[:16] = 0
@@ -91,7 +97,7 @@ def test_who_wants_only_the_arena_is_told_that_it_is_not_here(connect, far_side)
         connect(access="local").read(NAME)
 
 
-def test_a_broken_stream_fails_its_waiters_at_once(connect, far_side):
+def test_a_broken_stream_fails_its_waiters_at_once(connect: Connect, far_side: FarSide) -> None:
     """Nobody waits for the deadline of an answer that cannot come."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=120.0)
@@ -108,7 +114,7 @@ def test_a_broken_stream_fails_its_waiters_at_once(connect, far_side):
     assert failures == [Unavailable] * 3
 
 
-def test_closing_a_client_fails_its_waiters(connect, far_side):
+def test_closing_a_client_fails_its_waiters(connect: Connect, far_side: FarSide) -> None:
     """A thread that waits on a client is not left behind when another closes it."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=120.0)
@@ -125,7 +131,7 @@ def test_closing_a_client_fails_its_waiters(connect, far_side):
     assert isinstance(failure, Unavailable)
 
 
-def test_a_restarted_server_is_found_again(connect, far_side):
+def test_a_restarted_server_is_found_again(connect: Connect, far_side: FarSide) -> None:
     """The next call after the break maps the new arena; old views stay readable memory."""
     far_side.add(NAME, 5)
     client = connect(access="local")
@@ -143,7 +149,7 @@ def test_a_restarted_server_is_found_again(connect, far_side):
         before.array(KV)
 
 
-def test_a_lease_that_comes_too_late_is_given_back(connect, far_side):
+def test_a_lease_that_comes_too_late_is_given_back(connect: Connect, far_side: FarSide) -> None:
     """A caller that gave up holds nothing on the server."""
     session = far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=0.5)
@@ -157,7 +163,7 @@ def test_a_lease_that_comes_too_late_is_given_back(connect, far_side):
     assert all(far_side.released.acquire(timeout=SOON_S) for _ in range(2))
 
 
-def _read_again(client):
+def _read_again(client: Client) -> SessionRows:
     # The first call may still meet the broken connection; it fails at once instead of hanging.
     try:
         return client.read(NAME)

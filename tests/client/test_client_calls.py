@@ -1,13 +1,16 @@
 """Calls that move no rows: what they send, and what comes back when they fail."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from far_side import LAYOUT, SPEC
+from far_side import LAYOUT, SPEC, Connect, FarSide
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.client import Client
@@ -25,7 +28,7 @@ class Recorder(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.calls: list[tuple[str, bytes]] = []
 
-    def service(self, handler_call_details):
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
         """Record a call of any method."""
         method = handler_call_details.method.rpartition("/")[2]
         return grpc.unary_unary_rpc_method_handler(lambda request, _: self._record(method, request))
@@ -36,7 +39,7 @@ class Recorder(grpc.GenericRpcHandler):
 
 
 @pytest.fixture
-def recorder(tmp_path) -> Iterator[tuple[Recorder, Client]]:
+def recorder(tmp_path: Path) -> Iterator[tuple[Recorder, Client]]:
     """A recorder and a client of it."""
     handler = Recorder()
     server = grpc.server(ThreadPoolExecutor(2), handlers=[handler])
@@ -53,7 +56,7 @@ def _noon() -> Timestamp:
     return stamp
 
 
-CALLS = [
+CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
     (
         lambda c: c.create_session("models/m", session_id="a", layout=LAYOUT, ttl_s=1.5, is_pinned=True),
         "CreateSession",
@@ -132,7 +135,9 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "method", "expected"), CALLS)
-def test_a_call_sends_its_arguments(recorder, call, method, expected):
+def test_a_call_sends_its_arguments(
+    recorder: tuple[Recorder, Client], call: Callable[[Client], object], method: str, expected: Message
+) -> None:
     """Each argument lands in its field, and what was not said stays unset."""
     handler, client = recorder
 
@@ -141,7 +146,7 @@ def test_a_call_sends_its_arguments(recorder, call, method, expected):
     assert handler.calls == [(method, expected.SerializeToString())]
 
 
-def test_a_lookup_of_many_sessions_is_sent_in_batches(recorder):
+def test_a_lookup_of_many_sessions_is_sent_in_batches(recorder: tuple[Recorder, Client]) -> None:
     """The contract allows 1000 queries per call; the caller need not know."""
     handler, client = recorder
 
@@ -151,19 +156,19 @@ def test_a_lookup_of_many_sessions_is_sent_in_batches(recorder):
     assert sizes == [1000, 1]
 
 
-def test_a_server_that_does_not_serve_is_not_healthy(recorder):
+def test_a_server_that_does_not_serve_is_not_healthy(recorder: tuple[Recorder, Client]) -> None:
     """Only SERVING counts."""
     _, client = recorder
 
     assert client.health() is False
 
 
-def test_a_list_goes_on_to_the_last_page(connect):
+def test_a_list_goes_on_to_the_last_page(connect: Connect) -> None:
     """Pages are an affair of the wire."""
     assert [model.name for model in connect().list_models()] == ["models/0", "models/1", "models/2"]
 
 
-def test_a_model_survives_the_wire():
+def test_a_model_survives_the_wire() -> None:
     """What was registered has the same fingerprint when it comes back."""
     assert model_from_wire(model_to_wire(SPEC)) == SPEC
 
@@ -177,7 +182,9 @@ def test_a_model_survives_the_wire():
         {"expire_time": NOON.replace(tzinfo=None)},
     ],
 )
-def test_an_expiry_that_makes_no_sense_is_refused(recorder, options):
+def test_an_expiry_that_makes_no_sense_is_refused(
+    recorder: tuple[Recorder, Client], options: dict[str, Any]
+) -> None:
     """A time without a zone, or two times at once, is refused before anything is sent."""
     handler, client = recorder
 
@@ -186,7 +193,7 @@ def test_an_expiry_that_makes_no_sense_is_refused(recorder, options):
     assert not handler.calls
 
 
-def test_the_servers_error_is_the_callers(connect):
+def test_the_servers_error_is_the_callers(connect: Connect) -> None:
     """Class and facts arrive as they were raised."""
     with pytest.raises(SessionNotFound) as caught:
         connect().get_session("sessions/none")
@@ -194,13 +201,13 @@ def test_the_servers_error_is_the_callers(connect):
     assert caught.value.session == "sessions/none"
 
 
-def test_nobody_listening_is_unavailable(tmp_path):
+def test_nobody_listening_is_unavailable(tmp_path: Path) -> None:
     """A target without a server fails at once instead of hanging."""
     with Client(f"unix:{tmp_path}/nobody") as client, pytest.raises(Unavailable):
         client.get_session(NAME)
 
 
-def test_a_closed_client_is_unavailable(connect):
+def test_a_closed_client_is_unavailable(connect: Connect) -> None:
     """Using a client after its end is an error of ours like any other."""
     client = connect()
     client.close()
@@ -209,7 +216,7 @@ def test_a_closed_client_is_unavailable(connect):
         client.get_session(NAME)
 
 
-def test_a_server_that_never_answers_costs_the_deadline(connect, far_side):
+def test_a_server_that_never_answers_costs_the_deadline(connect: Connect, far_side: FarSide) -> None:
     """A call on the access stream ends by itself, too."""
     far_side.add(NAME, 3)
     far_side.stalls = True
@@ -218,7 +225,7 @@ def test_a_server_that_never_answers_costs_the_deadline(connect, far_side):
         connect(timeout_s=0.2).read(NAME)
 
 
-def test_an_unknown_kind_of_access_is_refused():
+def test_an_unknown_kind_of_access_is_refused() -> None:
     """A typo does not silently mean `auto`."""
     with pytest.raises(InvalidArgument):
-        Client(access="remot")
+        Client(access="remot")  # type: ignore[arg-type]  # the typo

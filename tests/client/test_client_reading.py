@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES
+from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES, Connect, FarSide
 
+from ctxcache.client import Client
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -20,7 +21,9 @@ NAME = "sessions/a"
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, None), (0, 1), (3, 9), (5, None), (4, 4)])
-def test_a_read_returns_the_rows_of_its_range(client, far_side, begin, end):
+def test_a_read_returns_the_rows_of_its_range(
+    client: Client, far_side: FarSide, begin: int, end: int | None
+) -> None:
     """Every stream has exactly the rows that were asked for, whichever way they travel."""
     far_side.add(NAME, 11)
 
@@ -29,7 +32,7 @@ def test_a_read_returns_the_rows_of_its_range(client, far_side, begin, end):
             np.testing.assert_array_equal(rows.array(stream), far_side.rows[NAME][stream][begin:end])
 
 
-def test_chunks_come_in_layer_order_without_a_gap(client, far_side):
+def test_chunks_come_in_layer_order_without_a_gap(client: Client, far_side: FarSide) -> None:
     """A restore can start with the first layer and never has to sort."""
     far_side.add(NAME, 11)
 
@@ -45,7 +48,7 @@ def test_chunks_come_in_layer_order_without_a_gap(client, far_side):
         )
 
 
-def test_a_read_of_some_streams_offers_no_others(client, far_side):
+def test_a_read_of_some_streams_offers_no_others(client: Client, far_side: FarSide) -> None:
     """What was not asked for is not read, and asking later is an error."""
     far_side.add(NAME, 5)
 
@@ -55,7 +58,7 @@ def test_a_read_of_some_streams_offers_no_others(client, far_side):
             rows.array(HIDDEN)
 
 
-def test_rows_cannot_be_written_through_a_view(client, far_side):
+def test_rows_cannot_be_written_through_a_view(client: Client, far_side: FarSide) -> None:
     """The arena is everybody's: views of it are read-only, and so are those of messages."""
     far_side.add(NAME, 5)
 
@@ -63,7 +66,7 @@ def test_rows_cannot_be_written_through_a_view(client, far_side):
         assert not any(piece.flags.writeable for piece in rows.pieces(KV))
 
 
-def test_rows_can_be_copied_into_a_buffer_of_the_callers(client, far_side):
+def test_rows_can_be_copied_into_a_buffer_of_the_callers(client: Client, far_side: FarSide) -> None:
     """A buffer that is in memory already is filled four times faster than a fresh one."""
     far_side.add(NAME, 6)
     buffer = np.empty((6, ROW_SIZES[KV]), np.uint8)
@@ -74,7 +77,7 @@ def test_rows_can_be_copied_into_a_buffer_of_the_callers(client, far_side):
     np.testing.assert_array_equal(buffer, far_side.rows[NAME][KV])
 
 
-def test_a_buffer_of_another_shape_is_refused(client, far_side):
+def test_a_buffer_of_another_shape_is_refused(client: Client, far_side: FarSide) -> None:
     """Rows are never cut or broadcast to fit."""
     far_side.add(NAME, 6)
 
@@ -82,7 +85,7 @@ def test_a_buffer_of_another_shape_is_refused(client, far_side):
         rows.array(KV, out=np.empty((5, ROW_SIZES[KV]), np.uint8))
 
 
-def test_a_session_that_is_not_there_is_an_error(client):
+def test_a_session_that_is_not_there_is_an_error(client: Client) -> None:
     """A read never invents an empty session."""
     with pytest.raises(SessionNotFound):
         client.read("sessions/none")
@@ -91,7 +94,7 @@ def test_a_session_that_is_not_there_is_an_error(client):
 # -- in place --------------------------------------------------------------------------------------
 
 
-def test_damaged_bytes_in_the_arena_are_refused(connect, far_side):
+def test_damaged_bytes_in_the_arena_are_refused(connect: Connect, far_side: FarSide) -> None:
     """One flipped bit is enough, and the stream that has it is not handed out."""
     far_side.add(NAME, 6)
     far_side.flips_arena_bytes = True
@@ -102,7 +105,7 @@ def test_damaged_bytes_in_the_arena_are_refused(connect, far_side):
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
 
 
-def test_bytes_of_another_session_are_refused(connect, far_side):
+def test_bytes_of_another_session_are_refused(connect: Connect, far_side: FarSide) -> None:
     """Right bytes in the wrong place fail like flipped bits do: the checksum knows whose they are."""
     far_side.add(NAME, 6).tenant = "somebody else"
 
@@ -110,7 +113,7 @@ def test_bytes_of_another_session_are_refused(connect, far_side):
         rows.array(KV)
 
 
-def test_a_lease_past_its_deadline_gives_no_rows(connect, far_side):
+def test_a_lease_past_its_deadline_gives_no_rows(connect: Connect, far_side: FarSide) -> None:
     """After the deadline the slots may be another session's."""
     far_side.add(NAME, 6)
     far_side.lease_ttl_s = -1.0
@@ -119,7 +122,7 @@ def test_a_lease_past_its_deadline_gives_no_rows(connect, far_side):
         rows.array(KV)
 
 
-def test_a_broken_stream_ends_its_leases(connect, far_side):
+def test_a_broken_stream_ends_its_leases(connect: Connect, far_side: FarSide) -> None:
     """Rows under a lease whose stream broke are no longer protected."""
     far_side.add(NAME, 6)
     client = connect(access="local")
@@ -133,7 +136,7 @@ def test_a_broken_stream_ends_its_leases(connect, far_side):
         rows.check()
 
 
-def test_leaving_a_read_releases_its_lease(connect, far_side):
+def test_leaving_a_read_releases_its_lease(connect: Connect, far_side: FarSide) -> None:
     """The release comes before whatever the client asks next."""
     far_side.add(NAME, 6)
     client = connect(access="local")
@@ -145,7 +148,7 @@ def test_leaving_a_read_releases_its_lease(connect, far_side):
     assert far_side.operations[1:4] == ["acquire_lease", "release_lease", "acquire_lease"]
 
 
-def test_rows_that_the_arena_cannot_hold_come_by_stream(connect, far_side):
+def test_rows_that_the_arena_cannot_hold_come_by_stream(connect: Connect, far_side: FarSide) -> None:
     """A full arena costs speed, not the read."""
     far_side.add(NAME, 6)
     far_side.is_arena_full = True
@@ -155,7 +158,7 @@ def test_rows_that_the_arena_cannot_hold_come_by_stream(connect, far_side):
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
 
 
-def test_who_wants_only_the_arena_is_told_that_it_is_full(connect, far_side):
+def test_who_wants_only_the_arena_is_told_that_it_is_full(connect: Connect, far_side: FarSide) -> None:
     """`local` never falls back in silence."""
     far_side.add(NAME, 6)
     far_side.is_arena_full = True
@@ -167,7 +170,7 @@ def test_who_wants_only_the_arena_is_told_that_it_is_full(connect, far_side):
 # -- by stream -------------------------------------------------------------------------------------
 
 
-def test_damaged_bytes_on_the_wire_are_refused(connect, far_side):
+def test_damaged_bytes_on_the_wire_are_refused(connect: Connect, far_side: FarSide) -> None:
     """Each message is verified before its rows are handed out."""
     far_side.add(NAME, 6)
     far_side.flips_wire_bytes = True
@@ -176,7 +179,7 @@ def test_damaged_bytes_on_the_wire_are_refused(connect, far_side):
         rows.array(TOKENS)
 
 
-def test_a_gap_in_a_stream_is_refused(connect, far_side):
+def test_a_gap_in_a_stream_is_refused(connect: Connect, far_side: FarSide) -> None:
     """Rows that do not follow one another are never joined."""
     far_side.add(NAME, 9)
     far_side.skips_a_chunk = True
@@ -186,7 +189,7 @@ def test_a_gap_in_a_stream_is_refused(connect, far_side):
 
 
 @pytest.mark.parametrize("chunk_count", range(9))
-def test_a_broken_read_goes_on_where_it_broke(connect, far_side, chunk_count):
+def test_a_broken_read_goes_on_where_it_broke(connect: Connect, far_side: FarSide, chunk_count: int) -> None:
     """Wherever the stream breaks, the rows are whole, and nothing that arrived is asked for again."""
     far_side.add(NAME, 9)
     far_side.chunks_until_break = [chunk_count]
@@ -199,7 +202,7 @@ def test_a_broken_read_goes_on_where_it_broke(connect, far_side, chunk_count):
     assert all(request.if_generation_match == 1 for request in far_side.reads[1:])
 
 
-def test_a_read_that_breaks_twice_fails(connect, far_side):
+def test_a_read_that_breaks_twice_fails(connect: Connect, far_side: FarSide) -> None:
     """One break is an accident; two are the caller's to judge."""
     far_side.add(NAME, 9)
     far_side.chunks_until_break = [2, 0]
@@ -208,7 +211,7 @@ def test_a_read_that_breaks_twice_fails(connect, far_side):
         rows.array(KV)
 
 
-def test_a_read_does_not_go_on_in_another_session_of_that_name(connect, far_side):
+def test_a_read_does_not_go_on_in_another_session_of_that_name(connect: Connect, far_side: FarSide) -> None:
     """A session created again may have the same generation; its rows are not the rest of ours."""
     far_side.add(NAME, 9)
     far_side.chunks_until_break = [1]
@@ -219,7 +222,7 @@ def test_a_read_does_not_go_on_in_another_session_of_that_name(connect, far_side
             rows.array(KV)
 
 
-def test_streams_asked_for_late_are_still_there(connect, far_side):
+def test_streams_asked_for_late_are_still_there(connect: Connect, far_side: FarSide) -> None:
     """Arrays can be asked for in any order; what came before is kept."""
     far_side.add(NAME, 7)
 
@@ -228,7 +231,7 @@ def test_streams_asked_for_late_are_still_there(connect, far_side):
         np.testing.assert_array_equal(rows.array(TOKENS), far_side.rows[NAME][TOKENS])
 
 
-def test_rows_handed_out_as_chunks_are_not_kept(connect, far_side):
+def test_rows_handed_out_as_chunks_are_not_kept(connect: Connect, far_side: FarSide) -> None:
     """Asking for them again is an error rather than a second copy of the session in memory."""
     far_side.add(NAME, 7)
 
@@ -238,7 +241,7 @@ def test_rows_handed_out_as_chunks_are_not_kept(connect, far_side):
             rows.array(TOKENS)
 
 
-def test_arrays_asked_for_before_chunks_are_part_of_the_chunks(connect, far_side):
+def test_arrays_asked_for_before_chunks_are_part_of_the_chunks(connect: Connect, far_side: FarSide) -> None:
     """Looking at the token ids first loses nothing."""
     far_side.add(NAME, 7)
 
@@ -249,7 +252,7 @@ def test_arrays_asked_for_before_chunks_are_part_of_the_chunks(connect, far_side
     assert streams == set(LAYOUT)
 
 
-def test_a_stream_that_the_session_does_not_store_is_an_error(connect, far_side):
+def test_a_stream_that_the_session_does_not_store_is_an_error(connect: Connect, far_side: FarSide) -> None:
     """In place the layout comes with the lease."""
     far_side.add(NAME, 7)
 

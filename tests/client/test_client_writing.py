@@ -1,21 +1,24 @@
 """Appending: all at once, and layer by layer."""
 
+from typing import Any
+
 import numpy as np
 import pytest
-from far_side import HIDDEN, KV, LAYOUT, make_rows
+from far_side import HIDDEN, KV, LAYOUT, Connect, FarSide, make_rows
 
+from ctxcache.client import Client
 from ctxcache.errors import IncompleteAppend, InvalidArgument, ReservationNotFound, WriteInProgress
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 
 NAME = "sessions/a"
 
 
-def _assert_holds(far_side, token_count):
+def _assert_holds(far_side: FarSide, token_count: int) -> None:
     for stream, rows in make_rows(token_count).items():
         np.testing.assert_array_equal(far_side.rows[NAME][stream], rows)
 
 
-def test_appended_rows_are_kept_as_they_were_given(client, far_side):
+def test_appended_rows_are_kept_as_they_were_given(client: Client, far_side: FarSide) -> None:
     """Two appends in a row continue where the session ended, from the session each returned."""
     session = far_side.add(NAME, 0)
 
@@ -26,7 +29,9 @@ def test_appended_rows_are_kept_as_they_were_given(client, far_side):
     _assert_holds(far_side, 11)
 
 
-def test_rows_larger_than_a_message_arrive_whole(connect, far_side, monkeypatch):
+def test_rows_larger_than_a_message_arrive_whole(
+    connect: Connect, far_side: FarSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are cut into messages at row borders."""
     monkeypatch.setattr("ctxcache.client.streamed_append.CHUNK_BYTES", 40)
     far_side.add(NAME, 0)
@@ -36,7 +41,7 @@ def test_rows_larger_than_a_message_arrive_whole(connect, far_side, monkeypatch)
     _assert_holds(far_side, 23)
 
 
-def test_arrays_of_any_type_count_as_their_bytes(client, far_side):
+def test_arrays_of_any_type_count_as_their_bytes(client: Client, far_side: FarSide) -> None:
     """Token ids are int32 [T] for an engine, and [T, 4] bytes for the store."""
     far_side.add(NAME, 0)
     rows = make_rows(4)
@@ -64,7 +69,9 @@ def test_arrays_of_any_type_count_as_their_bytes(client, far_side):
     ],
     ids=["nothing", "no rows", "short rows", "strided", "scalar", "objects", "foreign stream"],
 )
-def test_rows_of_a_wrong_shape_are_refused(client, far_side, rows):
+def test_rows_of_a_wrong_shape_are_refused(
+    client: Client, far_side: FarSide, rows: dict[Stream, Any]
+) -> None:
     """Nothing is sent and no room is taken for rows that cannot be right."""
     far_side.add(NAME, 0)
 
@@ -74,7 +81,9 @@ def test_rows_of_a_wrong_shape_are_refused(client, far_side, rows):
 
 
 @pytest.mark.parametrize("rows", [make_rows(4) | {KV: make_rows(3)[KV]}, {TOKENS: make_rows(4)[TOKENS]}])
-def test_a_stream_without_its_rows_is_an_incomplete_append(client, far_side, rows):
+def test_a_stream_without_its_rows_is_an_incomplete_append(
+    client: Client, far_side: FarSide, rows: dict[Stream, Any]
+) -> None:
     """A session never has tokens that lack a layer."""
     far_side.add(NAME, 0)
 
@@ -82,7 +91,7 @@ def test_a_stream_without_its_rows_is_an_incomplete_append(client, far_side, row
         client.append(NAME, rows)
 
 
-def test_a_writer_takes_rows_layer_by_layer(client, far_side):
+def test_a_writer_takes_rows_layer_by_layer(client: Client, far_side: FarSide) -> None:
     """Rows arrive in any split, as an engine computes them."""
     far_side.add(NAME, 0)
     rows = make_rows(10)
@@ -96,7 +105,7 @@ def test_a_writer_takes_rows_layer_by_layer(client, far_side):
     _assert_holds(far_side, 10)
 
 
-def test_a_writer_that_is_kept_open_commits_in_steps(client, far_side):
+def test_a_writer_that_is_kept_open_commits_in_steps(client: Client, far_side: FarSide) -> None:
     """A decoding engine commits token by token into room that it took once."""
     far_side.add(NAME, 0)
     rows = make_rows(6)
@@ -111,7 +120,7 @@ def test_a_writer_that_is_kept_open_commits_in_steps(client, far_side):
     _assert_holds(far_side, 6)
 
 
-def test_a_writer_left_without_a_commit_leaves_the_session_alone(client, far_side):
+def test_a_writer_left_without_a_commit_leaves_the_session_alone(client: Client, far_side: FarSide) -> None:
     """The room is given back, and the next writer gets it."""
     far_side.add(NAME, 0)
 
@@ -122,7 +131,7 @@ def test_a_writer_left_without_a_commit_leaves_the_session_alone(client, far_sid
     _assert_holds(far_side, 4)
 
 
-def test_a_commit_of_rows_nobody_wrote_is_refused(client, far_side):
+def test_a_commit_of_rows_nobody_wrote_is_refused(client: Client, far_side: FarSide) -> None:
     """The arena holds somebody's old bytes where nothing was written."""
     far_side.add(NAME, 0)
 
@@ -133,7 +142,7 @@ def test_a_commit_of_rows_nobody_wrote_is_refused(client, far_side):
             writer.commit()
 
 
-def test_a_gap_between_rows_is_refused(client, far_side):
+def test_a_gap_between_rows_is_refused(client: Client, far_side: FarSide) -> None:
     """Rows of a stream follow one another."""
     far_side.add(NAME, 0)
 
@@ -141,7 +150,7 @@ def test_a_gap_between_rows_is_refused(client, far_side):
         writer.write(KV, 1, make_rows(1)[KV])
 
 
-def test_rows_past_the_room_are_refused(client, far_side):
+def test_rows_past_the_room_are_refused(client: Client, far_side: FarSide) -> None:
     """What lies behind the room is somebody else's."""
     far_side.add(NAME, 0)
 
@@ -149,7 +158,7 @@ def test_rows_past_the_room_are_refused(client, far_side):
         writer.write(KV, 0, make_rows(5)[KV])
 
 
-def test_a_committed_row_is_not_written_again(client, far_side):
+def test_a_committed_row_is_not_written_again(client: Client, far_side: FarSide) -> None:
     """Readers may be looking at it."""
     far_side.add(NAME, 0)
 
@@ -161,7 +170,7 @@ def test_a_committed_row_is_not_written_again(client, far_side):
             writer.write(KV, 1, make_rows(1)[KV])
 
 
-def test_a_closed_writer_takes_nothing(client, far_side):
+def test_a_closed_writer_takes_nothing(client: Client, far_side: FarSide) -> None:
     """After the commit the rows belong to the session."""
     far_side.add(NAME, 0)
 
@@ -173,7 +182,7 @@ def test_a_closed_writer_takes_nothing(client, far_side):
             writer.write(KV, 0, make_rows(1)[KV])
 
 
-def test_a_session_has_one_writer_in_place(connect, far_side):
+def test_a_session_has_one_writer_in_place(connect: Connect, far_side: FarSide) -> None:
     """The error of the operation arrives as its class."""
     far_side.add(NAME, 0)
     client = connect(access="local")
@@ -182,7 +191,7 @@ def test_a_session_has_one_writer_in_place(connect, far_side):
         client.writer(NAME, 2)
 
 
-def test_a_reservation_past_its_deadline_takes_no_rows(connect, far_side):
+def test_a_reservation_past_its_deadline_takes_no_rows(connect: Connect, far_side: FarSide) -> None:
     """Bytes are never written where another session's may be by now."""
     far_side.add(NAME, 0)
     far_side.lease_ttl_s = -1.0
