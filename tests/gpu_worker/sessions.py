@@ -14,8 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.capture import Capture
-from gpu_worker.generation import continue_greedy
 from gpu_worker.families import Adapter, adapt
+from gpu_worker.generation import continue_greedy
 from gpu_worker.plan import RestorePlan
 from gpu_worker.restore import restore_cache
 
