@@ -184,13 +184,14 @@ def _open(settings: Settings, files: ExitStack) -> Storage:
     files.callback(directory.close)
     metadata = RocksDbMetadata(directory.metadata_path)
     files.callback(metadata.close)
-    ssd = SsdFiles(_ssd_paths(settings))
-    files.callback(ssd.close)
+    # The arena first: what it refuses leaves no large file behind.
     for path in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", path)
     arena_path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
     arena = DramArena(arena_path, _arena_bytes(settings))
     files.callback(arena.close)
+    ssd = SsdFiles(_ssd_paths(settings))
+    files.callback(ssd.close)
     return Storage(directory, arena, ssd, metadata)
 
 
