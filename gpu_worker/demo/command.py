@@ -28,40 +28,52 @@ if TYPE_CHECKING:
 _DIFFERENT = 1
 
 
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Any local transformers model directory.", show_default="SmolLM2-135M-Instruct"),
+]
+Twin = Annotated[bool, typer.Option("--twin/--no-twin", help="Also run the multi-head twin of a GQA model.")]
+Turns = Annotated[int, typer.Option(help="Turns of the conversation.", min=2)]
+OpeningTokens = Annotated[
+    int | None, typer.Option(help="Tokens of the first text.", show_default="512, or what fits", min=16)
+]
+TurnTokens = Annotated[int, typer.Option(help="Tokens of each later text.", min=16)]
+ReplyTokens = Annotated[int, typer.Option(help="Most tokens of each reply.", min=1)]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        help="Context window of the last, truncated turn.", show_default="the conversation's length"
+    ),
+]
+History = Annotated[
+    str, typer.Option(help="Instead: measure at these lengths, such as 512,2048,4096.", show_default=False)
+]
+Repeats = Annotated[int, typer.Option(help="Measurements per point with --history.", min=1)]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads for the model.", show_default="physical cores", min=1)
+]
+DataDirectory = Annotated[
+    Path | None, typer.Option(help="Keep the store here, by model.", show_default="removed afterwards")
+]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a picture.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
 def demo(
     *,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Any local transformers model directory.", show_default="SmolLM2-135M-Instruct"),
-    ] = None,
-    twin: Annotated[
-        bool, typer.Option("--twin/--no-twin", help="Also run the multi-head twin of a GQA model.")
-    ] = True,
-    turns: Annotated[int, typer.Option(help="Turns of the conversation.", min=2)] = 5,
-    opening_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the first text.", show_default="512, or what fits", min=16)
-    ] = None,
-    turn_tokens: Annotated[int, typer.Option(help="Tokens of each later text.", min=16)] = 64,
-    reply_tokens: Annotated[int, typer.Option(help="Most tokens of each reply.", min=1)] = 32,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            help="Context window of the last, truncated turn.", show_default="the conversation's length"
-        ),
-    ] = None,
-    history: Annotated[
-        str,
-        typer.Option(help="Instead: measure at these lengths, such as 512,2048,4096.", show_default=False),
-    ] = "",
-    repeats: Annotated[int, typer.Option(help="Measurements per point with --history.", min=1)] = 3,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads for the model.", show_default="physical cores", min=1)
-    ] = None,
-    data_directory: Annotated[
-        Path | None, typer.Option(help="Keep the store here, by model.", show_default="removed afterwards")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a picture.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    model: Model = None,
+    twin: Twin = True,
+    turns: Turns = 5,
+    opening_tokens: OpeningTokens = None,
+    turn_tokens: TurnTokens = 64,
+    reply_tokens: ReplyTokens = 32,
+    window: Window = None,
+    history: History = "",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    data_directory: DataDirectory = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
     """Hold a conversation with a real model, drop all its state after every turn, and restore it.
 
