@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ctxcache.errors import InvalidConfiguration
@@ -62,10 +62,38 @@ class Settings(BaseSettings):
     """TCP address, `host:port`; port 0 takes a free one; empty for none."""
     unix_socket: str = "auto"
     """Path of the Unix socket; `auto` for `ctxcache.sock` in the data directory; empty for none."""
+    control_socket: str = "auto"
+    """Path of local clients' socket; `auto` for `control.sock` in the data directory; empty for none."""
+    tls_certificate: Path | None = None
+    """PEM file with the TCP ports' certificate and its chain; none: no TLS."""
+    tls_key: Path | None = None
+    """PEM file with its key."""
+    tls_client_ca: Path | None = None
+    """PEM file with the authorities of clients' certificates; none: clients need no certificate."""
+    insecure_listen: bool = False
+    """Listen off loopback without TLS: whoever reaches the port may do everything."""
+    bulk_listen: str = "auto"
+    """Where the bulk channel listens: `auto` beside the gRPC addresses, on a free port; or `host:port`; empty for none."""
     arena_directory: Path = Path("/dev/shm")  # noqa: S108  # shared memory is what it is for
     """Where the DRAM arena's file lies: a tmpfs that clients can reach."""
     arena_size_bytes: Size = Field(default=0, ge=0)
     """Size of the arena. 0: a quarter of the memory available, at most 8 GiB."""
+    arena_huge_pages: Literal["auto", "on", "off"] = "auto"
+    """Whether the arena is made of reserved 2 MiB pages: `auto` where the kernel's pool has enough."""
+    arena_prefault: bool = True
+    """Whether the arena's pages are touched ahead of use, in the background."""
+    dram_low_watermark: float = Field(default=1 / 16, ge=0, lt=1)
+    """Share of the arena: when less is free, clean segments leave memory."""
+    dram_high_watermark: float = Field(default=1 / 8, ge=0, lt=1)
+    """Share of the arena: when as much is free again, no more of them leave."""
+    dirty_watermark: float = Field(default=0.25, ge=0, le=1)
+    """Share of the arena: when more of it is not on SSD, the oldest is written at once, growing segments too."""
+    dirty_limit: float = Field(default=0.75, gt=0, le=1)
+    """Share of the arena: more is never without a copy on SSD; writers wait, and are then refused."""
+    tail_age_s: float = Field(default=30, ge=0, le=86400)
+    """Age after which tokens in a growing segment are written behind. 0: never because of their age."""
+    write_behind_bytes_per_s: Size = Field(default=0, ge=0)
+    """Most bytes per second that are written though nobody waits for them. 0: no bound."""
     ssd_directories: Paths = ()
     """Directories of the SSD tier, one per device, separated by `:`. Empty: `ssd` in the data directory."""
     ssd_size_bytes: Size = Field(default=0, ge=0)
@@ -73,13 +101,45 @@ class Settings(BaseSettings):
     default_ttl_s: float = Field(default=3600, ge=1, le=3650 * 86400)
     """Time a session lives on after an access when its creator does not say."""
     max_concurrent_rpcs: int = Field(default=256, ge=1)
-    """Rpcs at a time; more are refused with a retry delay."""
+    """Small calls at a time; more are refused with a retry delay."""
+    max_concurrent_streams: int = Field(default=32, ge=1)
+    """Appends and reads over gRPC at a time; more are refused with a retry delay."""
+    stall_timeout_s: float = Field(default=30, gt=0)
+    """How long a reader may take nothing of a stream before it is cut off."""
     max_local_clients: int = Field(default=256, ge=1)
     """Clients that map the arena at a time; more are refused with a retry delay."""
+    keepalive_s: float = Field(default=20, ge=1, le=3600)
+    """Silence after which a client is pinged; one that does not answer for half as long again is given up."""
+    max_bulk_connections: int = Field(default=64, ge=1, le=1024)
+    """Connections to the bulk channel at a time, a thread each; more are closed, and use gRPC."""
+    rebuild_metadata: bool = False
+    """Make metadata that cannot be trusted anew at the start, as `ctxcache rebuild` does, instead of refusing it."""
+    max_sessions: int = Field(default=1 << 20, ge=1)
+    """Sessions at a time; creating more is refused."""
+    max_leases: int = Field(default=1 << 16, ge=1)
+    """Leases at a time, those of streams included; more are refused with a retry delay."""
+    lease_share: float = Field(default=0.75, gt=0, le=1)
+    """Share of the arena that all readers together may keep from being evicted."""
+    reservation_share: float = Field(default=0.75, gt=0, le=1)
+    """Share of the arena that all writers together may keep from being evicted."""
+    client_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the arena that one local client may keep so, by leases and again by reservations."""
+    room_wait_s: float = Field(default=0.25, ge=0)
+    """How long a caller waits for others to let go of the arena before it is refused with a retry delay."""
     drain_timeout_s: float = Field(default=30, ge=0)
     """How long running rpcs may take to end on shutdown."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that are logged, to stderr."""
+
+    @field_validator("dram_high_watermark", "dirty_limit")
+    @classmethod
+    def _is_above(cls, value: float, info: ValidationInfo) -> float:
+        below = {"dram_high_watermark": "dram_low_watermark", "dirty_limit": "dirty_watermark"}[
+            str(info.field_name)
+        ]
+        if below in info.data and value < info.data[below]:
+            raise ValueError(f"{value:g} is below {below}, {info.data[below]:g}")
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -99,7 +159,7 @@ def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
     given = {name: value for name, value in arguments.items() if value is not None}
     known = set(Settings.model_fields)
     stray = {name for name in os.environ if name.startswith(PREFIX)} - {PREFIX + n.upper() for n in known}
-    if stray - {"CTXCACHE_CONFIG", "CTXCACHE_TARGET"}:
+    if stray - {"CTXCACHE_CONFIG", "CTXCACHE_TARGET", "CTXCACHE_MALLOC"}:
         raise InvalidConfiguration(source="environment", problem=f"unknown name {min(stray)}")
     below = {n: v for n, v in _file(file).items() if PREFIX + n.upper() not in os.environ} if file else {}
     try:

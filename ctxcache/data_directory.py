@@ -4,30 +4,32 @@ Knows no metadata store and no tier. Worst case: another server holds it, or som
 are in it; either way it is refused untouched, with a sentence that says why.
 
     LOCK        held by the running server, with its process id
-    FORMAT      {"format": 1, "created_by": "...", "instance_id": "..."}
-    RUNS        {"crash_count": 0, "is_clean": true}
+    FORMAT      {"format": 2, "created_by": "...", "instance_id": "...", "checksum": "..."}
+    RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     metadata/   the metadata store's
+
+Format 1 had no checksums, and no RUNS before the first run. It becomes format 2 when a run begins.
 """
 
 import fcntl
-import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
+from ctxcache.facts_file import read_facts, sync_directory, write_facts
 
-DATA_FORMAT = 1
+DATA_FORMAT = 2
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
-_METADATA = "metadata"
+METADATA = "metadata"
 # What may lie in a directory that is to become ours: what an interrupted creation leaves, and
 # what mkfs does.
-_MAY_PRECEDE = {_LOCK, _FORMAT_PARTIAL, "lost+found"}
+_MAY_PRECEDE = {_LOCK, _FORMAT_PARTIAL, _RUNS, f"{_RUNS}.partial", "lost+found"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,15 @@ class DataDirectory:
 
     `instance_id` is 32 hex digits, drawn at creation and stable from then on; it names what this
     directory's server keeps elsewhere, the arena for one. `crash_count` is how many runs did not end in
-    order before this one.
+    order before this one, `is_clean` whether the last one did.
     """
 
     path: Path
     instance_id: str
+    created_by: str
+    found_format: int
     crash_count: int
+    is_clean: bool
     _lock_fd: int
 
     @classmethod
@@ -56,28 +61,51 @@ class DataDirectory:
             _check_not_foreign(path)
             lock_fd = _lock(path)
             try:
-                instance_id = _read_or_create_format(path, created_by)
-                return cls(path, instance_id, _read_crash_count(path), lock_fd)
+                facts = _read_or_create_format(path, created_by)
+                runs = _read_runs(path, int(facts["format"]))
+                crash_count = int(runs["crash_count"]) + (not runs["is_clean"])
+                return cls(
+                    path, str(facts["instance_id"]), str(facts.get("created_by")), int(facts["format"]),
+                    crash_count, bool(runs["is_clean"]), lock_fd,
+                )  # fmt: skip
             except BaseException:
                 os.close(lock_fd)
                 raise
 
+    @classmethod
+    def mend(cls, path: Path, *, instance_id: str, crash_count: int, created_by: str) -> None:
+        """Write FORMAT and RUNS anew where they cannot be read; a newer format is left alone.
+
+        Raises DataDirectoryUnusable, FormatTooNew.
+        """
+        with _refusals(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock_fd = _lock(path)
+            try:
+                found = _mend_format(path, instance_id, created_by)
+                try:
+                    _read_runs(path, found)
+                except CorruptMetadata:
+                    _note_run(path, crash_count, is_clean=False)
+            finally:
+                os.close(lock_fd)
+
     @property
     def metadata_path(self) -> Path:
         """Where the metadata store keeps its files."""
-        return self.path / _METADATA
+        return self.path / METADATA
 
     def begin_run(self) -> None:
         """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
-        self._note_run(is_clean=False)
+        with _refusals(self.path):
+            _note_run(self.path, self.crash_count, is_clean=False)
+            if self.found_format < DATA_FORMAT:
+                _write_format(self.path, self.instance_id, self.created_by)
 
     def end_run(self) -> None:
         """Note that the run ended in order, with nothing lost. Raises DataDirectoryUnusable."""
-        self._note_run(is_clean=True)
-
-    def _note_run(self, *, is_clean: bool) -> None:
         with _refusals(self.path):
-            _write_whole(self.path, _RUNS, {"crash_count": self.crash_count, "is_clean": is_clean})
+            _note_run(self.path, self.crash_count, is_clean=True)
 
     def close(self) -> None:
         """Let go of the lock; the last thing a server does with the directory."""
@@ -129,61 +157,56 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _read_or_create_format(path: Path, created_by: str) -> str:
+def _read_or_create_format(path: Path, created_by: str) -> dict[str, Any]:
     try:
-        text = (path / _FORMAT).read_bytes()
+        return _parse_format(path)
     except FileNotFoundError:
-        return _create_format(path, created_by)
-    return _parse_format(path, text)
+        # First: a directory with a FORMAT and no RUNS has lost it.
+        _note_run(path, 0, is_clean=True)
+        _write_format(path, secrets.token_hex(16), created_by)
+        sync_directory(path.parent)
+        return _parse_format(path)
 
 
-def _parse_format(path: Path, text: bytes) -> str:
+def _parse_format(path: Path) -> dict[str, Any]:
+    facts = read_facts(path / _FORMAT, is_checksum_needed=False)
     try:
-        facts = json.loads(text)
-        found, instance_id = int(facts["format"]), str(facts["instance_id"])
+        found, _ = int(facts["format"]), str(facts["instance_id"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptMetadata(where=str(path / _FORMAT), problem=f"it does not parse: {error!r}") from error
     if found > DATA_FORMAT:
         raise FormatTooNew(path=str(path), found=found, supported=DATA_FORMAT)
     if found < 1:
         raise CorruptMetadata(where=str(path / _FORMAT), problem=f"there is no format {found}")
-    return instance_id
+    if found > 1:
+        read_facts(path / _FORMAT)
+    return facts
 
 
-def _create_format(path: Path, created_by: str) -> str:
-    instance_id = secrets.token_hex(16)
-    facts = {"format": DATA_FORMAT, "created_by": created_by, "instance_id": instance_id}
-    _write_whole(path, _FORMAT, facts)
-    _sync_directory(path.parent)
-    return instance_id
+def _write_format(path: Path, instance_id: str, created_by: str) -> None:
+    write_facts(path / _FORMAT, {"format": DATA_FORMAT, "created_by": created_by, "instance_id": instance_id})
 
 
-def _read_crash_count(path: Path) -> int:
-    """Runs that did not end in order, the last one included."""
+def _mend_format(path: Path, instance_id: str, created_by: str) -> int:
     try:
-        facts = json.loads((path / _RUNS).read_bytes())
-        return int(facts["crash_count"]) + (not facts["is_clean"])
-    except FileNotFoundError:
-        return 0
+        return int(_parse_format(path)["format"])
+    except (CorruptMetadata, FileNotFoundError):
+        _write_format(path, instance_id, created_by)
+        return DATA_FORMAT
+
+
+def _read_runs(path: Path, found_format: int) -> dict[str, Any]:
+    """How earlier runs ended. Format 1 has none before the first one."""
+    try:
+        runs = read_facts(path / _RUNS, is_checksum_needed=found_format > 1)
+        return {"crash_count": int(runs["crash_count"]), "is_clean": bool(runs["is_clean"])}
+    except FileNotFoundError as error:
+        if found_format == 1:
+            return {"crash_count": 0, "is_clean": True}
+        raise CorruptMetadata(where=str(path / _RUNS), problem="it is gone") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptMetadata(where=str(path / _RUNS), problem=f"it does not parse: {error!r}") from error
 
 
-def _write_whole(path: Path, name: str, facts: Mapping[str, object]) -> None:
-    # Synced before it gets its name, and the name before anything relies on it: a crash at any
-    # point leaves the file as it was or as it is to be.
-    partial = path / f"{name}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(facts, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path / name)
-    _sync_directory(path)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _note_run(path: Path, crash_count: int, *, is_clean: bool) -> None:
+    write_facts(path / _RUNS, {"crash_count": crash_count, "is_clean": is_clean})

@@ -6,12 +6,14 @@ refused, running ones finish by a deadline, dirty state is flushed, files are cl
 
 import asyncio
 import contextlib
+import gc
+import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
@@ -24,15 +26,33 @@ from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
+from ctxcache.core.limits import Limits
+from ctxcache.core.watermarks import Watermarks
 from ctxcache.data_directory import DataDirectory
-from ctxcache.errors import AddressUnusable, DataDirectoryUnusable, InvalidConfiguration, TierFailure
+from ctxcache.errors import (
+    AddressUnusable,
+    CorruptMetadata,
+    DataDirectoryUnusable,
+    InvalidConfiguration,
+    TierFailure,
+)
 from ctxcache.format.layout import align
+from ctxcache.frames import MESSAGE_LIMIT_BYTES
+from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.metadata.witness import Witness
+from ctxcache.rebuild import rebuild
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.arena import ArenaService
-from ctxcache.service.edge import Admission, Edge
+from ctxcache.service.bulk import BulkChannel, BulkPlaces, BulkService
+from ctxcache.service.control import ControlSocket
+from ctxcache.service.edge import Admission, Admissions, Edge
 from ctxcache.service.models import ModelService
 from ctxcache.service.sessions import SessionService
+from ctxcache.service.streams import DECODERS
+from ctxcache.service.tls import load_tls
+from ctxcache.service.turns import Turns
+from ctxcache.ssd_directories import check_not_orphaned, in_order
 from ctxcache.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
 from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
 from ctxcache.upkeep import Upkeep
@@ -41,6 +61,8 @@ from ctxcache.v1 import (
     admin_pb2_grpc,
     arena_pb2,
     arena_pb2_grpc,
+    bulk_pb2,
+    bulk_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
     session_pb2,
@@ -51,14 +73,21 @@ log = logging.getLogger(__name__)
 
 SOCKET_PATH_LIMIT = 100
 """Longest Unix socket path, in bytes; the kernel's own limit is 107."""
-MESSAGE_LIMIT_BYTES = 4 << 20
-"""Largest message taken: twice the largest chunk. Times the number of rpcs, what clients can make us hold."""
-# Two servers must not share a port without knowing.
-OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES))
+PING_INTERVAL_MS = 5000
+"""Least time between two pings of an idle client; one that asks more often is cut off."""
+CONNECTION_STREAMS_LIMIT = 1024
+"""Rpcs that one connection may have open, admitted or not; further ones wait at the client."""
+OPTIONS = (
+    # Two servers must not share a port without knowing.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_concurrent_streams", CONNECTION_STREAMS_LIMIT),
+)
 SERVICES = (
     session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
     arena_pb2.DESCRIPTOR.services_by_name["ArenaService"].full_name,
+    bulk_pb2.DESCRIPTOR.services_by_name["BulkService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
 
@@ -82,41 +111,83 @@ class Server:
         self.addresses: tuple[str, ...] = ()
         self._cache = cache
         self._files = files
-        self._calls = Admission("concurrent rpcs", settings.max_concurrent_rpcs)
-        self._kept_open = Admission("local clients", settings.max_local_clients)
+        self._admissions = Admissions(
+            Admission("concurrent rpcs", settings.max_concurrent_rpcs),
+            Admission("concurrent streams", settings.max_concurrent_streams, turns=Turns()),
+            Admission("local clients", settings.max_local_clients),
+        )
+        self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        self._bulk = BulkChannel(
+            cache, self._admissions.streams, connection_limit=settings.max_bulk_connections,
+            tls=self._tls.context if self._tls else None,
+        )  # fmt: skip
         self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(interceptors=[Edge(self._calls, self._kept_open)], options=OPTIONS)
+        edge = Edge(self._admissions, stall_timeout_s=settings.stall_timeout_s, decoders=DECODERS)
+        options = (*OPTIONS, *_keepalive(settings.keepalive_s))
+        self._grpc = grpc.aio.server(interceptors=[edge], options=options)
         self._upkeep: asyncio.Task[None] | None = None
+        path = _control_path(settings)
+        self._arena = _arena_message(storage.arena, path)
+        self._control = ControlSocket(cache, self._arena, storage.arena.fd, self._admissions.local_clients)
+
+    @property
+    def control_socket(self) -> str:
+        """Path of the local clients' socket; empty where there is none."""
+        return self._arena.control_socket
+
+    @property
+    def bulk_addresses(self) -> tuple[str, ...]:
+        """Where the bulk channel listens."""
+        return self._bulk.addresses
 
     @classmethod
     async def start(cls, settings: Settings, clock: Clock | None = None) -> "Server":
-        """Open the data, load it, listen.
+        """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
 
         Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
         CapacityExceeded, AddressUnusable; nothing stays open then.
         """
+        _check_exposure(settings)
+        try:
+            return await cls._start(settings, clock)
+        except CorruptMetadata as error:
+            if not settings.rebuild_metadata:
+                raise
+            log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
+        await asyncio.to_thread(_rebuild, settings)
+        return await cls._start(settings, clock)
+
+    @classmethod
+    async def _start(cls, settings: Settings, clock: Clock | None) -> "Server":
         with ExitStack() as files:
-            storage = _open(settings, files)
+            storage = open_storage(settings, files)
             cache = Cache(
                 arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
                 clock=clock or SystemClock(), policy=LeastRecentlyUsed(),
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
-                crash_count=storage.directory.crash_count,
+                crash_count=storage.directory.crash_count, limits=_limits(settings), watermarks=_watermarks(settings),
             )  # fmt: skip
-            await cache.open()
+            await _load(cache)
             server = cls(settings, storage, cache, files)
             await server._listen()
             server._files = files.pop_all()
         return server
+
+    @property
+    def session_count(self) -> int:
+        """Sessions it has."""
+        return len(self._cache.state.sessions)
 
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
         with self._files:
             for service in ("", *SERVICES):
                 await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-            self._calls.drain()
-            self._kept_open.drain()
-            await self._grpc.stop(self.settings.drain_timeout_s)
+            self._admissions.drain()
+            patience_s = self.settings.drain_timeout_s
+            await asyncio.gather(
+                self._grpc.stop(patience_s), self._control.stop(patience_s), self._bulk.drain(patience_s)
+            )
             if self._upkeep:
                 self._upkeep.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -127,7 +198,10 @@ class Server:
     async def _listen(self) -> None:
         try:
             self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
-        except AddressUnusable:
+            if self.addresses and self._arena.control_socket:
+                await self._control.start(self._arena.control_socket)
+            self._bulk.open(_bulk_places(self.settings, self.addresses))
+        except (AddressUnusable, InvalidConfiguration):
             # One of two may be bound by now: grpc lets go of it at the end of a server, once it has begun.
             await self._grpc.start()
             await self._grpc.stop(None)
@@ -143,22 +217,30 @@ class Server:
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._upkeep = asyncio.get_running_loop().create_task(Upkeep(self._cache).run())
+        if self.settings.arena_prefault:
+            self.storage.arena.prefault()
 
     def _bind(self, target: str) -> str:
         try:
-            port = self._grpc.add_insecure_port(target)
+            if self._tls and not target.startswith("unix:"):
+                port = self._grpc.add_secure_port(target, self._tls.credentials)
+            else:
+                port = self._grpc.add_insecure_port(target)
         except RuntimeError as error:
             raise AddressUnusable(address=target, problem="it is in use or not ours to use") from error
         return target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}"
 
     def _add_services(self) -> None:
         about = About(
-            __version__, self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses
-        )
+            __version__, self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses,
+            lambda: self.storage.arena.prefaulted_bytes,
+        )  # fmt: skip
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), self._grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), self._grpc)
-        arena_service = ArenaService(self._cache, self.storage.arena.arena_id, self._kept_open)
+        arena_service = ArenaService(self._cache, self._arena, self._admissions.local_clients)
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, self._grpc)
+        bulk_service = BulkService(self._bulk, self._cache.state.clock)
+        bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._cache, about), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -179,18 +261,63 @@ async def serve(settings: Settings, on_ready: Callable[[Server], None]) -> None:
         await server.stop()
 
 
-def _open(settings: Settings, files: ExitStack) -> Storage:
+def _keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:
+    """Find out peers behind a cut cable, and let clients find out us."""
+    silence_ms = int(silence_s * 1000)
+    return (
+        ("grpc.keepalive_time_ms", silence_ms),
+        ("grpc.keepalive_timeout_ms", silence_ms // 2),
+        # A keep-alive ping that follows any other ping waits as long as that one would: a minute by itself.
+        ("grpc.http2.ping_timeout_ms", silence_ms // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # gRPC's own limit of one ping in five minutes would cut off clients that do the same.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", min(silence_ms, PING_INTERVAL_MS)),
+    )
+
+
+async def _load(cache: Cache) -> None:
+    # The collector would walk all that is there again and again while it is loaded, a third of the
+    # time, and stop everything for a second at each full collection afterwards.
+    gc.disable()
+    try:
+        await cache.open()
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        session_count=settings.max_sessions, lease_count=settings.max_leases,
+        lease_share=settings.lease_share, reservation_share=settings.reservation_share,
+        client_share=settings.client_share, room_wait_ns=int(settings.room_wait_s * 10**9),
+    )  # fmt: skip
+
+
+def _watermarks(settings: Settings) -> Watermarks:
+    return Watermarks(
+        low=settings.dram_low_watermark, high=settings.dram_high_watermark, dirty=settings.dirty_watermark,
+        dirty_limit=settings.dirty_limit, tail_age_ns=int(settings.tail_age_s * 10**9),
+        write_behind_bytes_per_s=settings.write_behind_bytes_per_s,
+    )  # fmt: skip
+
+
+def open_storage(settings: Settings, files: ExitStack) -> Storage:
+    """Open everything that bytes and records lie in. Raises as `Server.start` does."""
+    check_not_orphaned(settings.data_directory, _named_ssd_directories(settings))
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {__version__}")
     files.callback(directory.close)
-    metadata = RocksDbMetadata(directory.metadata_path)
+    ssd_directories = _ssd_directories(settings, directory)
+    metadata = _open_metadata(directory, ssd_directories)
     files.callback(metadata.close)
     # The arena first: what it refuses leaves no large file behind.
     for path in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", path)
     arena_path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
-    arena = DramArena(arena_path, _arena_bytes(settings))
+    arena = DramArena(arena_path, _arena_bytes(settings), huge_pages=settings.arena_huge_pages)
     files.callback(arena.close)
-    ssd = SsdFiles(_ssd_paths(settings))
+    ssd = SsdFiles(_ssd_paths(settings, ssd_directories))
     files.callback(ssd.close)
     return Storage(directory, arena, ssd, metadata)
 
@@ -203,11 +330,44 @@ def _arena_bytes(settings: Settings) -> int:
         raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
 
 
-def _ssd_paths(settings: Settings) -> list[SsdPath]:
-    paths = []
-    for directory in settings.ssd_directories or (settings.data_directory / "ssd",):
+def _named_ssd_directories(settings: Settings) -> tuple[Path, ...]:
+    return settings.ssd_directories or (settings.data_directory / "ssd",)
+
+
+def _rebuild(settings: Settings) -> None:
+    found = rebuild(
+        settings.data_directory,
+        _named_ssd_directories(settings),
+        created_by=f"ctxcache {__version__}",
+        is_dry_run=False,
+    )
+    log.error("metadata_rebuilt %s", " ".join(f"{name}={fact}" for name, fact in asdict(found).items()))
+
+
+def _ssd_directories(settings: Settings, data: DataDirectory) -> tuple[Path, ...]:
+    directories = _named_ssd_directories(settings)
+    for directory in directories:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
+    return in_order(data.path, data.instance_id, directories)
+
+
+def _open_metadata(data: DataDirectory, ssd_directories: Sequence[Path]) -> RocksDbMetadata:
+    with ExitStack() as opened:
+        witness = Witness(ssd_directories, data.instance_id)
+        opened.callback(witness.close)
+        catalog = Catalog(ssd_directories[0] / "catalog", data.instance_id)
+        metadata = RocksDbMetadata(data.metadata_path, witness=witness, catalog=catalog)
+        opened.pop_all()
+    return metadata
+
+
+def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]:
+    paths = []
+    for directory in directories:
+        try:
             size_bytes = align(settings.ssd_size_bytes) or sizes.ssd_bytes(directory, FILE_NAME)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
@@ -215,11 +375,21 @@ def _ssd_paths(settings: Settings) -> list[SsdPath]:
     return paths
 
 
-def _targets(settings: Settings) -> list[str]:
-    targets = [settings.listen] if settings.listen else []
-    path = settings.unix_socket
+def _arena_message(arena: DramArena, control_socket: str) -> arena_pb2.Arena:
+    return arena_pb2.Arena(
+        arena_id=arena.arena_id, path=arena.shared_path, size_bytes=arena.capacities_bytes[0],
+        control_socket=control_socket, page_bytes=arena.page_bytes,
+    )  # fmt: skip
+
+
+def _control_path(settings: Settings) -> str:
+    return _socket_path(settings.control_socket, Path(settings.data_directory) / "control.sock")
+
+
+def _socket_path(path: str, automatic: Path) -> str:
+    """The path of a Unix socket, empty for none. Raises AddressUnusable when it is too long."""
     if path == "auto":
-        path = str(Path(settings.data_directory).absolute() / "ctxcache.sock")
+        path = str(automatic.absolute())
         if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
             log.warning("unix_socket_off path=%s reason=path_too_long", path)
             path = ""
@@ -227,4 +397,49 @@ def _targets(settings: Settings) -> list[str]:
         raise AddressUnusable(
             address=f"unix:{path}", problem=f"the path is longer than {SOCKET_PATH_LIMIT} bytes"
         )
+    return path and str(Path(path).absolute())
+
+
+def _targets(settings: Settings) -> list[str]:
+    targets = [settings.listen] if settings.listen else []
+    path = _socket_path(settings.unix_socket, Path(settings.data_directory) / "ctxcache.sock")
     return [*targets, f"unix:{path}"] if path else targets
+
+
+def _check_exposure(settings: Settings) -> None:
+    """Raise InvalidConfiguration for an address that others reach, without TLS, unless that is wanted."""
+    if settings.tls_certificate or settings.insecure_listen:
+        return
+    bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
+    for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
+        if address and not _is_loopback(_host(address)):
+            problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
+            raise InvalidConfiguration(source=source, problem=problem)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
+    """Beside the gRPC addresses; a host and port of its own where that is set."""
+    if not settings.bulk_listen:
+        return BulkPlaces()
+    unix_paths = [address.removeprefix("unix:") for address in addresses if address.startswith("unix:")]
+    unix_path = f"{unix_paths[0]}.bulk" if unix_paths else ""
+    if settings.bulk_listen == "auto":
+        tcp = [address for address in addresses if not address.startswith("unix:")]
+        return BulkPlaces(_host(tcp[0]) if tcp else None, 0, unix_path)
+    host, _, port = settings.bulk_listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidConfiguration(
+            source="bulk_listen", problem=f"{settings.bulk_listen!r} is neither auto nor host:port"
+        )
+    return BulkPlaces(_host(settings.bulk_listen), int(port), unix_path)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")

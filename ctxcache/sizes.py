@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ctxcache.config import ARENA_CAP_BYTES, MIB, SSD_CAP_BYTES
 from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.tiers.shared_memory import HUGE_PAGE_BYTES
 
 ARENA_SHARE = 4
 SSD_SHARE = 5
@@ -13,10 +14,10 @@ LEAST_BYTES = 64 * MIB
 
 
 def arena_bytes(directory: Path) -> int:
-    """A quarter of the memory available or half of what the tmpfs has free, at most 8 GiB."""
+    """A quarter of the memory available or half of what the tmpfs has free, at most 8 GiB: whole huge pages."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = min(_memory_available(available) // ARENA_SHARE, shutil.disk_usage(directory).free // 2)
-    return _whole_pages(min(max(wanted, LEAST_BYTES), ARENA_CAP_BYTES))
+    return min(max(wanted, LEAST_BYTES), ARENA_CAP_BYTES) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 def ssd_bytes(directory: Path, file_name: str) -> int:

@@ -16,6 +16,7 @@ from ctxcache.errors import CacheError, Fact
 
 DOMAIN = "ctxcache"
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_DELAY_MS = 250
 # Trailing metadata is bounded (8 KiB by default): a long text must not turn an error into another one.
 FACT_CHARACTERS = 256
@@ -53,6 +54,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     CacheError: grpc.StatusCode.INTERNAL,
 }
 RETRYABLE = (errors.TooManyRequests, errors.Draining, errors.Unavailable)
+"""Errors that pass by themselves. So does CapacityExceeded where what was asked for could ever fit."""
 
 _FIELD_ERRORS = (errors.InvalidArgument, errors.ChecksumMismatch)
 _BY_REASON = {error_class.reason: error_class for error_class in CODES}
@@ -68,7 +70,7 @@ def to_status(error: CacheError) -> status_pb2.Status:
     status = status_pb2.Status(code=_number(code_of(error)), message=message_of(error))
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=wire_facts(error))
     status.details.add().Pack(info)
-    if isinstance(error, RETRYABLE):
+    if _is_retryable(error):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(RETRY_DELAY_MS)
         status.details.add().Pack(retry)
@@ -77,9 +79,10 @@ def to_status(error: CacheError) -> status_pb2.Status:
     return status
 
 
-def trailing_metadata(error: CacheError) -> tuple[tuple[str, bytes], ...]:
+def trailing_metadata(error: CacheError) -> tuple[tuple[str, str | bytes], ...]:
     """Return what a servicer sets as trailing metadata before it aborts with `code_of`, `message_of`."""
-    return ((DETAILS_KEY, to_status(error).SerializeToString()),)
+    details = ((DETAILS_KEY, to_status(error).SerializeToString()),)
+    return (*details, (PUSHBACK_KEY, str(RETRY_DELAY_MS))) if _is_retryable(error) else details
 
 
 def message_of(error: CacheError) -> str:
@@ -103,6 +106,22 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> CacheError:
     return from_parts(_number(error.code()), info.reason, message, info.metadata, target=target)
 
 
+def from_status(status: status_pb2.Status, target: str) -> CacheError:
+    """Rebuild the error that a status carries, as `from_rpc_error` does."""
+    info = _info_in(status)
+    if info is None:
+        return _from_code(_code(status.code), status.message, target)
+    return from_parts(status.code, info.reason, status.message, info.metadata, target=target)
+
+
+def from_encoded_status(encoded: bytes, target: str) -> CacheError:
+    """Rebuild the error that an encoded status carries; one that cannot be read is an error too."""
+    try:
+        return from_status(status_pb2.Status.FromString(encoded), target)
+    except DecodeError:
+        return CacheError(f"{target}: an error that cannot be read")
+
+
 def from_parts(
     code: int, reason: str, message: str, metadata: Mapping[str, str], *, target: str = "server"
 ) -> CacheError:
@@ -114,11 +133,19 @@ def from_parts(
 
 
 def _from_code(code: grpc.StatusCode, message: str, target: str) -> CacheError:
-    if code is grpc.StatusCode.UNAVAILABLE:
+    # A call that arrives as the server stops is dropped by gRPC itself, before anybody has seen it.
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return errors.Unavailable(target=target, problem=message)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{target}: {message}", target=target)
     return CacheError(f"{target}: {code.name}: {message}", target=target, code=code.name)
+
+
+def _is_retryable(error: CacheError) -> bool:
+    if isinstance(error, errors.CapacityExceeded):
+        facts = error.facts
+        return int(facts.get("needed_bytes", 0)) <= int(facts.get("limit_bytes", -1))
+    return isinstance(error, RETRYABLE)
 
 
 def _error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
@@ -129,14 +156,15 @@ def _error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
 
 
 def _parse_info(encoded: bytes) -> error_details_pb2.ErrorInfo | None:
-    info = error_details_pb2.ErrorInfo()
     try:
-        for detail in status_pb2.Status.FromString(encoded).details:
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                return info
+        return _info_in(status_pb2.Status.FromString(encoded))
     except DecodeError:
         return None
-    return None
+
+
+def _info_in(status: status_pb2.Status) -> error_details_pb2.ErrorInfo | None:
+    info = error_details_pb2.ErrorInfo()
+    return next((info for d in status.details if d.Unpack(info) and info.domain == DOMAIN), None)
 
 
 def _bad_request(error: CacheError) -> error_details_pb2.BadRequest:

@@ -1,24 +1,26 @@
 """Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times.
 
-Two loops, so that a slow device delays no deadline: one ends what is over, one moves bytes. A step
-that fails is logged and tried again at the next turn. Worst case between two turns of the second is
-a flush of everything that is dirty; of the first, one commit.
+Three loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
+ends what is over, one writes, one makes room. A step that fails is logged and tried again at the next
+turn. Worst case between two turns of the second is a flush of everything that is dirty; of the first,
+one commit.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from contextlib import suppress
+from typing import NoReturn, TypeVarTuple
 
 from ctxcache.cache import Cache
-from ctxcache.core.session import Session
 from ctxcache.errors import CacheError, SessionNotFound
 
 log = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
 
 INTERVAL_S = 0.5
-FREE_RATIO = 1 / 16
-"""Share of the arena kept free, so that a promotion or a writer seldom waits for room."""
+LEAST_PAUSE_S = 0.01
+"""Between two turns of a loop that was woken."""
 
 
 class Upkeep:
@@ -27,62 +29,75 @@ class Upkeep:
     def __init__(self, cache: Cache, *, interval_s: float = INTERVAL_S) -> None:
         self._cache = cache
         self._interval_s = interval_s
+        self._told: dict[str, tuple[str, str]] = {}
+        """What was last said to fail, by step: a device that stays broken is reported once."""
 
     async def run(self) -> None:
         """Turn for ever; ends by cancellation."""
+        residency = self._cache.residency
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._repeat(self.end_what_is_over))
-            loops.create_task(self._repeat(self.move))
+            loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
+            loops.create_task(self._repeat(self.write_behind, residency.is_pressed))
+            loops.create_task(self._repeat(self.make_room, residency.is_short))
 
     async def turn(self) -> None:
         """Do everything once."""
         await self.end_what_is_over()
-        await self.move()
+        await self.write_behind()
+        await self.make_room()
 
-    async def end_what_is_over(self) -> None:
+    async def end_what_is_over(self) -> bool:
         """End leases, reservations and sessions whose time has come; write down accesses."""
-        for step in (
-            self._deadlines,
-            self._cache.sessions.expire_due,
-            self._cache.sessions.save_access_times,
-        ):
-            await _try(step)
+        steps = (self._deadlines, self._cache.sessions.expire_due, self._cache.sessions.save_access_times)
+        return all([await self._try(step) for step in steps])
 
-    async def move(self) -> None:
-        """Write full segments behind their writers' backs, and keep some of the arena free."""
-        for session in [self._cache.state.by_uid[uid] for uid in self._cache.state.resident]:
-            if _has_full_dirty_segment(session) and not session.is_gone:
-                await _try(self._cache.residency.flush, session)
-        await _try(self._keep_free)
+    async def write_behind(self) -> bool:
+        """Write behind their writers' backs what is full, old or too much."""
+        return await self._cache.write_behind.turn(self._try)
 
-    async def _repeat(self, turn: Callable[[], Awaitable[None]]) -> NoReturn:
+    async def make_room(self) -> bool:
+        """Keep some of the arena free."""
+        return await self._try(self._cache.residency.keep_free)
+
+    async def _repeat(self, turn: Callable[[], Awaitable[bool]], wanted: asyncio.Event) -> NoReturn:
+        """Turn by turn, at once where `wanted` is set; after a failure only when the interval is over."""
+        is_well = True
         while True:
-            await asyncio.sleep(self._interval_s)
-            await turn()
+            await asyncio.sleep(min(LEAST_PAUSE_S, self._interval_s) if is_well else self._interval_s)
+            if is_well:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await wanted.wait()
+            is_well = await self._try_turn(turn)
+
+    async def _try_turn(self, turn: Callable[[], Awaitable[bool]]) -> bool:
+        """Turn; what breaks outside of a step is no end of the loop either."""
+        try:
+            return await turn()
+        except Exception:  # the supervisor, as in `_try`
+            log.exception("upkeep_turn_broken turn=%s", turn.__name__)
+            return False
+
+    async def _try(self, step: Callable[[*Ts], Awaitable[None]], *arguments: *Ts) -> bool:
+        """Do it; returns whether it went well."""
+        name = step.__name__
+        try:
+            await step(*arguments)
+        except SessionNotFound:
+            # It was deleted meanwhile, or evicted to make room.
+            return True
+        except CacheError as error:
+            what = (error.reason, str(error.facts.get("path", error.facts.get("tier", error))))
+            if self._told.get(name) != what:
+                log.warning("upkeep_step_failed step=%s reason=%s error=%s", name, error.reason, error)
+            self._told[name] = what
+            return False
+        except Exception:  # the supervisor: upkeep that ended for good would be noticed by nobody
+            log.exception("upkeep_step_broken step=%s", name)
+            return False
+        self._told.pop(name, None)
+        return True
 
     async def _deadlines(self) -> None:
         self._cache.writing.expire_due()
         self._cache.reading.expire_due()
-
-    async def _keep_free(self) -> None:
-        dram = self._cache.residency.dram
-        self._cache.residency.keep_free(int(dram.capacity_bytes * FREE_RATIO))
-
-
-def _has_full_dirty_segment(session: Session) -> bool:
-    """Growing tails wait: they would be written again and again."""
-    return any(
-        s.is_dirty and (s.row_count == s.layout.segment_tokens or not s.is_open) for s in session.segments
-    )
-
-
-async def _try(step: Callable[..., Awaitable[None]], *arguments: Session) -> None:
-    try:
-        await step(*arguments)
-    except SessionNotFound:
-        # It was deleted meanwhile, or evicted to make room.
-        return
-    except CacheError as error:
-        log.warning("upkeep_step_failed step=%s reason=%s error=%s", step.__name__, error.reason, error)
-    except Exception:  # the supervisor: upkeep that ended for good would be noticed by nobody
-        log.exception("upkeep_step_broken step=%s", step.__name__)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Protocol, Self, TextIO
 
 ARENA_SIZE_BYTES = 64 << 20
 SSD_SIZE_BYTES = 64 << 20
@@ -30,11 +30,32 @@ class ServerDidNotStart(Exception):
         self.stderr = stderr
 
 
+class Process(Protocol):
+    """What is needed of a running server; `subprocess.Popen` is one."""
+
+    pid: int
+    stdout: IO[str] | None
+    returncode: Any
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; its exit code. Raises subprocess.TimeoutExpired."""
+
+
 class ServerProcess:
     """A server over `data_directory`, on a free port that it keeps across restarts.
 
     `options` are added to the command line and win over the defaults given here. As a context
-    manager it starts on entry; on exit it is killed if it still runs, and its arena removed.
+    manager it starts on entry; on exit it is killed if it still runs, and its arena removed. `program`
+    is what runs in the place of `ctxcache`, under `wrapper`.
     """
 
     def __init__(
@@ -43,6 +64,7 @@ class ServerProcess:
         *options: str,
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
+        program: Sequence[str] = COMMAND_LINE,
     ) -> None:
         self.data_directory = data_directory
         self.stderr_path = data_directory.with_name(data_directory.name + ".stderr")
@@ -50,8 +72,9 @@ class ServerProcess:
         self._options = options
         self._environment = without_settings(os.environ) | dict(environment or {})
         self._wrapper = wrapper
+        self._program = program
         self._listen = "127.0.0.1:0"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
 
     @property
     def target(self) -> str:
@@ -78,9 +101,7 @@ class ServerProcess:
     def start(self) -> Self:
         """Start it, or start it again, and wait until it listens. Raises ServerDidNotStart."""
         with self.stderr_path.open("a") as stderr:
-            self._process = subprocess.Popen(
-                self._command(), env=self._environment, stdout=subprocess.PIPE, stderr=stderr, text=True
-            )
+            self._process = self._spawn(stderr)
         self.ready = self._read_ready_line()
         self._listen = self.target
         return self
@@ -90,6 +111,17 @@ class ServerProcess:
         process = self._running()
         process.terminate()
         return process.wait(STOP_TIMEOUT_S)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that has ended gets none."""
+        self._running().send_signal(number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for its end; its exit code, or None when it still runs by then."""
+        try:
+            return self._running().wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def kill9(self) -> None:
         """Kill it where it stands, and wait until it is gone."""
@@ -115,18 +147,25 @@ class ServerProcess:
     ) -> None:
         self.close()
 
+    def _spawn(self, stderr: TextIO) -> Process:
+        return subprocess.Popen(
+            self._command(), env=self._environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+
     def _command(self) -> list[str]:
         defaults = {
             "--data-directory": str(self.data_directory),
             "--listen": self._listen,
             "--arena-size-bytes": str(ARENA_SIZE_BYTES),
+            # Whatever the machine has reserved is not for tests that do not ask for it.
+            "--arena-huge-pages": "off",
             "--ssd-size-bytes": str(SSD_SIZE_BYTES),
             "--output": "json",
         }
         given = [
             part for flag, value in defaults.items() if flag not in self._options for part in (flag, value)
         ]
-        return [*self._wrapper, *COMMAND_LINE, "serve", *given, *self._options]
+        return [*self._wrapper, *self._program, "serve", *given, *self._options]
 
     def _read_ready_line(self) -> dict[str, Any]:
         process = self._running()
@@ -141,7 +180,7 @@ class ServerProcess:
             process.wait(STOP_TIMEOUT_S if can_read else 0)
         raise ServerDidNotStart(process.returncode, self.stderr)
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running(self) -> Process:
         if self._process is None:
             raise RuntimeError("the server was never started")
         return self._process

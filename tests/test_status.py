@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ctxcache import errors, status
 from ctxcache.errors import CacheError, Fact
 
-Metadata = tuple[tuple[str, bytes], ...]
+Metadata = tuple[tuple[str, str | bytes], ...]
 TARGET = "cache.example:7420"
 FACT_NAMES = st.from_regex(r"[a-z][a-z_]{0,20}", fullmatch=True)
 FACT_VALUES = st.integers(-(2**63) + 1, 2**63 - 1) | st.text(max_size=80).filter(
@@ -148,9 +148,10 @@ def test_a_bad_field_is_named(error_class: type[CacheError]) -> None:
     assert [(one.field, one.description) for one in bad.field_violations] == [("ttl", "is negative")]
 
 
-def test_a_broken_connection_is_unavailable() -> None:
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_a_broken_connection_is_unavailable(code: grpc.StatusCode) -> None:
     """A failure of gRPC itself carries no details; its code says what it was."""
-    rebuilt = status.from_rpc_error(_FailedCall(grpc.StatusCode.UNAVAILABLE, "refused"), TARGET)
+    rebuilt = status.from_rpc_error(_FailedCall(code, "refused"), TARGET)
 
     assert type(rebuilt) is errors.Unavailable
     assert rebuilt.facts == {"target": TARGET, "problem": "refused"}

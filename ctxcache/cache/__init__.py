@@ -7,19 +7,26 @@ here knows gRPC. A request is served by one of the parts of `Cache`.
 import asyncio
 from collections.abc import Sequence
 
+from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
+from ctxcache.cache.pins import Pins
 from ctxcache.cache.reading import Reading
 from ctxcache.cache.residency import Residency
+from ctxcache.cache.scrubbing import Scrubbing
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
+from ctxcache.cache.write_behind import WriteBehind
 from ctxcache.cache.writing import Writing
 from ctxcache.clock import Clock
+from ctxcache.core.budget import Budget
 from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.limits import DEFAULT_LIMITS, Limits
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
+from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.errors import CapacityExceeded, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
@@ -35,27 +42,41 @@ class Cache:
     def __init__(
         self, *, arena: MappedTier, ssd: Tier, metadata: MetadataStore, clock: Clock,
         policy: EvictionPolicy, default_expiration: Expiration, crash_count: int = 0,
+        limits: Limits = DEFAULT_LIMITS,
+        watermarks: Watermarks = DEFAULT_WATERMARKS,
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
-        self.state = State(clock, policy, crash_count=crash_count)
+        self.state = State(clock, policy, crash_count=crash_count, limits=limits)
         # The arena's first page says which arena it is.
         dram_slots = SlotAllocator(arena.capacities_bytes, first_offset=ALIGN_BYTES)
-        io = SegmentIO(arena, ssd)
+        self._io = io = SegmentIO(arena, ssd)
         ssd_slots = SlotAllocator(ssd.capacities_bytes)
-        self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots)
+        self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots, watermarks)
+        self.write_behind = WriteBehind(self.state, self.residency)
         self.models = Models(self.state, metadata)
         self.sessions = Sessions(self.state, self.residency, metadata, default_expiration)
-        self.writing = Writing(self.state, self.residency, io)
-        self.reading = Reading(self.state, self.residency, self.sessions, io)
+        written = self._pins("reservations", limits.reservation_share)
+        self.writing = Writing(self.state, self.residency, io, written)
+        leased = self._pins("leases", limits.lease_share)
+        self.reading = Reading(self.state, self.residency, self.sessions, io, leased)
+        self.scrubbing = Scrubbing(self.state, self.residency, self.sessions, io, metadata)
+
+    def _pins(self, what: str, share: float) -> Pins:
+        capacity_bytes, limits = self.residency.dram.capacity_bytes, self.state.limits
+        budget = Budget(
+            limit_bytes=int(capacity_bytes * share),
+            client_limit_bytes=int(capacity_bytes * limits.client_share),
+        )
+        return Pins(what, budget, wait_ns=limits.room_wait_ns)
 
     async def open(self) -> None:
         """Load every record; what does not fit together is cut or removed, logged and committed.
 
         Raises CorruptMetadata.
         """
-        repairs = self.state.load(self._metadata)
+        repairs = load(self.state, self._metadata)
         # Every slot is taken before any is given back.
-        misplaced = {s for s in self.state.segments.values() if not self._adopt(s)}
+        misplaced = self._adopt()
         if repairs:
             await self._metadata.commit(repairs, is_durable=True)
         if misplaced:
@@ -67,13 +88,14 @@ class Cache:
 
         Raises the first failure when everything else is done.
         """
-        dirty = [s for s in self.state.by_uid.values() if s.durable_end < s.log_end]
+        dirty = [self.state.by_uid[uid] for uid in self.state.unwritten.uids()]
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
         # What is being flushed makes no room for others: those that found none go one by one.
         again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
         results |= await self._flush_all(again, at_a_time=1)
-        saved = await asyncio.gather(self.sessions.save_access_times(), return_exceptions=True)
+        saved = await asyncio.gather(self.sessions.save_access_times(is_last=True), return_exceptions=True)
         await self.residency.drain()
+        self._io.close()
         for result in (*results.values(), *saved):
             # A session that is gone was deleted, or evicted to make room for another one's flush.
             if result is not None and not isinstance(result, SessionNotFound):
@@ -84,13 +106,21 @@ class Cache:
     ) -> dict[Session, BaseException | None]:
         results: list[BaseException | None] = []
         for begin in range(0, len(sessions), at_a_time):
-            flushes = [self.residency.flush(s) for s in sessions[begin : begin + at_a_time]]
+            flushes = [self.residency.flush(s, is_last=True) for s in sessions[begin : begin + at_a_time]]
             results += await asyncio.gather(*flushes, return_exceptions=True)
         return dict(zip(sessions, results, strict=True))
 
-    def _adopt(self, segment: Segment) -> bool:
-        slot = segment.ssd
-        if slot and slot.size_bytes == segment.layout.size_bytes and self.residency.ssd.adopt(slot):
-            return True
-        segment.ssd = None
-        return False
+    def _adopt(self) -> set[Segment]:
+        """Take the segments' slots; returns the segments whose slot is not theirs to have."""
+        segments = self.state.segments.values()
+        slots = [(s.ssd, s) for s in segments if s.ssd and s.ssd.size_bytes == s.layout.size_bytes]
+        misplaced = {s for s in segments if not s.ssd or s.ssd.size_bytes != s.layout.size_bytes}
+        kept_from_use = sorted(set(self._metadata.quarantined()) - {slot for slot, _ in slots})
+        refused = self.residency.ssd.adopt([*(slot for slot, _ in slots), *kept_from_use])
+        misplaced |= {slots[i][1] for i in refused if i < len(slots)}
+        self.residency.quarantined = set(kept_from_use) - {
+            kept_from_use[i - len(slots)] for i in refused if i >= len(slots)
+        }
+        for segment in misplaced:
+            segment.ssd = None
+        return misplaced

@@ -17,7 +17,14 @@ def check_integrity(cache: Cache) -> list[str]:
     """What does not add up, one sentence each; empty when all is well."""
     holders = Counter(s for holder in (cache.reading, cache.writing) for s in holder.held())
     known = {*cache.state.segments.values(), *holders}
-    return [*_sessions(cache), *_references(cache), *_holds(known, holders), *_space(cache, known)]
+    return [
+        *_sessions(cache),
+        *_references(cache),
+        *_holds(known, holders),
+        *_pins(cache),
+        *_claims(cache),
+        *_space(cache, known),
+    ]
 
 
 def _sessions(cache: Cache) -> Iterator[str]:
@@ -29,8 +36,35 @@ def _sessions(cache: Cache) -> Iterator[str]:
         yield "sessions and the list of their names differ"
     for session in state.by_uid.values():
         yield from _session(session)
-        if session.uid not in state.resident and any(s.dram for s in session.segments):
-            yield f"{session.name} is in DRAM and not known to be"
+        end = state.resident.end(session.uid)
+        if any(s.dram and not (s.is_dirty or s.hold_count) and s.begin >= end for s in session.segments):
+            yield f"{session.name} has segments in DRAM that nobody would let leave"
+        yield from _unwritten(cache, session)
+
+
+def _unwritten(cache: Cache, session: Session) -> Iterator[str]:
+    unwritten = cache.state.unwritten
+    dirty = [segment for segment in session.segments if segment.is_dirty]
+    if list(unwritten.segments(session.uid)) != dirty:
+        yield f"{session.name}: not all that is dirty is known, or more is"
+    if (session.uid in unwritten) != (session.durable_end < session.log_end):
+        yield f"{session.name}: known to be unwritten, or not, and the reverse is true"
+    if unwritten.has_full(session) and session.uid not in unwritten.changed:
+        yield f"{session.name} is dirty and nobody would look at it"
+    if session.uid in unwritten and not unwritten.is_queued(session.uid):
+        yield f"{session.name} is dirty and would never become old"
+
+
+def _claims(cache: Cache) -> Iterator[str]:
+    unwritten = cache.state.unwritten
+    dirty = {s for s in cache.state.segments.values() if s.is_dirty}
+    reserved = {run.segment for r in cache.writing.reservations() for run in r.runs}
+    for what, known_bytes, segments in (
+        ("dirty", unwritten.dirty_bytes, dirty),
+        ("claimed", unwritten.claimed_bytes, dirty | reserved),
+    ):
+        if known_bytes != sum(segment.layout.size_bytes for segment in segments):
+            yield f"{known_bytes} B are counted as {what}, and are not"
 
 
 def _session(session: Session) -> Iterator[str]:
@@ -40,6 +74,15 @@ def _session(session: Session) -> Iterator[str]:
         yield f"{session.name}: durable {session.durable_end}, recorded {session.recorded_end}, log {session.log_end}"
     if any(a.begin >= b.begin for a, b in pairwise(session.segments)):
         yield f"{session.name}: segments are out of order"
+    residence = session.residence
+    dram = [s.dram.size_bytes for s in session.segments if s.dram]
+    ssd = [s.ssd.size_bytes for s in session.segments if s.ssd]
+    if (residence.dram_segment_count, residence.dram_bytes, residence.ssd_bytes) != (
+        len(dram),
+        sum(dram),
+        sum(ssd),
+    ):
+        yield f"{session.name}: what it has in DRAM and on SSD is miscounted"
     covered = sum(p.row_end - p.row_begin for p in session.pieces(0, session.token_count))
     if covered != session.token_count:
         yield f"{session.name}: {session.token_count} tokens, rows for {covered}"
@@ -50,8 +93,8 @@ def _references(cache: Cache) -> Iterator[str]:
     if set(counts) != set(cache.state.segments.values()):
         yield "segments known and segments listed differ"
     for segment, count in counts.items():
-        if segment.reference_count != count or segment.is_discarded:
-            yield f"segment {segment.segment_id}: {count} sessions list it, {segment.reference_count} counted"
+        if len(segment.residences) != count or segment.is_discarded:
+            yield f"segment {segment.segment_id}: {count} sessions list it, {len(segment.residences)} counted"
         if not segment.dram and (not segment.ssd or segment.is_dirty):
             yield f"segment {segment.segment_id}: rows that are nowhere"
 
@@ -62,9 +105,26 @@ def _holds(known: Iterable[Segment], holders: Counter[Segment]) -> Iterator[str]
             yield f"segment {segment.segment_id}: {segment.hold_count} holds, {holders[segment]} holders"
 
 
+def _pins(cache: Cache) -> Iterator[str]:
+    leased = {
+        segment_id: size for lease in cache.reading.leases() for segment_id, size in lease.pinned.items()
+    }
+    reserved = {segment.segment_id: segment.layout.size_bytes for segment in cache.writing.held()}
+    for what, pins, held in (
+        ("leases", cache.reading.pins, leased),
+        ("reservations", cache.writing.pins, reserved),
+    ):
+        if set(pins.budget.pinned()) != set(held) or pins.budget.used_bytes != sum(held.values()):
+            yield f"{what}: {pins.budget.used_bytes} B are counted as pinned, {sum(held.values())} B are"
+
+
 def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     dram = [segment.dram for segment in known if segment.dram]
-    ssd = list({segment.ssd for segment in known if segment.ssd} | cache.residency.stranded)
+    recorded = {segment.ssd for segment in known if segment.ssd}
+    ssd = [
+        *(recorded | cache.residency.stranded | cache.residency.quarantined),
+        *cache.residency.staged_slots,
+    ]
     for name, allocator, slots in (("DRAM", cache.residency.dram, dram), ("SSD", cache.residency.ssd, ssd)):
         used_bytes = sum(slot.size_bytes for slot in slots)
         if allocator.used_bytes != used_bytes:

@@ -5,9 +5,6 @@ from ctxcache.errors import ModelFingerprintMismatch, TooManyRequests
 from ctxcache.format.model import ModelSpec
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
 
-MODEL_LIMIT = 1 << 12
-"""Models at a time, of all tenants: none is ever removed."""
-
 
 class Models:
     """The use cases of models."""
@@ -17,11 +14,16 @@ class Models:
         self._metadata = metadata
 
     async def register(self, tenant: str, spec: ModelSpec) -> ModelRecord:
-        """Register a model, or return it when it is the same. Raises ModelFingerprintMismatch."""
+        """Register a model, or return it when it is the same.
+
+        Raises ModelFingerprintMismatch, CapacityExceeded, TierFailure.
+        """
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
-            if len(self._state.models) >= MODEL_LIMIT:
-                raise TooManyRequests(what="models", limit=MODEL_LIMIT)
+            limit = self._state.limits.model_count
+            if len(self._state.models) >= limit:
+                raise TooManyRequests(what="models", limit=limit)
+            self._metadata.check()
             known = ModelRecord(tenant, spec, self._state.clock.now_ns())
             self._state.models[tenant, spec.model_id] = known
         elif known.spec.fingerprint() != spec.fingerprint():

@@ -5,16 +5,20 @@ before it ends. What does not fit into DRAM can still be read as a stream, chunk
 """
 
 import mmap
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
+from ctxcache.cache.asked import Asked, Request
+from ctxcache.cache.pins import Pins
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
+from ctxcache.core.budget import Client
 from ctxcache.core.segment import Segment
-from ctxcache.core.session import Piece, Session, SessionView
+from ctxcache.core.session import Piece, SessionView
 from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
@@ -26,21 +30,7 @@ from ctxcache.errors import (
 from ctxcache.format.streams import Stream
 
 LEASE_LIFETIME_NS = 300 * 10**9
-LEASE_LIMIT = 1 << 16
-"""Leases at a time, of all readers: each one takes memory for every segment it holds."""
 NEVER_NS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model."""
-
-    tenant: str
-    session_id: str
-    fingerprint: bytes
-    generation: int | None
-    begin: int = 0
-    end: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,26 +45,47 @@ class Lease:
     begin: int
     end: int
     pieces: tuple[Piece, ...]
+    client: Client
+    pinned: dict[int, int]
+    """Bytes by segment id, as they count in the budget."""
     deadline_ns: int = NEVER_NS
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one stream; valid until the next ones are asked for."""
+    """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for."""
 
     stream: Stream
     token_begin: int
     data: memoryview
+    is_passing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A piece whose bytes another thread may read while it is lent: what of it never changes meanwhile.
+
+    `view` is its slot in DRAM, None when it is not there. Where the whole of it has checksums they
+    are `checksums`, one per stream, seeded with `seed`; else there are none.
+    """
+
+    piece: Piece
+    view: memoryview | None
+    seed: int
+    checksums: tuple[int, ...]
 
 
 class Reading:
     """The use cases of a reader."""
 
-    def __init__(self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO) -> None:
+    def __init__(
+        self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO, pins: Pins
+    ) -> None:
         self._state = state
         self._residency = residency
         self._sessions = sessions
         self._io = io
+        self.pins = pins
         self._leases: dict[int, Lease] = {}
         self._last_id = 0
 
@@ -82,6 +93,10 @@ class Reading:
     def lease_count(self) -> int:
         """Leases held now."""
         return len(self._leases)
+
+    def leases(self) -> Iterable[Lease]:
+        """Leases held now."""
+        return self._leases.values()
 
     def held(self) -> Iterator[Segment]:
         """Segments held by leases, once per hold."""
@@ -91,11 +106,10 @@ class Reading:
         """Bring tokens into DRAM and hold them there.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
-        CapacityExceeded, CorruptSegment, TierFailure.
+        CapacityExceeded, TooManyRequests, CorruptSegment, TierFailure.
         """
-        lease = self._hold(request)
+        lease = await self._hold(request)
         try:
-            self._check_room(lease)
             await self._promote(lease)
         except BaseException:
             self.release(lease.lease_id)
@@ -107,6 +121,11 @@ class Reading:
         """Whether a lease has not ended yet."""
         return lease_id in self._leases
 
+    def check(self, lease: Lease) -> None:
+        """Raise DeadlineExceeded unless a stream's lease still holds its rows."""
+        if lease.lease_id not in self._leases:
+            raise DeadlineExceeded(target="reader", timeout_s=LEASE_LIFETIME_NS // 10**9)
+
     def release(self, lease_id: int) -> None:
         """End a lease. Raises LeaseNotFound."""
         lease = self._leases.pop(lease_id, None)
@@ -114,6 +133,7 @@ class Reading:
             raise LeaseNotFound(lease_id=lease_id)
         for piece in lease.pieces:
             self._residency.release(piece.segment)
+        self.pins.unpin(lease.client, lease.pinned)
 
     def expire_due(self) -> None:
         """End leases past their deadline."""
@@ -131,62 +151,86 @@ class Reading:
         CapacityExceeded: what does not fit into DRAM is read past it. The rows raise
         DeadlineExceeded when nobody asked for the next ones for longer than a lease lasts.
         """
-        lease = self._hold(request)
+        lease = await self._hold(request, is_stream=True)
         try:
             chosen = _chosen(lease.view, streams)
-            with suppress(CapacityExceeded):
-                self._check_room(lease)
-                await self._promote(lease)
+            # Beyond the readers' share only what is in DRAM already is read there.
+            if len(lease.pinned) == len({piece.segment.segment_id for piece in lease.pieces}):
+                with suppress(CapacityExceeded):
+                    await self._promote(lease)
             self._renew(lease)
             yield lease, chosen, self._rows(lease, chosen)
         finally:
             with suppress(LeaseNotFound):
                 self.release(lease.lease_id)
 
+    @contextmanager
+    def lend(self, lease: Lease) -> Iterator[tuple[Lent, ...]]:
+        """Hold a stream's pieces for another thread, whatever becomes of the lease meanwhile."""
+        for piece in lease.pieces:
+            self._residency.hold(piece.segment)
+        try:
+            yield tuple(self._lent(piece) for piece in lease.pieces)
+        finally:
+            for piece in lease.pieces:
+                self._residency.release(piece.segment)
+
+    def renew(self, lease: Lease) -> None:
+        """Let a stream's lease live on: its reader takes rows. Raises DeadlineExceeded."""
+        self.check(lease)
+        self._renew(lease)
+
+    async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: "Bounce") -> memoryview:
+        """One stream's rows of a piece that is not in DRAM; they lie in `bounce`.
+
+        Raises CorruptSegment, TierFailure, DeadlineExceeded.
+        """
+        self.renew(lease)
+        return await self._piece(piece, stream, bounce)
+
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _hold(self, request: Request) -> Lease:
-        session = self._state.session(request.tenant, request.session_id)
-        session.check_fingerprint(request.fingerprint)
-        session.check_generation(request.generation)
-        end = session.token_count if request.end is None else request.end
-        session.check_range(request.begin, end)
-        if len(self._leases) >= LEASE_LIMIT:
-            raise TooManyRequests(what="leases", limit=LEASE_LIMIT)
+    def _lent(self, piece: Piece) -> Lent:
+        segment = piece.segment
+        view = self._io.view(segment) if segment.dram else None
+        is_whole = piece.row_begin == 0 and piece.row_end == segment.ssd_row_count
+        if not is_whole or not segment.checksums:
+            return Lent(piece, view, 0, ())
+        return Lent(piece, view, segment.identity(segment.ssd_row_count).seed(), segment.checksums)
+
+    async def _hold(self, request: Request, *, is_stream: bool = False) -> Lease:
+        if len(self._leases) >= self._state.limits.lease_count:
+            raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
+        asked = Asked(self._state, request)
+        look = partial(asked.look_for_stream, self.pins.budget) if is_stream else asked.look
+        await self.pins.wait_for_room(request.client, look)
+        session = asked.session
         self._state.touch(session)
-        self._count(session, request.begin, end)
-        pieces = tuple(session.pieces(request.begin, end))
-        for piece in pieces:
+        self._count(asked)
+        for piece in asked.pieces:
             self._residency.hold(piece.segment)
+        self.pins.pin(request.client, asked.sizes_bytes)
         self._last_id += 1
-        lease = Lease(self._last_id, session.view(), request.begin, end, pieces)
+        lease = Lease(
+            self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.client,
+            asked.sizes_bytes,
+        )  # fmt: skip
         self._leases[lease.lease_id] = lease
         return lease
 
     def _renew(self, lease: Lease) -> None:
         lease.deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
 
-    def _check_room(self, lease: Lease) -> None:
-        """Raise CapacityExceeded before anything moves when the rows could never all be in DRAM."""
-        unique = {p.segment.segment_id: p.segment for p in lease.pieces}
-        needed_bytes = sum(segment.layout.size_bytes for segment in unique.values())
-        dram = self._residency.dram
-        if needed_bytes > dram.capacity_bytes:
-            raise CapacityExceeded(
-                tier="DRAM", needed_bytes=needed_bytes, free_bytes=dram.free_bytes,
-                limit_bytes=dram.capacity_bytes,
-            )  # fmt: skip
-
-    def _count(self, session: Session, begin: int, end: int) -> None:
-        self._state.counters.read_token_count += end - begin
+    def _count(self, asked: "Asked") -> None:
+        self._state.counters.read_token_count += asked.end - asked.request.begin
         self._state.counters.dram_hit_token_count += sum(
-            p.row_end - p.row_begin for p in session.pieces(begin, end) if p.segment.dram
+            p.row_end - p.row_begin for p in asked.pieces if p.segment.dram
         )
 
     async def _promote(self, lease: Lease) -> None:
         unique = {p.segment.segment_id: p.segment for p in lease.pieces}
         try:
-            await self._residency.promote(list(unique.values()), lease.view.uid)
+            await self._residency.promote(list(unique.values()))
         except CorruptSegment as error:
             await self._bad(error)
             raise
@@ -197,19 +241,20 @@ class Reading:
             await self._sessions.quarantine({segment})
 
     async def _rows(self, lease: Lease, streams: Sequence[Stream]) -> AsyncIterator[Rows]:
-        bounce = _Bounce()
+        bounce = Bounce()
         for stream in streams:
             for piece in lease.pieces:
-                if lease.lease_id not in self._leases:
-                    raise DeadlineExceeded(target="reader", timeout_s=LEASE_LIFETIME_NS // 10**9)
-                self._renew(lease)
-                yield Rows(stream, piece.token_begin, await self._piece(piece, stream, bounce))
+                self.renew(lease)
+                if piece.segment.dram:
+                    rows = piece.segment.layout.rows(stream, piece.row_begin, piece.row_end)
+                    yield Rows(stream, piece.token_begin, self._io.view(piece.segment)[rows])
+                else:
+                    data = await self._piece(piece, stream, bounce)
+                    yield Rows(stream, piece.token_begin, data, is_passing=True)
 
-    async def _piece(self, piece: Piece, stream: Stream, bounce: "_Bounce") -> memoryview:
+    async def _piece(self, piece: Piece, stream: Stream, bounce: "Bounce") -> memoryview:
+        """One stream's rows of a piece that is not in DRAM."""
         segment = piece.segment
-        rows = segment.layout.rows(stream, piece.row_begin, piece.row_end)
-        if segment.dram:
-            return self._io.view(segment)[rows]
         # The device may take longer than the lease lasts.
         self._residency.hold(segment)
         try:
@@ -223,13 +268,14 @@ class Reading:
         return chunk[piece.row_begin * row_bytes : piece.row_end * row_bytes]
 
 
-class _Bounce:
+class Bounce:
     """A page-aligned buffer of one slot's size, made when first needed."""
 
     def __init__(self) -> None:
         self._view: memoryview | None = None
 
     def of(self, size_bytes: int) -> memoryview:
+        """At least so many bytes; what an earlier call returned may lie there too."""
         if self._view is None or len(self._view) < size_bytes:
             self._view = memoryview(mmap.mmap(-1, size_bytes))
         return self._view

@@ -7,45 +7,64 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from functools import partial
 
-from ctxcache.cache.segment_io import SegmentIO, Written
+from ctxcache.cache.moves import Moves, in_window
+from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State, record_of
+from ctxcache.cache.write_back import WriteBack
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
+from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.format.slot import Slot
-from ctxcache.metadata.base import Changes, MetadataStore, SegmentRecord
+from ctxcache.metadata.base import Changes, MetadataStore
 
-PARALLEL_SEGMENTS = 8
-"""Segments in flight per move: enough to keep several paths busy, few enough to bound memory."""
+WINDOW_BYTES = 16 << 20
+"""Bytes that one move has in flight per SSD path: enough for the device never to wait, few enough for
+moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
+DROPS_PER_SLICE = 256
+"""Segments dropped before others get their turn of the event loop."""
 FLUSHES_WAITED_FOR = 64
 """Flushes that one request for room waits for: others may take what they free."""
-
-T = TypeVar("T")
 
 
 class Residency:
     """Moves segments between the tiers, and sessions out of the cache. Owned by the event loop."""
 
     def __init__(
-        self, state: State, io: SegmentIO, metadata: MetadataStore, dram: SlotAllocator, ssd: SlotAllocator
-    ) -> None:
+        self, state: State, io: SegmentIO, metadata: MetadataStore, dram: SlotAllocator,
+        ssd: SlotAllocator, watermarks: Watermarks,
+    ) -> None:  # fmt: skip
         self._state = state
         self._io = io
         self._metadata = metadata
         self.dram = dram
         self.ssd = ssd
+        self.watermarks = watermarks
+        self.is_short = asyncio.Event()
+        """Set when less is free than shall be."""
+        self.is_pressed = asyncio.Event()
+        """Set when more is dirty than shall be."""
         self.stranded: set[Slot] = set()
         """SSD slots of records that may or may not be gone: a commit failed. Taken until a restart."""
-        self._flush_locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        self._flushes: set[asyncio.Task[None]] = set()
+        self.quarantined: set[Slot] = set()
+        """SSD slots that gave back other bytes than were written there. Taken until they are released."""
+        self._moves = Moves()
+        self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
-        self._moves: set[asyncio.Task[Any]] = set()
+
+    @property
+    def staged_slots(self) -> Iterator[Slot]:
+        """SSD slots taken for segments that no record names yet; exact while no move is under way."""
+        return self._write_back.staged_slots
+
+    def window(self, size_bytes: int) -> int:
+        """How many segments of that size one move has in flight."""
+        return len(self.ssd.used_bytes_by_path) * max(2, WINDOW_BYTES // size_bytes)
 
     # -- holds -----------------------------------------------------------------------------------
 
@@ -58,6 +77,8 @@ class Residency:
         segment.hold_count -= 1
         if segment.is_discarded:
             self.free(segment)
+        elif self._is_clean(segment):
+            self._state.resident.add(segment)
 
     def free(self, segment: Segment) -> None:
         """Give a segment's slots back as soon as nothing holds it. Its record is gone."""
@@ -66,9 +87,10 @@ class Residency:
             return
         if segment.dram:
             self.dram.give(segment.dram)
-        if segment.ssd and segment.ssd not in self.stranded:
+        if segment.ssd and segment.ssd not in self.stranded and segment.ssd not in self.quarantined:
             self.ssd.give(segment.ssd)
         segment.dram = segment.ssd = None
+        self._write_back.unstage(segment)
 
     # -- DRAM ------------------------------------------------------------------------------------
 
@@ -77,82 +99,161 @@ class Residency:
         for _ in range(FLUSHES_WAITED_FOR):
             while (slot := self.dram.take(size_bytes)) is None and self._drop_clean(size_bytes):
                 continue
+            if self.watermarks.is_low(self.dram.free_bytes, self.dram.capacity_bytes):
+                self.is_short.set()
             if slot is not None:
                 return slot
-            if not await self._clean_something():
+            if not await self._clean_something(self._may_leave):
                 break
         raise CapacityExceeded(
             tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
             limit_bytes=self.dram.capacity_bytes,
         )  # fmt: skip
 
-    async def _clean_something(self) -> bool:
-        """Flush the coldest session that is dirty, or wait for a flush under way; False when there is neither."""
-        victim = self._coldest_dirty()
+    async def admit(self, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
+        """Wait until a writer may claim so much more, promise it, and return how much it is.
+
+        `own_bytes` are claimed by the writer already.
+
+        Both are asked for again after each wait. Raises CapacityExceeded, TierFailure.
+        """
+        if not self._admits(needed_bytes(), own_bytes()):
+            self._state.counters.delayed_write_count += 1
+            self.is_pressed.set()
+            # A caller may have been begun without a task of its own; what waits needs one.
+            await asyncio.sleep(0)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.watermarks.writer_wait_s):
+                    await self._clean_until(lambda: self._admits(needed_bytes(), own_bytes()))
+            self._check_admitted(needed_bytes(), own_bytes())
+        promised_bytes = needed_bytes()
+        self._state.unwritten.promise(promised_bytes)
+        return promised_bytes
+
+    def _admits(self, needed_bytes: int, own_bytes: int) -> bool:
+        # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
+        if not self._io.has_open_path:
+            return True
+        claimed_bytes = self._state.unwritten.claimed_bytes
+        return self.watermarks.admits(needed_bytes, claimed_bytes, own_bytes, self.dram.capacity_bytes)
+
+    async def _clean_until(self, is_enough: Callable[[], bool]) -> None:
+        for _ in range(FLUSHES_WAITED_FOR):
+            if is_enough() or not await self._clean_something(self._is_any_dirty):
+                return
+
+    def _check_admitted(self, needed_bytes: int, own_bytes: int) -> None:
+        if not self._admits(needed_bytes, own_bytes):
+            limit_bytes = self.watermarks.limit_bytes(self.dram.capacity_bytes)
+            free_bytes = max(limit_bytes - self._state.unwritten.claimed_bytes, 0)
+            raise CapacityExceeded(
+                f"DRAM: {needed_bytes} B needed, {free_bytes} B may be written before SSD has more of it",
+                tier="DRAM", needed_bytes=needed_bytes, free_bytes=free_bytes,
+                # What is larger goes when it is alone.
+                limit_bytes=limit_bytes if needed_bytes <= limit_bytes else self.dram.capacity_bytes,
+            )  # fmt: skip
+
+    async def _clean_something(self, accepts: Callable[[bytes], bool]) -> bool:
+        """Flush the coldest dirty session of those, or wait for a flush under way; False when there is neither."""
+        victim = self._state.unwritten.ranking.first(accepts)
         if victim is not None:
             with suppress(SessionNotFound):
-                await self.flush(victim)
+                await self._clean(self._state.by_uid[victim])
             return True
-        # Its failure is for those who asked for it; whoever tries next will see it too.
-        if self._flushes:
-            await asyncio.wait(self._flushes, return_when=asyncio.FIRST_COMPLETED)
-            return True
-        return False
+        return await self._write_back.wait_for_one()
 
-    def keep_free(self, free_bytes: int) -> None:
-        """Drop the coldest clean segments until that much DRAM is free, as far as that goes."""
-        missing = free_bytes - self.dram.free_bytes
-        if missing > 0:
-            self._drop_clean(missing)
+    async def _clean(self, victim: Session) -> None:
+        """Flush a session. While no SSD path takes writes memory is all there is: one goes, as from a full SSD."""
+        coldest = None if self._io.has_open_path else self._coldest_in_memory()
+        if coldest is None:
+            await self.flush(victim)
+        else:
+            self._metadata.check(is_growing=False)
+            self._state.counters.evicted_session_count += 1
+            await self.remove([coldest])
 
-    def _drop_clean(self, size_bytes: int) -> bool:
+    def _coldest_in_memory(self) -> Session | None:
+        # What is clean has left already.
+        by_uid = self._state.by_uid
+        uid = self._state.unwritten.ranking.first(lambda uid: self._is_removable(by_uid[uid]))
+        return None if uid is None else by_uid[uid]
+
+    def _is_removable(self, session: Session) -> bool:
+        is_in_use = session.is_writing or any(s.hold_count for s in session.segments)
+        return not session.is_pinned and not is_in_use
+
+    def excess_dirty_bytes(self, dirty_bytes: int) -> int:
+        """How much of that is more than shall be; not positive when nothing is."""
+        return self.watermarks.excess_dirty_bytes(dirty_bytes, self.dram.capacity_bytes)
+
+    def committed(self, session: Session, segment: Segment) -> None:
+        """Rows of the segment were committed: only DRAM has them."""
+        unwritten = self._state.unwritten
+        unwritten.add(session, segment, self._state.clock.monotonic_ns())
+        if self.excess_dirty_bytes(unwritten.dirty_bytes) > 0:
+            self.is_pressed.set()
+
+    async def keep_free(self) -> None:
+        """Once little DRAM is free, drop the coldest clean segments until enough is, as far as that goes."""
+        self.is_short.clear()
+        capacity_bytes = self.dram.capacity_bytes
+        if not self.watermarks.is_low(self.dram.free_bytes, capacity_bytes):
+            return
+        while (missing := self.watermarks.missing_bytes(self.dram.free_bytes, capacity_bytes)) > 0:
+            if not self._drop_clean(missing, at_most=DROPS_PER_SLICE):
+                return
+            await asyncio.sleep(0)
+
+    def _drop_clean(self, size_bytes: int, *, at_most: int = DROPS_PER_SLICE) -> bool:
         """Drop DRAM copies that SSD has too, coldest session and newest tokens first, until `size_bytes` went."""
-        dropped_bytes = 0
-        for session in self._residents():
-            has_any = False
-            for segment in reversed(session.segments):
-                if dropped_bytes >= size_bytes:
-                    return True
-                if segment.dram and not segment.hold_count and not segment.is_dirty:
-                    dropped_bytes += segment.dram.size_bytes
-                    self._drop(segment, segment.dram)
-                has_any = has_any or segment.dram is not None
-            if not has_any:
-                self._state.resident.discard(session.uid)
+        dropped_bytes = dropped_count = 0
+        while dropped_bytes < size_bytes and dropped_count < at_most:
+            segment = self._state.resident.take(self._is_clean)
+            if segment is None:
+                break
+            dropped_bytes += segment.layout.size_bytes
+            dropped_count += 1
+            self._drop(segment)
         return dropped_bytes > 0
 
-    def _residents(self) -> Iterator[Session]:
-        """Sessions that may have something in DRAM, coldest first."""
-        candidates = self._state.policy.candidates(self._state.resident)
-        return (self._state.by_uid[uid] for uid in candidates)
+    @staticmethod
+    def _is_clean(segment: Segment) -> bool:
+        return segment.dram is not None and not segment.hold_count and not segment.is_dirty
 
-    def _drop(self, segment: Segment, slot: Slot) -> None:
+    def _drop(self, segment: Segment) -> None:
         # Closed: what was appended later would have to be read back first.
         segment.is_open = False
-        segment.dram = None
-        self.dram.give(slot)
+        slot, segment.dram = segment.dram, None
+        if slot:
+            self.dram.give(slot)
 
-    def _coldest_dirty(self) -> Session | None:
-        for session in self._residents():
-            if any(s.is_dirty and not s.hold_count for s in session.segments):
-                return session
-        return None
+    def _is_any_dirty(self, uid: bytes) -> bool:
+        return bool(self._state.unwritten.segments(uid))
 
-    async def promote(self, segments: Sequence[Segment], uid: bytes) -> None:
+    def _may_leave(self, uid: bytes) -> bool:
+        """Whether a flush would let something leave."""
+        return any(self._may_go(segment) for segment in self._state.unwritten.segments(uid))
+
+    def _may_go(self, segment: Segment) -> bool:
+        """Whether nobody but its own write holds it."""
+        return segment.hold_count == self._write_back.is_under_way(segment)
+
+    async def promote(self, segments: Sequence[Segment]) -> None:
         """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
         missing = [s for s in segments if not s.dram]
-        for begin in range(0, len(missing), PARALLEL_SEGMENTS):
-            await _all(self._promotion(s, uid) for s in missing[begin : begin + PARALLEL_SEGMENTS])
+        if missing:
+            count = self.window(missing[0].layout.size_bytes)
+            await in_window((partial(self._promotion, s) for s in missing), count)
 
-    def _promotion(self, segment: Segment, uid: bytes) -> "asyncio.Future[None]":
+    def _promotion(self, segment: Segment) -> "asyncio.Task[None]":
         task = self._promotions.get(segment.segment_id)
         if task is None:
-            task = self._start(self._promote(segment, uid))
+            task = self._moves.start(self._promote(segment))
             self._promotions[segment.segment_id] = task
             task.add_done_callback(lambda _: self._promotions.pop(segment.segment_id, None))
-        return asyncio.shield(task)
+        return task
 
-    async def _promote(self, segment: Segment, uid: bytes) -> None:
+    async def _promote(self, segment: Segment) -> None:
         # Two readers may have found it missing, one after the other.
         if segment.dram:
             return
@@ -162,7 +263,6 @@ class Residency:
             slot = await self.place(segment.layout.size_bytes)
             segment.checksums = await self._io.read(segment, slot)
             segment.dram, slot = slot, None
-            self._state.promoted(segment, uid)
             self._state.counters.promoted_segment_count += 1
         finally:
             if slot:
@@ -173,84 +273,42 @@ class Residency:
         """Flush a session and drop its segments from DRAM, held ones excepted."""
         await self.flush(session)
         for segment in session.segments:
-            if segment.dram and not segment.hold_count and not segment.is_dirty:
-                self._drop(segment, segment.dram)
+            if self._is_clean(segment):
+                self._drop(segment)
 
     # -- SSD -------------------------------------------------------------------------------------
 
-    async def flush(self, session: Session) -> None:
-        """Make every token committed so far durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
-        task = self._start(self._flush(session))
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
-        await asyncio.shield(task)
+    async def flush(self, session: Session, *, is_tail_left: bool = False, is_last: bool = False) -> None:
+        """Make every token committed so far durable; `is_tail_left`: but those of a growing segment.
 
-    async def _flush(self, session: Session) -> None:
-        async with self._flush_locks.setdefault(session.uid, asyncio.Lock()):
-            if session.is_gone:
-                raise SessionNotFound(session=session.name)
-            # One moment for the log's end and every segment's rows: rows that come during the
-            # write are beyond the recorded end, and would stand where later ones are put.
-            end = session.log_end
-            dirty = {s: s.row_count for s in session.segments if s.is_dirty}
-            if dirty or session.durable_end < end:
-                await self._flush_rows(session, dirty, end)
+        `is_last`: the server ends, and may use up the room for records. Raises CapacityExceeded,
+        TierFailure, SessionNotFound.
+        """
+        self._metadata.check(is_growing=not is_last)
+        await self._write_back.flush(session, is_tail_left=is_tail_left)
 
-    async def _flush_rows(self, session: Session, dirty: Mapping[Segment, int], end: int) -> None:
-        for segment in dirty:
-            self.hold(segment)
-        try:
-            await self._record(session, await self._write(session, dirty), end)
-        finally:
-            for segment in dirty:
-                self.release(segment)
+    def stage(self, session: Session, segments: Iterable[Segment]) -> None:
+        """Begin to write these full segments, ahead of a flush. See WriteBack."""
+        self._write_back.stage(session, segments)
 
-    async def _write(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
-        written: list[Written] = []
-        segments = list(row_counts)
-        try:
-            for begin in range(0, len(segments), PARALLEL_SEGMENTS):
-                for segment in segments[begin : begin + PARALLEL_SEGMENTS]:
-                    slot = await self._ssd_slot(segment.layout.size_bytes, session)
-                    written.append(Written(segment, slot, row_counts[segment]))
-                await _all(self._io.write(w) for w in written[begin:])
-            await self._io.sync({w.slot.path_index for w in written})
-        except BaseException:
-            for item in written:
-                self.ssd.give(item.slot)
-            raise
-        return written
+    def unstage(self, segment: Segment) -> None:
+        """Forget what is staged of a segment that turned out not to be full."""
+        self._write_back.unstage(segment)
 
-    async def _record(self, session: Session, written: Sequence[Written], end: int) -> None:
-        kept = [w for w in written if w.segment.reference_count and not session.is_gone]
-        for item in written:
-            if item not in kept:
-                self.ssd.give(item.slot)
-        if session.is_gone:
-            raise SessionNotFound(session=session.name)
-        replaced = {w.segment.ssd for w in kept if w.segment.ssd}
-        for item in kept:
-            item.adopt()
-        # Before the commit: a record written meanwhile must not fall back behind this one.
-        session.recorded_end = end
-        changes = Changes(sessions=[record_of(session)], segments=[_segment_record(w.segment) for w in kept])
-        try:
-            await self._metadata.commit(changes, is_durable=True)
-        except TierFailure:
-            self.stranded |= replaced
-            raise
-        session.durable_end = max(session.durable_end, end)
-        self._state.counters.flushed_segment_count += len(kept)
-        for slot in replaced:
-            self.ssd.give(slot)
-
-    async def _ssd_slot(self, size_bytes: int, for_session: Session) -> Slot:
-        while (slot := self.ssd.take(size_bytes)) is None:
+    async def place_on_ssd(self, size_bytes: int, for_session: Session) -> Slot:
+        """An SSD slot, made free if need be. Raises CapacityExceeded, TierFailure."""
+        while (slot := self.ssd.take(size_bytes, closed=self._io.refusals)) is None:
+            # Nobody loses anything for a path that would not take what comes in its place.
+            self._io.check_any_path()
+            self._metadata.check(is_growing=False)
+            # What was written ahead of need goes before what somebody was promised.
+            if self._write_back.unstage_something():
+                continue
             victim = self._coldest_removable(for_session)
             if victim is None:
                 raise CapacityExceeded(
-                    tier="SSD", needed_bytes=size_bytes, free_bytes=self.ssd.free_bytes,
-                    limit_bytes=self.ssd.capacity_bytes,
+                    tier="SSD", needed_bytes=size_bytes, limit_bytes=self.ssd.capacity_bytes,
+                    free_bytes=self.ssd.free_bytes_outside(self._io.refusals),
                 )  # fmt: skip
             self._state.counters.evicted_session_count += 1
             await self.remove([victim])
@@ -259,11 +317,13 @@ class Residency:
     def _coldest_removable(self, for_session: Session) -> Session | None:
         for uid in self._state.policy.candidates():
             session = self._state.by_uid[uid]
-            if session.is_pinned or session.is_writing or session is for_session:
-                continue
-            if any(s.ssd for s in session.segments) and not any(s.hold_count for s in session.segments):
+            if session is not for_session and self._is_removable(session) and self._frees_room(session):
                 return session
         return None
+
+    def _frees_room(self, session: Session) -> bool:
+        closed = self._io.refusals
+        return any(s.ssd and s.ssd.path_index not in closed for s in session.segments)
 
     # -- out of the cache --------------------------------------------------------------------------
 
@@ -274,22 +334,31 @@ class Residency:
         await self.write_down(gone=gone, dead=dead)
 
     async def write_down(
-        self, changed: Sequence[Session] = (), *, gone: Sequence[Session] = (), dead: Sequence[Segment] = ()
-    ) -> None:
+        self, changed: Sequence[Session] = (), *, gone: Sequence[Session] = (), dead: Sequence[Segment] = (),
+        bad: Sequence[Slot] = (),
+    ) -> None:  # fmt: skip
         """Record sessions as they are, remove the records of others and of segments that nobody lists.
+
+        `bad` slots are kept from use until they are released.
 
         Durable when it returns; only then are the dead segments' slots given back. Raises TierFailure.
         """
-        await asyncio.shield(self._start(self._write_down(changed, gone, dead)))
+        self.quarantined |= set(bad)
+        await asyncio.shield(self._moves.start(self._write_down(changed, gone, dead, bad)))
 
     async def _write_down(
-        self, changed: Sequence[Session], gone: Sequence[Session], dead: Sequence[Segment]
+        self,
+        changed: Sequence[Session],
+        gone: Sequence[Session],
+        dead: Sequence[Segment],
+        bad: Sequence[Slot],
     ) -> None:
         # Records are made when they are written: those of an earlier moment could undo another's.
         changes = Changes(
             sessions=[record_of(session) for session in changed if not session.is_gone],
             deleted_session_uids=[session.uid for session in gone],
             deleted_segment_ids=[segment.segment_id for segment in dead],
+            quarantined=list(bad),
         )
         try:
             await self._metadata.commit(changes, is_durable=True)
@@ -299,40 +368,12 @@ class Residency:
         for segment in dead:
             self.free(segment)
 
+    async def drain(self) -> None:
+        """Wait for every move under way."""
+        await self._moves.drain()
+
     def strand(self, dead: Sequence[Segment]) -> None:
         """Give back what segments have in DRAM; their records may still be there and name their slots."""
         self.stranded |= {segment.ssd for segment in dead if segment.ssd}
         for segment in dead:
             self.free(segment)
-
-    # -- tasks -------------------------------------------------------------------------------------
-
-    async def drain(self) -> None:
-        """Wait for every move under way."""
-        while self._moves:
-            await asyncio.gather(*self._moves, return_exceptions=True)
-
-    def _start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = asyncio.get_running_loop().create_task(move)
-        self._moves.add(task)
-        task.add_done_callback(self._end)
-        return task
-
-    def _end(self, move: "asyncio.Task[Any]") -> None:
-        self._moves.discard(move)
-        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting.
-        if not move.cancelled():
-            move.exception()
-
-
-async def _all(moves: Iterable[Any]) -> None:
-    """Wait for all of them, then raise the first failure: none is left running behind an error."""
-    for result in await asyncio.gather(*moves, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _segment_record(segment: Segment) -> SegmentRecord:
-    assert segment.ssd is not None  # noqa: S101  # adopt() has just set it
-    identity = segment.identity(segment.ssd_row_count)
-    return SegmentRecord(segment.segment_id, identity, segment.ssd, segment.header_checksum)

@@ -4,6 +4,7 @@ Each change is checked first, made in memory in one step, and then committed; no
 between check and change.
 """
 
+import asyncio
 import uuid
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
@@ -30,9 +31,11 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
 from ctxcache.metadata.base import Changes, MetadataStore
 
-SESSION_LIMIT = 1 << 20
-"""Sessions at a time: an empty one takes a kilobyte and no room that would make another one leave."""
-RECORDS_PER_COMMIT = 256
+NAMES_PER_TURN = 256
+"""Sessions that a listing looks at before others have their turn: half a millisecond."""
+SESSIONS_PER_COMMIT = 64
+SEGMENTS_PER_COMMIT = 4096
+"""What one commit of upkeep takes at most, and at least one session: a few milliseconds of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Sessions:
 
         Raises ModelNotFound, SessionAlreadyExists, InvalidArgument (a stream the model does not have).
         """
+        self._metadata.check()
         model = self._state.model(tenant, model_id)
         try:
             specs = model.spec.resolve(layout)
@@ -81,23 +85,34 @@ class Sessions:
         """One session. Raises SessionNotFound."""
         return self._state.session(tenant, session_id).view()
 
-    def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
-        """Up to `limit` sessions with ids greater than `after`, by id; of one model unless `model_id` is empty."""
+    async def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
+        """Up to `limit` sessions with ids greater than `after`, by id; of one model unless `model_id` is empty.
+
+        Others have their turn in between: what is created or deleted meanwhile may be listed or not.
+        """
         now_ns, names = self._state.clock.now_ns(), self._state.names.get(tenant, [])
         found: list[SessionView] = []
-        for i in range(bisect_right(names, after), len(names)):
-            session = self._state.sessions[tenant, names[i]]
-            if session.expire_time_ns > now_ns and model_id in ("", session.model_id):
-                found.append(session.view())
-            if len(found) == limit:
+        while len(found) < limit:
+            begin = bisect_right(names, after)
+            some = names[begin : begin + NAMES_PER_TURN]
+            sessions = (self._state.sessions[tenant, name] for name in some)
+            found += [
+                session.view()
+                for session in sessions
+                if session.expire_time_ns > now_ns and model_id in ("", session.model_id)
+            ]
+            if len(some) < NAMES_PER_TURN:
                 break
-        return found
+            after = some[-1]
+            await asyncio.sleep(0)
+        return found[:limit]
 
     async def update(
         self, tenant: str, session_id: str, *, expiration: Expiration | None, is_pinned: bool | None
     ) -> SessionView:
         """Change expiry or pin, and count an access. Raises SessionNotFound."""
         session = self._state.session(tenant, session_id)
+        self._metadata.check(is_growing=False)
         if expiration is not None:
             session.expiration = expiration
         if is_pinned is not None:
@@ -137,10 +152,11 @@ class Sessions:
         for begin, end in dropped:
             session.check_range(begin, end)
         self._check_relocatable(session, dropped)
+        self._metadata.check(is_growing=False)
         self._state.touch(session)
         positions = ranges.select_all(session.live, ranges.normalise(list(dropped)))
         if positions:
-            dead = self._state.unreference(session.drop_positions(positions))
+            dead = self._state.unlist(session, session.drop_positions(positions))
             await self._residency.write_down([session], dead=dead)
         return session.view()
 
@@ -154,6 +170,7 @@ class Sessions:
         TokenRangeOutOfBounds, CapacityExceeded, TierFailure.
         """
         source = self._state.session(tenant, session_id)
+        self._metadata.check()
         self._check_new(tenant, new_id)
         self._check_change(source, generation)
         source.check_range(0, source.token_count if token_count is None else token_count)
@@ -188,27 +205,53 @@ class Sessions:
         """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
         session = self._state.session(tenant, session_id)
         self._check_change(session, generation)
+        self._metadata.check(is_growing=False)
         await self._residency.remove([session])
 
     async def expire_due(self) -> None:
-        """Remove the sessions whose time has come; one that is being written waits for its writer."""
-        now_ns = self._state.clock.now_ns()
-        due = [self._state.by_uid[uid] for uid in self._state.expiry.due(now_ns, self._expire_time)]
-        for session in due:
-            if session.is_writing:
-                self._state.expiry.schedule(session.uid, now_ns)
-        gone = [session for session in due if not session.is_writing]
-        self._state.counters.expired_session_count += len(gone)
-        if gone:
-            await self._residency.remove(gone)
+        """Remove the sessions whose time has come, a few at a time; a writer is waited for.
 
-    async def save_access_times(self) -> None:
-        """Write down accesses since the last call, so that sliding expiry survives a restart."""
+        Each few are one commit, and the next ones wait for it: others have their turn meanwhile.
+        """
+        now_ns = self._state.clock.now_ns()
+        writing: list[Session] = []
+        try:
+            while due := self._due(now_ns):
+                writing += [session for session in due if session.is_writing]
+                gone = [session for session in due if not session.is_writing]
+                self._state.counters.expired_session_count += len(gone)
+                await self._residency.remove(gone)
+        finally:
+            for session in writing:
+                if not session.is_gone:
+                    self._state.expiry.schedule(session.uid, now_ns)
+
+    def _due(self, now_ns: int) -> Sequence[Session]:
+        uids = self._state.expiry.due(now_ns, self._expire_time, limit=SESSIONS_PER_COMMIT)
+        return [self._state.by_uid[uid] for uid in uids]
+
+    async def save_access_times(self, *, is_last: bool = False) -> None:
+        """Write down accesses since the last call, so that sliding expiry survives a restart.
+
+        `is_last`: the server ends, and may use up the room for records. Raises CapacityExceeded, TierFailure.
+        """
         while self._state.touched:
-            uids = list(islice(self._state.touched, RECORDS_PER_COMMIT))
-            records = [record_of(self._state.by_uid[uid]) for uid in uids]
+            self._metadata.check(is_growing=not is_last)
+            some = self._some_touched()
+            records = [record_of(session) for session in some]
             await self._metadata.commit(Changes(sessions=records), is_durable=False)
-            self._state.touched -= set(uids)
+            self._state.touched -= {session.uid for session in some}
+            await asyncio.sleep(0)
+
+    def _some_touched(self) -> Sequence[Session]:
+        some: list[Session] = []
+        segment_count = 0
+        for uid in islice(self._state.touched, SESSIONS_PER_COMMIT):
+            some.append(self._state.by_uid[uid])
+            segment_count += len(some[-1].segments)
+            if segment_count >= SEGMENTS_PER_COMMIT:
+                break
+        return some
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Found:
         """What could be restored of a session, without side effects. Never raises."""
@@ -217,26 +260,27 @@ class Sessions:
             session.check_fingerprint(fingerprint)
         except CacheError as error:
             return Found(session_id, reason=error.reason)
-        pieces = session.pieces(0, session.token_count)
-        in_dram = sum(p.row_end - p.row_begin for p in pieces if p.segment.dram)
         reason = "" if session.live else "EMPTY"
+        in_dram = session.dram_token_count
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
 
     async def quarantine(self, bad: Collection[Segment]) -> None:
         """End every session that lists a segment found bad before that segment's tokens.
 
-        The state behind a gap is of no use to a reader; what is before it stays. Raises TierFailure;
-        the sessions have ended there all the same.
+        The state behind a gap is of no use to a reader; what is before it stays. The bad slots are kept
+        from use. Raises TierFailure; the sessions have ended there all the same.
         """
         self._state.counters.corrupt_segment_count += len(bad)
         cut: list[Session] = []
         dead: list[Segment] = []
-        for session in self._state.by_uid.values():
+        for uid in {residence.uid for segment in bad for residence in segment.residences}:
+            session = self._state.by_uid[uid]
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)
-                dead += self._state.unreference(session.drop_positions(((begin, session.log_end),)))
-        await self._residency.write_down(cut, dead=dead)
+                dead += self._state.unlist(session, session.drop_positions(((begin, session.log_end),)))
+        slots = [segment.ssd for segment in bad if segment.ssd and not segment.is_discarded]
+        await self._residency.write_down(cut, dead=dead, bad=slots)
 
     # -- checks and parts ----------------------------------------------------------------------------
 
@@ -257,8 +301,9 @@ class Sessions:
             raise PositionsNotRelocatable(model=f"models/{session.model_id}")
 
     def _check_new(self, tenant: str, session_id: str) -> None:
-        if len(self._state.sessions) >= SESSION_LIMIT:
-            raise TooManyRequests(what="sessions", limit=SESSION_LIMIT)
+        limit = self._state.limits.session_count
+        if len(self._state.sessions) >= limit:
+            raise TooManyRequests(what="sessions", limit=limit)
         known = self._state.sessions.get((tenant, session_id))
         if known and known.expire_time_ns > self._state.clock.now_ns():
             raise SessionAlreadyExists(session=known.name)

@@ -6,23 +6,26 @@ may still be writing.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ctxcache.cache.pins import Pins
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
+from ctxcache.core.budget import Client
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
 from ctxcache.errors import (
-    CapacityExceeded,
     InvalidArgument,
     ReservationNotFound,
     WriteInProgress,
     WriteOffsetMismatch,
 )
+from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
@@ -49,7 +52,9 @@ class Run:
 class Reservation:
     """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop.
 
+    Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
+    `client` is whose share of the arena they are counted in.
     """
 
     reservation_id: int
@@ -57,6 +62,9 @@ class Reservation:
     committed: int
     end: int
     deadline_ns: int
+    marked: int = 0
+    client: Client = None
+    promised_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
 
     def runs_of(self, token_begin: int, token_end: int) -> list[Run]:
@@ -66,16 +74,39 @@ class Reservation:
         return self.runs[max(first, 0) : last]
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room that another thread may fill while it is lent: runs in token order, and each one's slot."""
+
+    layout: SegmentLayout
+    runs: tuple[tuple[Run, memoryview], ...]
+
+    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[memoryview] | None:
+        """Where rows of one stream belong, in token order; None unless all of them have room here."""
+        first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
+        found = []
+        for run, view in self.runs[max(first, 0) :]:
+            begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
+            if begin >= end:
+                break
+            row = run.row_begin + begin - run.token_begin
+            found.append(view[self.layout.rows(stream, row, row + end - begin)])
+            if end == token_end:
+                return found
+        return None
+
+
 class Writing:
     """The use cases of a writer."""
 
-    def __init__(self, state: State, residency: Residency, io: SegmentIO) -> None:
+    def __init__(self, state: State, residency: Residency, io: SegmentIO, pins: Pins) -> None:
         self._state = state
         self._residency = residency
         self._io = io
+        self.pins = pins
         self._open: dict[int, Reservation] = {}
         self._last_id = 0
-        self._quarantine: list[tuple[int, Segment]] = []
+        self._quarantine: list[tuple[int, Segment, Client]] = []
 
     @property
     def reservation_count(self) -> int:
@@ -87,21 +118,25 @@ class Writing:
         """Segments kept from others for writers, present and disappeared."""
         return sum(1 for _ in self.held())
 
+    def reservations(self) -> Iterable[Reservation]:
+        """Those open now."""
+        return self._open.values()
+
     def held(self) -> Iterator[Segment]:
         """Segments held by reservations, and by writers that disappeared, once per hold."""
         for reservation in self._open.values():
             yield from (run.segment for run in reservation.runs)
-        for _, segment in self._quarantine:
+        for _, segment, _ in self._quarantine:
             yield segment
 
     async def reserve(
         self, tenant: str, session_id: str, *, fingerprint: bytes, write_offset: int,
-        generation: int | None, token_count: int,
+        generation: int | None, token_count: int, client: Client = None,
     ) -> Reservation:  # fmt: skip
         """Open the session's reservation with room for `token_count` tokens; 0 is allowed, see `extend`.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
-        WriteOffsetMismatch, CapacityExceeded, TierFailure.
+        WriteOffsetMismatch, CapacityExceeded, TooManyRequests, TierFailure.
         """
         session = self._state.session(tenant, session_id)
         session.check_fingerprint(fingerprint)
@@ -113,7 +148,7 @@ class Writing:
                 session=session.name, token_count=session.token_count, write_offset=write_offset
             )
         self._state.touch(session)
-        reservation = self._begin(session, write_offset)
+        reservation = self._begin(session, write_offset, client)
         try:
             await self.extend(reservation, token_count)
         except BaseException:
@@ -124,16 +159,16 @@ class Writing:
     async def extend(self, reservation: Reservation, token_count: int) -> None:
         """Make room for `token_count` more tokens.
 
-        Raises ReservationNotFound, CapacityExceeded, TierFailure; what came before that is kept.
+        Raises ReservationNotFound, CapacityExceeded, TooManyRequests, TierFailure; what came before
+        that is kept.
         """
-        self._check_room(reservation, token_count)
-        end = reservation.end + token_count
-        while reservation.end < end:
-            last = reservation.runs[-1] if reservation.runs else None
-            segment, row = (last.segment, last.row_end) if last else self._tail(reservation.session)
-            if segment is None or row == segment.layout.segment_tokens:
-                segment, row = await self._new_segment(reservation), 0
-            self._add_run(reservation, segment, row, end)
+        self._check_open(reservation)
+        try:
+            await self._admit(reservation, token_count)
+            await self._extend(reservation, token_count)
+        finally:
+            self._state.unwritten.promise(-reservation.promised_bytes)
+            reservation.promised_bytes = 0
 
     def renew(self, reservation: Reservation) -> None:
         """Let a reservation live on: its writer is there. Raises ReservationNotFound."""
@@ -148,6 +183,13 @@ class Writing:
         Raises ReservationNotFound, InvalidArgument, and with `is_durable` CapacityExceeded and
         TierFailure: the tokens are then committed in memory all the same.
         """
+        self.commit_in_memory(reservation, token_count, keep_open=keep_open)
+        if is_durable:
+            await self.flush(reservation)
+        return reservation.session.view()
+
+    def commit_in_memory(self, reservation: Reservation, token_count: int, *, keep_open: bool) -> None:
+        """Make tokens visible. Raises ReservationNotFound, InvalidArgument."""
         session = reservation.session
         self._check_open(reservation)
         if session.is_gone or session.token_count != reservation.committed:
@@ -157,12 +199,27 @@ class Writing:
         if not reservation.committed <= token_count <= reservation.end:
             problem = f"{token_count} is not within [{reservation.committed}, {reservation.end}]"
             raise InvalidArgument(field="token_count", problem=problem)
+        if keep_open:
+            self._stage(reservation, token_count)
         self._attach(reservation, token_count)
         if not keep_open:
             self.release(reservation)
-        if is_durable:
-            await self._residency.flush(session)
-        return session.view()
+
+    async def flush(self, reservation: Reservation) -> None:
+        """Make what was committed durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
+        await self._residency.flush(reservation.session)
+
+    def mark_written(self, reservation: Reservation, token_count: int) -> None:
+        """Tokens below `token_count` are written and will not change: full segments may go to SSD.
+
+        Raises ReservationNotFound, InvalidArgument.
+        """
+        self._check_open(reservation)
+        if not reservation.committed <= token_count <= reservation.end:
+            problem = f"{token_count} is not within [{reservation.committed}, {reservation.end}]"
+            raise InvalidArgument(field="token_count", problem=problem)
+        if not reservation.session.is_gone:
+            self._stage(reservation, token_count)
 
     def is_open(self, reservation_id: int) -> bool:
         """Whether a reservation has not ended yet."""
@@ -180,25 +237,30 @@ class Writing:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         reservation.session.is_writing = False
+        now_ns, client = self._state.clock.monotonic_ns(), reservation.client
         for segment in (run.segment for run in reservation.runs):
+            self._state.unwritten.release(segment)
             # No row of it was ever committed, so no record was ever made of it.
             if not segment.row_count:
                 segment.is_discarded = True
+            if segment.row_count < segment.layout.segment_tokens:
+                self._residency.unstage(segment)
             if is_abandoned:
                 segment.is_open = False
-                self._quarantine.append((self._state.clock.monotonic_ns() + GRACE_NS, segment))
+                self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
-                self._residency.release(segment)
+                self._release(segment, client)
+        self._state.unwritten.look_again(reservation.session)
 
     def expire_due(self) -> None:
         """End reservations past their deadline, and give back slots whose grace has passed."""
         now_ns = self._state.clock.monotonic_ns()
         for reservation in [r for r in self._open.values() if r.deadline_ns <= now_ns]:
             self.release(reservation, is_abandoned=True)
-        ready = [segment for deadline_ns, segment in self._quarantine if deadline_ns <= now_ns]
+        ready = [item for item in self._quarantine if item[0] <= now_ns]
         self._quarantine = [item for item in self._quarantine if item[0] > now_ns]
-        for segment in ready:
-            self._residency.release(segment)
+        for _, segment, client in ready:
+            self._release(segment, client)
 
     def place(self, reservation: Reservation, stream: Stream, token_begin: int, data: memoryview) -> None:
         """Put rows of one stream where they belong: all of them lie within the reservation."""
@@ -212,28 +274,106 @@ class Writing:
             source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
+    @contextmanager
+    def lend(self, reservation: Reservation) -> Iterator[Room]:
+        """Hold a reservation's slots for another thread, whatever becomes of the reservation meanwhile."""
+        runs = tuple(reservation.runs)
+        for run in runs:
+            self._residency.hold(run.segment)
+        try:
+            yield Room(reservation.session.layout, tuple((run, self._io.view(run.segment)) for run in runs))
+        finally:
+            for run in runs:
+                self._residency.release(run.segment)
+
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _begin(self, session: Session, write_offset: int) -> Reservation:
+    def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
         session.is_writing = True
         self._last_id += 1
         deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
-        reservation = Reservation(self._last_id, session, write_offset, write_offset, deadline_ns)
+        reservation = Reservation(
+            self._last_id, session, write_offset, write_offset, deadline_ns, client=client
+        )
         self._open[self._last_id] = reservation
         return reservation
 
-    def _tail(self, session: Session) -> tuple[Segment | None, int]:
-        tail = session.segments[-1] if session.segments else None
-        # Dropped newest tokens leave the log's end behind the tail's: rows are never used twice.
-        if tail is None or not tail.is_open or not tail.dram or tail.end != session.log_end:
-            return None, 0
-        return tail, tail.row_count
+    def _last(self, reservation: Reservation) -> tuple[Segment | None, int]:
+        """The segment that goes on, and its next row; None where a new one is needed."""
+        if reservation.runs:
+            segment, row = reservation.runs[-1].segment, reservation.runs[-1].row_end
+            return (segment, row) if row < segment.layout.segment_tokens else (None, 0)
+        tail = reservation.session.growing_tail
+        return (tail, tail.row_count) if tail and tail.dram else (None, 0)
 
-    async def _new_segment(self, reservation: Reservation) -> Segment:
+    def _needed(self, reservation: Reservation, token_count: int) -> dict[int, int]:
+        """What is pinned after `extend`; segments that are not made yet have no number of theirs."""
+        if not token_count:
+            return {}
+        last, row = self._last(reservation)
+        layout = reservation.session.layout
+        held = [run.segment.segment_id for run in reservation.runs] or ([last.segment_id] if last else [])
+        free_row_count = layout.segment_tokens - row if last else 0
+        new_count = -(-max(token_count - free_row_count, 0) // layout.segment_tokens)
+        return dict.fromkeys([*held, *range(-new_count, 0)], layout.size_bytes)
+
+    def _new_segments(self, reservation: Reservation, token_count: int) -> dict[int, int]:
+        """Numbers for the segments that `extend` has to make, and their sizes."""
+        new_count = sum(segment_id < 0 for segment_id in self._needed(reservation, token_count))
+        size_bytes = reservation.session.layout.size_bytes
+        return {self._state.new_segment_id(): size_bytes for _ in range(new_count)}
+
+    def _new_bytes(self, reservation: Reservation, token_count: int) -> int:
+        """What room for so many more tokens adds to what may become dirty. Raises ReservationNotFound."""
+        self._check_open(reservation)
+        needed = self._needed(reservation, token_count)
+        last, _ = self._last(reservation)
+        new_bytes = sum(size_bytes for segment_id, size_bytes in needed.items() if segment_id < 0)
+        return new_bytes + (self._state.unwritten.new_bytes(last) if last and needed else 0)
+
+    async def _admit(self, reservation: Reservation, token_count: int) -> None:
+        """Wait until so many more tokens may be kept and become dirty, and promise it. Never waits at its end."""
+
+        def missing_bytes() -> int:
+            return self._new_bytes(reservation, token_count) - reservation.promised_bytes
+
+        def own_bytes() -> int:
+            slot_bytes = reservation.session.layout.size_bytes
+            return len(reservation.runs) * slot_bytes + reservation.promised_bytes
+
+        # First: what can never fit makes nothing leave.
+        await self._wait_for_room(reservation, token_count)
+        while missing_bytes() > 0:
+            reservation.promised_bytes += await self._residency.admit(missing_bytes, own_bytes)
+            # Meanwhile others may have come, or the tail gone that was to be continued.
+            await self._wait_for_room(reservation, token_count)
+
+    async def _wait_for_room(self, reservation: Reservation, token_count: int) -> None:
+        await self.pins.wait_for_room(reservation.client, lambda: self._needed(reservation, token_count))
+        self._check_open(reservation)
+
+    async def _extend(self, reservation: Reservation, token_count: int) -> None:
+        new = self._new_segments(reservation, token_count)
+        self.pins.pin(reservation.client, new)
+        try:
+            end, segment_ids = reservation.end + token_count, iter(new)
+            while reservation.end < end:
+                segment, row = self._last(reservation)
+                if segment is None:
+                    segment, row = await self._new_segment(reservation, next(segment_ids)), 0
+                self._add_run(reservation, segment, row, end)
+        finally:
+            self.pins.unpin(reservation.client, new)
+
+    def _release(self, segment: Segment, client: Client) -> None:
+        self._residency.release(segment)
+        self.pins.unpin(client, {segment.segment_id: segment.layout.size_bytes})
+
+    async def _new_segment(self, reservation: Reservation, segment_id: int) -> Segment:
         session = reservation.session
         offset = reservation.end - reservation.committed
         segment = Segment(
-            segment_id=self._state.new_segment_id(), tenant=session.tenant, writer_uid=session.uid,
+            segment_id=segment_id, tenant=session.tenant, writer_uid=session.uid,
             generation=session.generation, begin=session.log_end + offset,
             model_fingerprint=session.model_fingerprint, layout=session.layout,
         )  # fmt: skip
@@ -248,17 +388,6 @@ class Writing:
         if reservation.reservation_id not in self._open:
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
 
-    def _check_room(self, reservation: Reservation, token_count: int) -> None:
-        """Raise before anything makes way for what can never fit."""
-        self._check_open(reservation)
-        layout, dram = reservation.session.layout, self._residency.dram
-        needed_bytes = token_count // layout.segment_tokens * layout.size_bytes
-        if needed_bytes > dram.capacity_bytes:
-            raise CapacityExceeded(
-                tier="DRAM", needed_bytes=needed_bytes, free_bytes=dram.free_bytes,
-                limit_bytes=dram.capacity_bytes,
-            )  # fmt: skip
-
     def _add_run(self, reservation: Reservation, segment: Segment, row: int, end: int) -> None:
         row_end = min(row + end - reservation.end, segment.layout.segment_tokens)
         last = reservation.runs[-1] if reservation.runs else None
@@ -266,16 +395,36 @@ class Writing:
             reservation.runs[-1] = replace(last, row_end=row_end)
         else:
             self._residency.hold(segment)
+            self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
+            self._claim(reservation, segment)
             reservation.runs.append(Run(segment, row, row_end, reservation.end))
         reservation.end += row_end - row
+
+    def _claim(self, reservation: Reservation, segment: Segment) -> None:
+        """What was promised is taken."""
+        taken_bytes = self._state.unwritten.new_bytes(segment)
+        self._state.unwritten.reserve(segment)
+        self._state.unwritten.promise(-taken_bytes)
+        reservation.promised_bytes -= taken_bytes
+
+    def _stage(self, reservation: Reservation, token_count: int) -> None:
+        runs = reservation.runs_of(max(reservation.marked, reservation.committed), token_count)
+        full = [
+            r for r in runs if r.row_end == r.segment.layout.segment_tokens and r.token_end <= token_count
+        ]
+        reservation.marked = max(reservation.marked, token_count)
+        self._residency.stage(reservation.session, [run.segment for run in full])
 
     def _attach(self, reservation: Reservation, token_count: int) -> None:
         session = reservation.session
         added = token_count - reservation.committed
         for run in reservation.runs_of(reservation.committed, token_count):
-            if not run.segment.reference_count:
+            if not run.segment.residences:
+                session.is_tail_apart = run.segment.begin == session.log_end
                 self._state.attach(session, run.segment)
             run.segment.row_count = min(run.row_end, run.row_begin + token_count - run.token_begin)
+            if run.segment.is_dirty:
+                self._residency.committed(session, run.segment)
         if added:
             session.append_rows(session.log_end + added)
         reservation.committed = token_count
@@ -287,5 +436,6 @@ class Writing:
         """End the holds on segments that are written in full; the last one may be continued."""
         done = bisect_right(reservation.runs[:-1], reservation.committed, key=lambda run: run.token_end)
         for run in reservation.runs[:done]:
-            self._residency.release(run.segment)
+            self._state.unwritten.release(run.segment)
+            self._release(run.segment, reservation.client)
         del reservation.runs[:done]

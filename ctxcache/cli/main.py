@@ -11,12 +11,15 @@ import sys
 import typer
 
 from ctxcache.cli import models, sessions
+from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, online
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.exit_codes import exit_code_of
 from ctxcache.cli.plugins import add_plugins
+from ctxcache.cli.rebuild import rebuild_command
 from ctxcache.cli.sentences import sentence
 from ctxcache.cli.serve import serve_command
+from ctxcache.cli.verify import verify
 from ctxcache.errors import CacheError
 
 app = typer.Typer(
@@ -24,7 +27,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.command("serve")(serve_command())
+app.command("rebuild")(rebuild_command())
+app.command("verify")(verify)
 app.command("doctor")(doctor_command())
+app.command("bench")(bench)
 app.add_typer(sessions.app, name="session")
 app.add_typer(models.app, name="model")
 

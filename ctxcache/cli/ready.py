@@ -11,7 +11,7 @@ from ctxcache.cli.units import human_size
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A file of a tier. `io_mode` is `memory`, `direct` or `buffered`; `reason` says why."""
+    """A file of a tier. `io_mode` is `memory`, `direct` or `buffered`; `reason` says why, and which pages."""
 
     path: str
     size_bytes: int
@@ -21,12 +21,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A server that listens. `listen_addresses` are gRPC targets."""
+    """A server that listens. `listen_addresses` are gRPC targets, `bulk_addresses` where the bulk channel is."""
 
     version: str
     pid: int
     listen_addresses: tuple[str, ...]
+    bulk_addresses: tuple[str, ...]
     data_directory: str
+    control_socket: str
     arena: Place
     ssd: tuple[Place, ...]
     session_count: int
@@ -39,8 +41,11 @@ class Ready:
         """A few lines for people."""
         lines = [f"ctxcache {self.version} is ready (pid {self.pid})"]
         lines += [f"  listens on  {address}" for address in self.listen_addresses]
+        lines += [f"  bulk        {address}" for address in self.bulk_addresses]
         lines.append(f"  data        {self.data_directory}, {self.session_count} sessions found")
-        lines.append(f"  DRAM        {human_size(self.arena.size_bytes)} at {self.arena.path}")
+        place = f"{human_size(self.arena.size_bytes)} at {self.arena.path}"
+        lines.append(f"  DRAM        {place}, {self.arena.reason}")
+        lines.append(f"  local       {self.control_socket or 'by gRPC: no control socket'}")
         lines += [
             f"  SSD         {human_size(place.size_bytes)} at {place.path}, {place.io_mode} I/O"
             for place in self.ssd

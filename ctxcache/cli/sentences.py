@@ -12,6 +12,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.DeadlineExceeded: "--timeout allows more",
     errors.GenerationMismatch: "look at it again before you change it",
     errors.WriteInProgress: "try again when its writer has finished",
+    errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that is",
     errors.FormatTooNew: "install the version that wrote it, or a newer one",
     errors.AddressUnusable: "choose another with --listen or --unix-socket",
 }

@@ -19,10 +19,12 @@ from ctxcache.cli.call import CONTEXT, Output, OutputOption, call_of
 from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
+from ctxcache.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from ctxcache.server import Server
 
+GRPC_LOGGER = "grpc._cython.cygrpc"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -40,10 +42,18 @@ def serve(context: typer.Context, **given: Any) -> None:
     settings = load_settings(given)
     output = call_of(context, given).output
     logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=LOG_FORMAT)
+    logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
+    keep_freed_memory()
     from ctxcache import server  # noqa: PLC0415  see the module's docstring
 
     asyncio.run(server.serve(settings, lambda running: _announce(running, output)))
     _say("stopped: everything is on disk")
+
+
+def _is_no_vanished_peer(record: logging.LogRecord) -> bool:
+    """Whether a line of gRPC's is more than the traceback it logs when a client goes away under a write."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
 def _announce(server: "Server", output: Output) -> None:
@@ -65,13 +75,15 @@ def _facts(server: "Server") -> Ready:
         version=version("ctxcache"),
         pid=os.getpid(),
         listen_addresses=server.addresses,
+        bulk_addresses=server.bulk_addresses,
         data_directory=str(storage.directory.path.absolute()),
-        arena=Place(arena.paths[0], arena.capacities_bytes[0], "memory", "shared memory"),
+        control_socket=server.control_socket,
+        arena=Place(arena.paths[0], arena.capacities_bytes[0], "memory", arena.pages_reason),
         ssd=tuple(
             Place(mode.path, size_bytes, "direct" if mode.is_direct else "buffered", mode.reason)
             for mode, size_bytes in zip(ssd.io_modes, ssd.capacities_bytes, strict=True)
         ),
-        session_count=sum(1 for _ in storage.metadata.sessions()),
+        session_count=server.session_count,
     )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxcache.cli.units import human_duration, human_size, human_time
-from ctxcache.v1.admin_pb2 import Stats
+from ctxcache.v1.admin_pb2 import PathState, Stats
 from ctxcache.v1.model_pb2 import Dtype, Model, StateKind
 from ctxcache.v1.session_pb2 import Session, Tier
 
@@ -86,16 +86,18 @@ def stats_view(stats: Stats) -> RenderableType:
         ("listens on", ", ".join(stats.listen_addresses)),
         ("sessions", f"{stats.session_count} of {stats.model_count} models"),
         ("segments", _segments(stats)),
+        ("unwritten", _unwritten(stats)),
         ("open now", f"{stats.lease_count} leases, {stats.reservation_count} reservations"),
         ("appended", f"{stats.appended_token_count} tokens"),
         ("read", f"{stats.read_token_count} tokens, {_share(stats)} from DRAM"),
         ("ended", f"{stats.expired_session_count} expired, {stats.evicted_session_count} evicted"),
     )  # fmt: skip
-    tiers = _table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "PATH")
+    tiers = _table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
     for tier in stats.tiers:
         tiers.add_row(
             Tier.Name(tier.tier).removeprefix("TIER_"), human_size(tier.used_bytes),
-            human_size(tier.capacity_bytes), str(tier.segment_count), tier.path,
+            human_size(tier.capacity_bytes), str(tier.segment_count), _word(PathState.Name(tier.state)),
+            tier.path,
         )  # fmt: skip
     return Group(head, Text(), tiers)
 
@@ -148,6 +150,10 @@ def _segments(stats: Stats) -> str:
     return f"{stats.segment_count}; {moved}, {stats.corrupt_segment_count} corrupt"
 
 
+def _unwritten(stats: Stats) -> str:
+    return f"{human_size(stats.dirty_bytes)} not on SSD yet, {stats.delayed_write_count} writes delayed"
+
+
 def _share(stats: Stats) -> str:
     return f"{stats.dram_hit_token_count / max(stats.read_token_count, 1):.0%}"
 
@@ -157,7 +163,7 @@ def _when(instant: Timestamp) -> str:
 
 
 def _word(enum_name: str) -> str:
-    return enum_name.removeprefix("STATE_KIND_").removeprefix("DTYPE_").lower()
+    return enum_name.removeprefix("STATE_KIND_").removeprefix("DTYPE_").removeprefix("PATH_STATE_").lower()
 
 
 def _yes(fact: bool) -> str:  # noqa: FBT001  it is the value itself

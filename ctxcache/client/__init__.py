@@ -1,7 +1,8 @@
 """The client: what an engine needs to keep sessions in a server and to restore them."""
 
 from ctxcache.client.client import Client
+from ctxcache.client.decode_batch import DecodeBatch
 from ctxcache.client.rows import Piece, SessionRows
 from ctxcache.client.writer import SessionWriter
 
-__all__ = ["Client", "Piece", "SessionRows", "SessionWriter"]
+__all__ = ["Client", "DecodeBatch", "Piece", "SessionRows", "SessionWriter"]

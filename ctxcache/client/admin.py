@@ -1,5 +1,7 @@
 """Calls for operators, as methods. Worst case: one deadline per call."""
 
+from collections.abc import Iterator
+
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.wire import Wire
@@ -20,6 +22,17 @@ class AdminCalls:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
         request = admin_pb2.DemoteSessionRequest(name=name)
         return self._wire.call(self._wire.admin.DemoteSession, request)
+
+    def verify(
+        self, *, bytes_per_second: int = 0, release: bool = False
+    ) -> Iterator[admin_pb2.VerifyResponse]:
+        """Verify every record and segment; yields how far it is, without a deadline. See the proto.
+
+        Raises TooManyRequests, CorruptMetadata.
+        """
+        request = admin_pb2.VerifyRequest(bytes_per_second=bytes_per_second, release=release)
+        with self._wire.errors():
+            yield from self._wire.admin.Verify(request)
 
     def health(self) -> bool:
         """Say whether the server takes work: false while it starts or drains. Raises Unavailable."""

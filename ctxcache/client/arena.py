@@ -1,32 +1,42 @@
-"""The arena as this process sees it: a file of shared memory, mapped after it proved to be the one.
+"""The arena as this process sees it: shared memory, mapped after it proved to be the one.
 
-Knows no lease. The mapping lives as long as any view of it, so that a server's restart never takes
-memory away under a reader. Worst case: the file is not the server's, and bytes travel by stream.
+Knows no lease. A mapping lives as long as any view of it, so that a server's restart never takes
+memory away under a reader. Worst case: the memory is not the server's, and bytes travel by stream.
 """
 
+import contextlib
 import mmap
 import os
 import stat
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 
+from ctxcache.populate import Populate
 from ctxcache.v1 import arena_pb2
 
 Bytes = npt.NDArray[np.uint8]
+_Open = Callable[[int], AbstractContextManager[int]]
 
 _ID_BYTES = 16
 
 
 class MappedArena:
-    """A mapped arena. `readable` is a read-only [size_bytes] array of its bytes."""
+    """A mapped arena. `readable` is a read-only [size_bytes] array of its bytes.
 
-    def __init__(self, arena: arena_pb2.Arena, readable: Bytes) -> None:
+    Both mappings are populated in the background: a first touch costs up to three times a later one.
+    """
+
+    def __init__(self, arena: arena_pb2.Arena, readable: Bytes, opened: _Open) -> None:
         self._arena = arena
         self.readable = readable
+        self._opened = opened
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
+        self._populating = [_populate(readable, arena, is_for_writing=False)]
 
     @property
     def arena_id(self) -> bytes:
@@ -37,28 +47,64 @@ class MappedArena:
         """Map the arena for writing on first use; None where we may only read."""
         with self._lock:
             if self._writable is None:
-                self._writable = _map(self._arena, os.O_RDWR)
+                self._writable = _map(self._arena, self._opened, os.O_RDWR)
+                if self._writable is not None:
+                    self._populating.append(_populate(self._writable, self._arena, is_for_writing=True))
             return self._writable
+
+    def wait_until_populated(self, timeout_s: float) -> None:
+        """Wait until what is mapped so far can be touched at no cost, or the time is over."""
+        for item in self._populating:
+            item.wait(timeout_s)
 
 
 def map_arena(arena: arena_pb2.Arena) -> MappedArena | None:
-    """Map the server's arena; None when its path is not, on this host, that very arena."""
-    readable = _map(arena, os.O_RDONLY)
-    return None if readable is None else MappedArena(arena, readable)
+    """Map the server's arena by its path; None when that is not, on this host, that very arena."""
+    if not arena.path:
+        return None
+    return _mapped(arena, lambda access: _open_path(arena.path, access))
 
 
-def _map(arena: arena_pb2.Arena, access: int) -> Bytes | None:
-    if not arena.path or len(arena.arena_id) != _ID_BYTES:
-        return None
+def map_descriptor(arena: arena_pb2.Arena, fd: int) -> MappedArena | None:
+    """Map the arena that a descriptor leads to; None when it does not. Keeps a duplicate of it for `writable`."""
+    return _mapped(arena, _Kept(fd).open)
+
+
+class _Kept:
+    """A duplicate of a descriptor, closed with the last reference."""
+
+    def __init__(self, fd: int) -> None:
+        self._file = os.fdopen(os.dup(fd), "rb", buffering=0, closefd=True)
+
+    def open(self, access: int) -> AbstractContextManager[int]:
+        """The descriptor itself: it is good for either access."""
+        del access
+        return contextlib.nullcontext(self._file.fileno())
+
+
+def _mapped(arena: arena_pb2.Arena, opened: _Open) -> MappedArena | None:
+    readable = _map(arena, opened, os.O_RDONLY)
+    return None if readable is None else MappedArena(arena, readable, opened)
+
+
+@contextlib.contextmanager
+def _open_path(path: str, access: int) -> Iterator[int]:
+    # Without O_NONBLOCK a FIFO under that name would block us for ever.
+    fd = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Without O_NONBLOCK a FIFO under that name would block us for ever.
-        fd = os.open(arena.path, access | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return _map_file(fd, arena, access)
+        yield fd
     finally:
         os.close(fd)
+
+
+def _map(arena: arena_pb2.Arena, opened: _Open, access: int) -> Bytes | None:
+    if len(arena.arena_id) != _ID_BYTES:
+        return None
+    try:
+        with opened(access) as fd:
+            return _map_file(fd, arena, access)
+    except OSError:
+        return None
 
 
 def _map_file(fd: int, arena: arena_pb2.Arena, access: int) -> Bytes | None:
@@ -68,7 +114,7 @@ def _map_file(fd: int, arena: arena_pb2.Arena, access: int) -> Bytes | None:
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == os.O_RDWR else 0)
     try:
         mapping = mmap.mmap(fd, arena.size_bytes, mmap.MAP_SHARED, protection)
-    except (OSError, ValueError):
+    except ValueError:
         return None
     return np.frombuffer(mapping, np.uint8) if mapping[:_ID_BYTES] == arena.arena_id else None
 
@@ -78,3 +124,12 @@ def _is_trusted(status: os.stat_result) -> bool:
     # what a server of this host creates.
     is_known_owner = status.st_uid in (0, os.geteuid())
     return stat.S_ISREG(status.st_mode) and (is_known_owner or bool(status.st_mode & stat.S_IROTH))
+
+
+def _populate(mapping: Bytes, arena: arena_pb2.Arena, *, is_for_writing: bool) -> Populate:
+    populate = Populate(
+        mapping.ctypes.data, mapping.size, is_for_writing=is_for_writing, keeps=mapping,
+        page_bytes=arena.page_bytes,
+    )  # fmt: skip
+    populate.start()
+    return populate

@@ -1,19 +1,25 @@
-"""Attaching to the server's arena: a mapping and an access stream that belong to the same server run.
+"""Attaching to the server's arena: a mapping and a way of operations that belong to the same server run.
 
 Knows no session. State is guarded by one lock. Worst case: the server is elsewhere, or its arena
 may not be opened; then this client never asks again and everything travels by stream.
 """
 
+import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from ctxcache.client.access import AccessStream
-from ctxcache.client.arena import MappedArena, map_arena
+from ctxcache.client.arena import MappedArena, map_arena, map_descriptor
+from ctxcache.client.control import Control, connect_control
+from ctxcache.client.grpc_access import GrpcAccess
+from ctxcache.client.slots import SlotLayouts
 from ctxcache.client.wire import Wire
 from ctxcache.errors import Unavailable
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.arena_pb2 import Operation, ReleaseLease
 
+Way = Literal["auto", "socket", "grpc"]
 _ATTEMPTS = 2
 # Ends a lease that never exists: an operation that changes nothing, and whose answer proves the stream.
 _PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
@@ -21,25 +27,30 @@ _PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The arena, and the stream on which to acquire parts of it."""
+    """The arena, and the way on which to acquire parts of it. `layouts`: of sessions met on it."""
 
     arena: MappedArena
     stream: AccessStream
+    layouts: SlotLayouts = field(default_factory=SlotLayouts)
 
 
 class LocalAccess:
-    """Attaches on first use, and again after a break. Thread-safe."""
+    """Attaches on first use, and again after a break. Thread-safe.
 
-    def __init__(self, wire: Wire) -> None:
+    `way` is what carries operations: the control socket, a gRPC stream, or the first of them that can be had.
+    """
+
+    def __init__(self, wire: Wire, way: Way) -> None:
         self._wire = wire
+        self._way = way
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._is_remote = False
 
     def attach(self) -> Attachment | None:
-        """Return the arena and a stream that lives; None when the server is not on this host.
+        """Return the arena and a way that lives; None when the server is not on this host.
 
-        Raises Unavailable, DeadlineExceeded.
+        Raises Unavailable, DeadlineExceeded, TooManyRequests, Draining.
         """
         with self._lock:
             if self._is_remote:
@@ -50,7 +61,7 @@ class LocalAccess:
             return self._attachment
 
     def close(self) -> None:
-        """End the stream and everything held on it."""
+        """End the way and everything held on it."""
         with self._lock:
             if self._attachment is not None:
                 self._attachment.stream.close()
@@ -58,15 +69,43 @@ class LocalAccess:
 
     def _connect(self) -> Attachment | None:
         for _ in range(_ATTEMPTS):
-            arena = self._map(self._get_arena())
-            if arena is None:
+            arena = self._get_arena()
+            if self._way != "grpc" and (found := self._by_socket(arena)) is not None:
+                return found
+            mapped = None if self._way == "socket" else self._known(arena) or map_arena(arena)
+            if mapped is None:
                 return None
-            if (stream := self._open(arena)) is not None:
-                return Attachment(arena, stream)
+            if (stream := self._open(mapped)) is not None:
+                return Attachment(mapped, stream)
         raise Unavailable(target=self._wire.target, problem="the server changes while we connect")
 
+    def _by_socket(self, arena: arena_pb2.Arena) -> Attachment | None:
+        if not arena.control_socket:
+            return None
+        control = connect_control(arena.control_socket, self._wire.target, self._wire.timeout_s)
+        if control is None:
+            return None
+        try:
+            mapped = self._map(control, arena)
+        except BaseException:
+            control.stream.close()
+            raise
+        finally:
+            os.close(control.arena_fd)
+        if mapped is None:
+            control.stream.close()
+            return None
+        return Attachment(mapped, control.stream)
+
+    def _map(self, control: Control, arena: arena_pb2.Arena) -> MappedArena | None:
+        # On another host's word the path may lead to a server of this one; or ours was replaced just now.
+        told = control.arena
+        if told.arena_id != arena.arena_id and told.arena_id != self._get_arena().arena_id:
+            return None
+        return self._known(told) or map_descriptor(told, control.arena_fd)
+
     def _open(self, arena: MappedArena) -> AccessStream | None:
-        stream = AccessStream(self._wire)
+        stream = GrpcAccess(self._wire)
         try:
             stream.call([_PROBE])
             # The server may be replaced between two calls. The same id before and after the stream's
@@ -83,8 +122,6 @@ class LocalAccess:
     def _get_arena(self) -> arena_pb2.Arena:
         return self._wire.call(self._wire.arena.GetArena, arena_pb2.GetArenaRequest())
 
-    def _map(self, arena: arena_pb2.Arena) -> MappedArena | None:
+    def _known(self, arena: arena_pb2.Arena) -> MappedArena | None:
         known = self._attachment
-        if known is not None and known.arena.arena_id == arena.arena_id:
-            return known.arena
-        return map_arena(arena)
+        return known.arena if known is not None and known.arena.arena_id == arena.arena_id else None

@@ -6,25 +6,15 @@ of another generation raise, and nothing of theirs is returned.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from contextlib import suppress
 
-import numpy as np
-
+from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import stream_from_wire, stream_to_wire, token_range
+from ctxcache.client.row_transport import OpenRead, RowTransport
 from ctxcache.client.rows import Piece
-from ctxcache.client.wire import Wire
-from ctxcache.errors import CacheError, ChecksumMismatch, SessionNotFound, Unavailable
-from ctxcache.format.identity import wire_checksum
+from ctxcache.errors import CacheError, SessionNotFound, Unavailable
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import Chunk, ReadHeader, ReadSessionRequest, ReadSessionResponse
-
-
-class _Call(Protocol):
-    """What gRPC returns for a stream of answers."""
-
-    def __next__(self) -> ReadSessionResponse: ...
-    def __iter__(self) -> Iterator[ReadSessionResponse]: ...
-    def cancel(self) -> bool: ...
+from ctxcache.v1.session_pb2 import ReadSessionRequest
 
 
 class ChunkStream:
@@ -35,16 +25,27 @@ class ChunkStream:
     """
 
     def __init__(
-        self, wire: Wire, request: ReadSessionRequest, row_sizes: Mapping[Stream, int], *, size_bytes: int
+        self,
+        transport: RowTransport,
+        request: ReadSessionRequest,
+        row_sizes: Mapping[Stream, int],
+        *,
+        size_bytes: int,
     ) -> None:
-        self._wire, self._request, self._row_sizes = wire, request, row_sizes
-        self._timeout_s = wire.bulk_timeout_s(size_bytes)
-        self._call, self.header = self._open(request)
+        self._transport, self._request, self._row_sizes = transport, request, row_sizes
+        self._size_bytes = size_bytes
+        self._read = self._open(request)
+        self.header = self._read.header
         self.streams = tuple(map(stream_from_wire, self.header.streams))
         self.begin, self.end = self.header.range.begin, self.header.range.end
         # What has not arrived: the first of these from `_next_token` on, the others whole.
         self._missing = deque(self.streams if self.begin < self.end else ())
         self._next_token = self.begin
+        self._places: dict[Stream, Bytes] = {}
+
+    def place(self, stream: Stream, out: Bytes) -> None:
+        """Have the rows of a stream that has not begun to arrive put into `out`, [T, row_bytes]."""
+        self._places[stream] = out
 
     def __iter__(self) -> Iterator[Piece]:
         try:
@@ -55,14 +56,17 @@ class ChunkStream:
             raise self._broken_contract(f"the read ended before {self._missing[0]}")
 
     def close(self) -> None:
-        """Stop the server's sending."""
-        self._call.cancel()
+        """Stop the server's sending; a read that is whole ends in order."""
+        if not self._missing:
+            with suppress(CacheError):
+                self._read.next(self._land)
+        self._read.close()
 
     def _resume(self) -> Iterator[Piece]:
         for request in self._missing_requests():
-            self._call, header = self._open(request)
+            self._read = self._open(request)
             # The generation may be the same by chance; the uid never is.
-            if header.session.uid != self.header.session.uid:
+            if self._read.header.session.uid != self.header.session.uid:
                 raise SessionNotFound(session=self._request.name)
             yield from self._drain()
 
@@ -82,39 +86,24 @@ class ChunkStream:
             range=token_range(begin, self.end),
         )
 
-    def _open(self, request: ReadSessionRequest) -> tuple[_Call, ReadHeader]:
-        with self._wire.errors():
-            call = self._wire.sessions.ReadSession(request, timeout=self._timeout_s)
-            first = next(call, None)
-        if first is None or not first.HasField("header"):
-            raise self._broken_contract("the read does not start with a header")
-        return call, first.header
+    def _open(self, request: ReadSessionRequest) -> OpenRead:
+        return self._transport.read(request, size_bytes=self._size_bytes)
 
     def _drain(self) -> Iterator[Piece]:
-        while True:
-            with self._wire.errors():
-                message = next(self._call, None)
-            if message is None:
-                return
-            yield self._take(message.chunk)
+        while (piece := self._read.next(self._land)) is not None:
+            rows = piece.rows.reshape(-1, self._row_sizes[piece.stream])
+            self._advance(piece.token_begin + len(rows))
+            yield Piece(piece.stream, piece.token_begin, rows)
 
-    def _take(self, chunk: Chunk) -> Piece:
-        # Read once: each access to a bytes field makes a copy.
-        data = chunk.data
-        stream = self._expected(chunk)
-        if wire_checksum(data) != chunk.checksum:
-            raise ChecksumMismatch(field=f"{stream} at token {chunk.token_begin}")
-        row_count, rest = divmod(len(data), self._row_sizes[stream])
-        if rest or not 0 < row_count <= self.end - chunk.token_begin:
-            raise self._broken_contract(f"{len(data)} B do not fit {stream}")
-        self._advance(chunk.token_begin + row_count)
-        return Piece(stream, chunk.token_begin, np.frombuffer(data, np.uint8).reshape(row_count, -1))
-
-    def _expected(self, chunk: Chunk) -> Stream:
-        stream = stream_from_wire(chunk.stream)
-        if not self._missing or stream != self._missing[0] or chunk.token_begin != self._next_token:
-            raise self._broken_contract(f"{stream} at token {chunk.token_begin} is out of order")
-        return stream
+    def _land(self, stream: Stream, token_begin: int, size_bytes: int) -> Bytes | None:
+        if not self._missing or stream != self._missing[0] or token_begin != self._next_token:
+            raise self._broken_contract(f"{stream} at token {token_begin} is out of order")
+        row_count, rest = divmod(size_bytes, self._row_sizes[stream])
+        if rest or not 0 < row_count <= self.end - token_begin:
+            raise self._broken_contract(f"{size_bytes} B do not fit {stream}")
+        place = self._places.get(stream)
+        first = token_begin - self.begin
+        return None if place is None else place[first : first + row_count]
 
     def _advance(self, token_end: int) -> None:
         self._next_token = token_end
@@ -123,4 +112,4 @@ class ChunkStream:
             self._next_token = self.begin
 
     def _broken_contract(self, problem: str) -> CacheError:
-        return CacheError(f"{self._wire.target}: {problem}")
+        return CacheError(f"{self._transport.target}: {problem}")

@@ -4,7 +4,7 @@ Knows no engine. Thread-safe; what `read` and `writer` return belongs to one thr
 case: a server that vanishes costs each call its deadline, and each call raises a CacheError.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -12,40 +12,56 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.admin import AdminCalls
-from ctxcache.client.attach import Attachment, LocalAccess
+from ctxcache.client.attach import Attachment, LocalAccess, Way
+from ctxcache.client.bulk_channel import BulkChannel
+from ctxcache.client.bulk_rows import BulkRows
 from ctxcache.client.convert import model_from_wire, row_sizes, stream_from_wire, stream_to_wire, token_range
+from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
+from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.leased_rows import LeasedRows, lease_rows
 from ctxcache.client.models import ModelCalls
 from ctxcache.client.reserved_writer import ReservedWriter, reserve
+from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.shapes import check_append
 from ctxcache.client.streamed_append import BufferedWriter, append_by_stream
 from ctxcache.client.streamed_rows import StreamedRows
+from ctxcache.client.tls import ClientTls
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter
-from ctxcache.errors import CapacityExceeded, InvalidArgument, Unavailable
+from ctxcache.errors import CapacityExceeded, InvalidArgument, ModelFingerprintMismatch, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
-from ctxcache.v1.arena_pb2 import Reserve
+from ctxcache.v1.arena_pb2 import AcquireLease, Reserve
 from ctxcache.v1.session_pb2 import (
+    DURABILITY_DISK,
     DURABILITY_MEMORY,
     AppendHeader,
     Durability,
     ReadSessionRequest,
     Session,
+    TokenRange,
 )
 
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
-Access = Literal["auto", "local", "remote"]
+Access = Literal["auto", "local", "local-socket", "local-grpc", "remote", "bulk", "grpc"]
+Verify = Literal["loaded", "always"]
+_WAYS: dict[Access, Way] = {"local-socket": "socket", "local-grpc": "grpc"}
+FINGERPRINTS_LIMIT = 4096
+"""Sessions of which the model is remembered, so that reading one by its name takes one call."""
 
 
 class Client(ModelCalls, SessionCalls, AdminCalls):
     """Talks to the server at `target`, a gRPC target such as `host:port` or `unix:/path`.
 
     `timeout_s` bounds every wait; calls that move rows get more by their size. `access` says where
-    rows travel: through shared memory only (`local`), by stream only (`remote`), or as it is possible.
+    rows travel: through shared memory only (`local`; `local-socket` and `local-grpc` also say what carries
+    the leases), over sockets only (`remote`), or as it is possible. Over sockets means the server's bulk
+    channel where it has one and it can be reached, and streams of gRPC otherwise; `bulk` and `grpc` allow
+    only the one or the other. `verify`: rows are verified when the server loads them from SSD (`loaded`),
+    and besides whenever this client leases them (`always`). `tls`: for a server whose TCP port has it.
     Where a session is asked for, its name does; a Session that an earlier call returned saves a call.
     """
 
@@ -55,12 +71,18 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         access: Access = "auto",
+        verify: Verify = "loaded",
+        tls: ClientTls | None = None,
     ) -> None:
-        if access not in get_args(Access):
-            raise InvalidArgument(field="access", problem=f"{access!r} is not one of {get_args(Access)}")
-        super().__init__(Wire(target, timeout_s))
+        _check_one_of("access", access, get_args(Access))
+        _check_one_of("verify", verify, get_args(Verify))
+        super().__init__(Wire(target, timeout_s, tls))
         self._access = access
-        self._local = LocalAccess(self._wire)
+        self._bulk = BulkChannel(self._wire)
+        self._transport = self._choose_transport(access)
+        self._is_verified = verify == "always"
+        self._local = LocalAccess(self._wire, _WAYS.get(access, "auto"))
+        self._fingerprints: dict[str, bytes] = {}
         # Fingerprint to model. Models never change; as many as this process uses.
         self._models: dict[bytes, ModelSpec] = {}
 
@@ -83,10 +105,9 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         writer = self._reserve(snapshot, token_count, if_generation_match)
         if writer is None:
             header = _append_header(snapshot, if_generation_match)
-            return append_by_stream(self._wire, header, views, durability)
+            return append_by_stream(self._transport, header, views, durability)
         with writer:
-            for stream, view in views.items():
-                writer.write(stream, 0, view)
+            writer.write_all(views, is_marked=durability == DURABILITY_DISK)
             return writer.commit(durability=durability)
 
     def writer(
@@ -101,7 +122,23 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         if local is not None:
             return local
         header = _append_header(snapshot, if_generation_match)
-        return BufferedWriter(self._wire, snapshot, header, token_count, self._row_sizes(snapshot))
+        return BufferedWriter(self._transport, snapshot, header, token_count, self._row_sizes(snapshot))
+
+    def decode_batch(
+        self, sessions: Sequence[str | Session], *, room_tokens: int = ROOM_TOKENS
+    ) -> DecodeBatch:
+        """Open B sessions of one model and layout for appending a token each per step, in place.
+
+        Room is reserved for `room_tokens` steps at a time. What fails for one session is in the batch's
+        `failures`. Use it as a context manager. Raises InvalidArgument, Unavailable (not on the server's host).
+        """
+        snapshots = [self._snapshot(session) for session in sessions]
+        attachment = self._attach()
+        arena = None if attachment is None else attachment.arena.writable()
+        if attachment is None or arena is None:
+            raise Unavailable(target=self._wire.target, problem="its arena cannot be written here")
+        sizes = self._row_sizes(snapshots[0]) if snapshots else {}
+        return DecodeBatch(attachment, arena, snapshots, sizes, room_tokens)
 
     def read(
         self,
@@ -117,22 +154,27 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         Raises TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment, CapacityExceeded (only with
         access `local`; otherwise rows that the arena cannot hold come by stream).
         """
+        chosen = tuple(streams or ())
+        if begin != 0 and end is None:
+            session = self._snapshot(session)
+            end = session.token_count
+        wanted = None if end is None else token_range(begin, end)
+        leased = self._lease(session, chosen, wanted, if_generation_match)
+        if leased is not None:
+            return leased
         snapshot = self._snapshot(session)
-        wanted = None
-        if begin != 0 or end is not None:
-            wanted = token_range(begin, snapshot.token_count if end is None else end)
         request = ReadSessionRequest(
             name=snapshot.name,
             model_fingerprint=snapshot.model_fingerprint,
             if_generation_match=if_generation_match,
-            streams=map(stream_to_wire, streams or ()),
+            streams=map(stream_to_wire, chosen),
             range=wanted,
         )
-        leased = self._lease(request)
-        return self._stream(snapshot, request) if leased is None else leased
+        return self._stream(snapshot, request)
 
     def close(self) -> None:
         """End every call, lease and reservation of this client."""
+        self._bulk.close()
         self._wire.close()
         self._local.close()
 
@@ -147,6 +189,12 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
     ) -> None:
         self.close()
 
+    def _choose_transport(self, access: Access) -> RowTransport:
+        streams = GrpcRows(self._wire)
+        if access == "grpc":
+            return streams
+        return BulkRows(self._wire, self._bulk, None if access == "bulk" else streams)
+
     def _snapshot(self, session: str | Session) -> Session:
         return self.get_session(session) if isinstance(session, str) else session
 
@@ -157,8 +205,8 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         return row_sizes(self._models[fingerprint], map(stream_from_wire, snapshot.layout))
 
     def _attach(self) -> Attachment | None:
-        attachment = None if self._access == "remote" else self._local.attach()
-        if attachment is None and self._access == "local":
+        attachment = None if self._access in ("remote", "bulk", "grpc") else self._local.attach()
+        if attachment is None and self._is_only_local:
             raise Unavailable(target=self._wire.target, problem="its arena cannot be opened here")
         return attachment
 
@@ -178,21 +226,59 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         )
         return reserve(attachment, arena, snapshot, request, self._row_sizes(snapshot))
 
-    def _lease(self, request: ReadSessionRequest) -> LeasedRows | None:
+    def _lease(
+        self,
+        session: str | Session,
+        streams: Sequence[Stream],
+        wanted: TokenRange | None,
+        if_generation_match: int | None,
+    ) -> LeasedRows | None:
+        """Lease rows; None when they have to come by stream."""
         attachment = self._attach()
         if attachment is None:
             return None
+        name, known = (
+            (session, self._fingerprints.get(session)) if isinstance(session, str) else (session.name, None)
+        )
+        request = AcquireLease(
+            session=name,
+            model_fingerprint=known or self._snapshot(session).model_fingerprint,
+            if_generation_match=if_generation_match,
+            range=wanted,
+        )
         try:
-            return lease_rows(attachment, request)
+            rows = lease_rows(attachment, request, streams, is_verified=self._is_verified)
+        except ModelFingerprintMismatch:
+            # The name is another session's by now.
+            if known is None:
+                raise
+            self._fingerprints.pop(name, None)
+            return self._lease(session, streams, wanted, if_generation_match)
         except CapacityExceeded:
-            if self._access == "local":
+            if self._is_only_local:
                 raise
             return None
+        self._remember(rows.session)
+        return rows
+
+    def _remember(self, session: Session) -> None:
+        if len(self._fingerprints) >= FINGERPRINTS_LIMIT:
+            self._fingerprints.clear()
+        self._fingerprints[session.name] = session.model_fingerprint
+
+    @property
+    def _is_only_local(self) -> bool:
+        return self._access.startswith("local")
 
     def _stream(self, snapshot: Session, request: ReadSessionRequest) -> StreamedRows:
         sizes = self._row_sizes(snapshot)
         token_count = request.range.end if request.HasField("range") else snapshot.token_count
-        return StreamedRows(self._wire, request, sizes, size_bytes=token_count * sum(sizes.values()))
+        return StreamedRows(self._transport, request, sizes, size_bytes=token_count * sum(sizes.values()))
+
+
+def _check_one_of(field: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidArgument(field=field, problem=f"{value!r} is not one of {known}")
 
 
 def _append_header(snapshot: Session, if_generation_match: int | None) -> AppendHeader:

@@ -42,7 +42,13 @@ class Hold:
 
     def check(self) -> None:
         """Raise `ended` when the stream broke or the deadline passed."""
-        if self.stream.is_broken or time.monotonic_ns() >= self.deadline_ns:
+        if self.stream.is_broken:
+            raise type(self.ended)(**self.ended.facts)
+        self.check_known()
+
+    def check_known(self) -> None:
+        """Raise `ended` when that is plain without asking the system: cheaper, and no proof of the contrary."""
+        if self.stream.has_failed or time.monotonic_ns() >= self.deadline_ns:
             raise type(self.ended)(**self.ended.facts)
 
     def release_soon(self) -> None:

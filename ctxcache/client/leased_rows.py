@@ -1,22 +1,23 @@
-"""Reading in place: a lease on the arena, and verified views of the rows under it.
+"""Reading in place: a lease on the arena, and views of the rows under it.
 
-Copies nothing unless asked to. Worst case: bytes that do not match their identity raise
-CorruptSegment, and a lease that ended raises LeaseNotFound, before rows are returned as good.
+Copies nothing unless asked to. Rows that came from SSD were verified by the server, in this very
+memory; a reader may have them verified again. Worst case: a lease that ended raises LeaseNotFound
+before rows are returned as good.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
-from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.rows import Piece, SessionRows
-from ctxcache.client.slots import Slots, runs_of
-from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.client.slots import Chunk, SlotRows, spans_of_runs, spans_of_segments
+from ctxcache.client.verifier import Verifier
+from ctxcache.errors import InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
-from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, ReleaseLease, SegmentLocation
-from ctxcache.v1.session_pb2 import ReadSessionRequest, Session
+from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, ReleaseLease
 
 
 class LeasedRows(SessionRows):
@@ -24,30 +25,54 @@ class LeasedRows(SessionRows):
 
     is_local = True
 
-    def __init__(self, slots: Slots, hold: Hold, lease: Lease, streams: Iterable[Stream]) -> None:
-        wanted = frozenset(streams) or frozenset(slots.streams)
-        if not wanted <= frozenset(slots.streams):
+    def __init__(
+        self, slots: SlotRows, hold: Hold, lease: Lease, streams: Iterable[Stream], verifier: Verifier | None
+    ) -> None:
+        stored = slots.layout.chunks
+        wanted = frozenset(streams)
+        if not wanted <= stored.keys():
             raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
         self.session = lease.session
-        self.streams = tuple(stream for stream in slots.streams if stream in wanted)
+        self.streams = tuple(s for s in stored if s in wanted) if wanted else slots.layout.streams
         self.begin, self.end = lease.range.begin, lease.range.end
-        self._slots, self._hold = slots, hold
-        self._runs = runs_of(lease.segments, self.begin, self.end)
-        self._seeds: dict[int, int] = {}
-        self._verified: set[tuple[int, Stream]] = set()
+        self._chunks = stored if not wanted else {stream: stored[stream] for stream in self.streams}
+        self._slots, self._hold, self._verifier = slots, hold, verifier
 
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row. Raises KeyError(stream)."""
-        return self._slots.row_bytes(stream)
+        return self._slots.layout.row_bytes(stream)
 
     def pieces(self, stream: Stream) -> Sequence[Bytes]:
         """Return a stream's rows as views of the arena, one per run of live rows."""
-        return [piece.rows for piece in self._pieces(stream)]
+        return [rows for view in self.blocks(stream) for rows in view]
+
+    def blocks(self, stream: Stream) -> list[Bytes]:
+        """Return a stream's rows as views [runs, rows, row_bytes], fewer and larger ones than `pieces`."""
+        return self._slots.views(self._open(stream))
 
     def chunks(self) -> Iterator[Piece]:
         """Iterate over views of all rows, stream by stream in layer order."""
         for stream in self.streams:
-            yield from self._pieces(stream)
+            token_begin = self.begin
+            for rows in self.pieces(stream):
+                yield Piece(stream, token_begin, rows)
+                token_begin += len(rows)
+        self.check()
+
+    def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
+        """See SessionRows."""
+        if out is not None and not out.flags.c_contiguous:
+            return super().array(stream, out=out)
+        views = self.blocks(stream)
+        whole = np.empty((self.token_count, self.row_bytes(stream)), np.uint8) if out is None else out
+        self._check_out(whole, stream)
+        begin = 0
+        for rows in views:
+            end = begin + rows.shape[0] * rows.shape[1]
+            np.copyto(whole[begin:end].reshape(rows.shape), rows)
+            begin = end
+        self.check()
+        return whole
 
     def check(self) -> None:
         """Raise LeaseNotFound when the lease has ended."""
@@ -57,54 +82,26 @@ class LeasedRows(SessionRows):
         """Release the lease, without waiting for the answer."""
         self._hold.release_soon()
 
-    def _pieces(self, stream: Stream) -> Iterator[Piece]:
-        self._check_stream(stream)
-        for run in self._runs:
-            self._verify(run.segment, stream)
-            rows = self._slots.rows(run.segment, stream, run.row_begin, run.row_end)
-            yield Piece(stream, run.token_begin, rows)
-        self.check()
-
-    def _verify(self, segment: SegmentLocation, stream: Stream) -> None:
-        expected = self._slots.checksum(segment, stream)
-        if expected is None or (segment.segment_id, stream) in self._verified:
-            return
-        rows = self._slots.rows(segment, stream, 0, segment.token_count)
-        if chunk_checksum(self._seed(segment), stream, rows.data) != expected:
-            # A slot that was handed on under us differs too; that is no damage to the session.
-            self.check()
-            raise CorruptSegment(
-                segment_id=segment.segment_id, problem=f"{stream} does not match its checksum"
-            )
-        self._verified.add((segment.segment_id, stream))
-
-    def _seed(self, segment: SegmentLocation) -> int:
-        if segment.segment_id not in self._seeds:
-            self._seeds[segment.segment_id] = _identity(self.session, segment).seed()
-        return self._seeds[segment.segment_id]
+    def _open(self, stream: Stream) -> Chunk:
+        """Where a stream's rows lie, verified if that is wanted. Raises as `pieces` does."""
+        chunk = self._chunks.get(stream)
+        if chunk is None:
+            raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
+        if self._verifier is not None:
+            self._verifier.verify(stream)
+        self._hold.check_known()
+        return chunk
 
 
-def _identity(session: Session, segment: SegmentLocation) -> SegmentIdentity:
-    try:
-        session_uid = bytes.fromhex(segment.session_uid)
-    except ValueError as error:
-        raise CorruptSegment(segment_id=segment.segment_id, problem="has no session uid") from error
-    return SegmentIdentity(
-        tenant=session.tenant,
-        session_uid=session_uid,
-        generation=segment.generation,
-        begin=segment.position_begin,
-        token_count=segment.token_count,
-        model_fingerprint=session.model_fingerprint,
-    )
-
-
-def lease_rows(attachment: Attachment, request: ReadSessionRequest) -> LeasedRows:
+def lease_rows(
+    attachment: Attachment, request: AcquireLease, streams: Sequence[Stream], *, is_verified: bool
+) -> LeasedRows:
     """Acquire a lease on what a read asks for, and return the rows under it; no streams means all.
 
     Raises CapacityExceeded when the rows do not fit into the arena, and what a read raises.
     """
-    sent, result = acquire(attachment.stream, Operation(acquire_lease=_acquire_lease(request)))
+    request.is_brief = not is_verified
+    sent, result = acquire(attachment.stream, Operation(acquire_lease=request))
     lease = result.lease
     hold = Hold(
         stream=attachment.stream,
@@ -113,18 +110,17 @@ def lease_rows(attachment: Attachment, request: ReadSessionRequest) -> LeasedRow
         ended=LeaseNotFound(lease_id=lease.lease_id),
     )
     try:
-        slots = Slots(attachment.arena.readable, lease.layout)
-        return LeasedRows(slots, hold, lease, map(stream_from_wire, request.streams))
+        arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end
+        if lease.segments:
+            spans = spans_of_segments(lease.segments, begin, end)
+        else:
+            spans = spans_of_runs(lease.runs, begin, end)
+        layout = attachment.layouts.of(lease.session.uid, lease.layout)
+        slots = SlotRows(arena, layout, spans)
+        verifier = None
+        if is_verified:
+            verifier = Verifier(arena, layout, lease.session, lease.segments, hold.check)
+        return LeasedRows(slots, hold, lease, streams, verifier)
     except BaseException:
         hold.release_soon()
         raise
-
-
-def _acquire_lease(request: ReadSessionRequest) -> AcquireLease:
-    has_generation, has_range = request.HasField("if_generation_match"), request.HasField("range")
-    return AcquireLease(
-        session=request.name,
-        model_fingerprint=request.model_fingerprint,
-        if_generation_match=request.if_generation_match if has_generation else None,
-        range=request.range if has_range else None,
-    )

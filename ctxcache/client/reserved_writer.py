@@ -4,7 +4,7 @@ Copies each row once. Worst case: the reservation ends while rows are copied; th
 no reservation, and nothing of them becomes visible.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -12,12 +12,17 @@ import numpy as np
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
 from ctxcache.client.hold import Hold, acquire
-from ctxcache.client.slots import Run, Slots, runs_of
+from ctxcache.client.slots import SlotRows, spans_of_runs
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, CorruptSegment, ReservationNotFound
 from ctxcache.format.streams import Stream
-from ctxcache.v1.arena_pb2 import CommitReservation, Operation, ReleaseReservation, Reservation, Reserve
+from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
 from ctxcache.v1.session_pb2 import Durability, Session
+
+FIRST_BATCH_TOKENS = 64
+"""Rows written before the server is told of them for the first time: a segment, so that the disk begins early."""
+BATCH_BYTES = 8 << 20
+"""Rows written between one such message and the next, later on."""
 
 
 class ReservedWriter(SessionWriter):
@@ -28,34 +33,54 @@ class ReservedWriter(SessionWriter):
     def __init__(
         self,
         session: Session,
-        slots: Slots,
+        slots: SlotRows,
         hold: Hold,
-        reservation: Reservation,
+        reservation_id: int,
         *,
         token_count: int,
         row_sizes: Mapping[Stream, int],
     ) -> None:
         super().__init__(session, token_count, row_sizes)
         self._slots, self._hold = slots, hold
-        self._reservation_id = reservation.reservation_id
-        end = self.write_offset + token_count
-        self._runs = runs_of(reservation.segments, self.write_offset, end)
-        if {stream: slots.row_bytes(stream) for stream in slots.streams} != row_sizes:
+        self._reservation_id = reservation_id
+        if {stream: chunk.row_bytes for stream, chunk in slots.layout.chunks.items()} != row_sizes:
             raise CorruptSegment(segment_id="?", problem="its layout is not the session's")
+
+    def write_all(self, rows: Mapping[Stream, Bytes], *, is_marked: bool) -> None:
+        """Write all rows of every stream, [T, row_bytes] each, some tokens at a time.
+
+        `is_marked`: the server may take them to disk while the next ones are copied.
+        """
+        for begin, end in self._batches():
+            for stream, view in rows.items():
+                self._write(stream, begin, view[begin:end])
+                self._written[stream] = end
+            if is_marked and end < self.token_count:
+                # Not waited for: what is wrong with the reservation, the commit will say.
+                self._hold.stream.send([self._mark(end)])
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        limit = max(BATCH_BYTES // sum(self._row_sizes.values()), FIRST_BATCH_TOKENS)
+        begin, row_count = 0, FIRST_BATCH_TOKENS
+        while begin < self.token_count:
+            end = min(begin + row_count, self.token_count)
+            yield begin, end
+            begin, row_count = end, min(2 * row_count, limit)
+
+    def _mark(self, row_count: int) -> Operation:
+        token_count = self.write_offset + row_count
+        mark = MarkWritten(reservation_id=self._reservation_id, token_count=token_count)
+        return Operation(mark_written=mark)
 
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
         begin = self.write_offset + row_begin
         # Before the copy: after its end the room may be another session's.
         self._hold.check()
-        for run in self._runs:
-            first, last = max(begin, run.token_begin), min(begin + len(rows), run.token_end)
-            if first < last:
-                np.copyto(self._room(run, stream, first, last), rows[first - begin : last - begin])
+        for token_begin, room in self._slots.blocks(stream, begin, begin + len(rows)):
+            first = token_begin - begin
+            last = first + room.shape[0] * room.shape[1]
+            np.copyto(room, rows[first:last].reshape(room.shape))
         self._hold.check()
-
-    def _room(self, run: Run, stream: Stream, begin: int, end: int) -> Bytes:
-        shift = run.row_begin - run.token_begin
-        return self._slots.rows(run.segment, stream, begin + shift, end + shift)
 
     def _commit(self, row_count: int, durability: Durability.ValueType, *, keep_open: bool) -> Session:
         commit = CommitReservation(
@@ -79,7 +104,8 @@ def reserve(
     request: Reserve,
     row_sizes: Mapping[Stream, int],
 ) -> ReservedWriter:
-    """Reserve room and return its writer. Raises what an append raises before its first row."""
+    """Reserve room (the request is made a brief one) and return its writer. Raises what an append raises before its first row."""
+    request.is_brief = True
     sent, result = acquire(attachment.stream, Operation(reserve=request))
     reservation = result.reservation
     release = ReleaseReservation(reservation_id=reservation.reservation_id)
@@ -90,9 +116,16 @@ def reserve(
         ended=ReservationNotFound(reservation_id=reservation.reservation_id),
     )
     try:
-        slots = Slots(arena, reservation.layout)
+        layout = attachment.layouts.of(reservation.session_uid, reservation.layout)
+        end = request.write_offset + request.token_count
+        slots = SlotRows(arena, layout, spans_of_runs(reservation.runs, request.write_offset, end))
         return ReservedWriter(
-            session, slots, hold, reservation, token_count=request.token_count, row_sizes=row_sizes
+            session,
+            slots,
+            hold,
+            reservation.reservation_id,
+            token_count=request.token_count,
+            row_sizes=row_sizes,
         )
     except BaseException:
         hold.release_soon()

@@ -25,6 +25,16 @@ class Piece(NamedTuple):
     rows: Bytes
 
 
+def checked_out(out: Bytes | None, shape: tuple[int, int]) -> Bytes:
+    """The array to copy into: `out` if it fits, or a fresh one. Raises InvalidArgument."""
+    whole = np.empty(shape, np.uint8) if out is None else out
+    if whole.shape != shape or whole.dtype != np.uint8 or not whole.flags.c_contiguous:
+        raise InvalidArgument(
+            field="out", problem=f"{whole.dtype}{whole.shape} is not contiguous uint8{shape}"
+        )
+    return whole
+
+
 class SessionRows(ABC):
     """Rows of tokens `[begin, end)`. A context manager: leaving it ends the lease or the stream."""
 
@@ -50,8 +60,9 @@ class SessionRows(ABC):
     def pieces(self, stream: Stream) -> Sequence[Bytes]:
         """Return a stream's rows in token order as read-only arrays [n, row_bytes], copying nothing.
 
-        Each chunk is verified when it is first touched. Raises CorruptSegment (local),
-        ChecksumMismatch (remote), InvalidArgument for a stream that is not read.
+        What came by stream is verified as it arrives. Local rows were verified when they were loaded from
+        SSD, and again when a client with `verify="always"` first asks for their stream. Raises
+        CorruptSegment (local), ChecksumMismatch (remote), InvalidArgument for a stream that is not read.
         """
 
     @abstractmethod
@@ -75,13 +86,13 @@ class SessionRows(ABC):
     def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
         """Copy a stream's rows into one array [T, row_bytes]: `out`, or a fresh one (4x slower to fill).
 
+        A remote read receives them right into `out`, and has them no more: ask for a stream once then.
         Raises as `pieces` does, and LeaseNotFound when the lease ended before the copy did.
         """
         pieces = self.pieces(stream)
         shape = (self.token_count, self.row_bytes(stream))
         whole = np.empty(shape, np.uint8) if out is None else out
-        if whole.shape != shape or whole.dtype != np.uint8:
-            raise InvalidArgument(field="out", problem=f"{whole.dtype}{whole.shape} is not uint8{shape}")
+        self._check_out(whole, stream)
         begin = 0
         for rows in pieces:
             # Not by slice assignment of memoryviews, which would hold the GIL.
@@ -100,6 +111,11 @@ class SessionRows(ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check_out(self, out: Bytes, stream: Stream) -> None:
+        shape = (self.token_count, self.row_bytes(stream))
+        if out.shape != shape or out.dtype != np.uint8:
+            raise InvalidArgument(field="out", problem=f"{out.dtype}{out.shape} is not uint8{shape}")
 
     def _check_stream(self, stream: Stream) -> None:
         if stream not in self.streams:

@@ -1,24 +1,80 @@
-"""Slots: where in the arena the rows lie that a lease or a reservation names.
+"""Slots: where in the arena the rows lie that a lease or a reservation names, and views of them.
 
-Knows offsets and nothing of who may use them. Worst case: a location that does not lie within the
-arena raises CorruptSegment before a byte is touched.
+Knows offsets and nothing of who may use them. Runs at equal distances are viewed at once, so that a
+long session costs a few views per stream. Worst case: a location that does not lie within the arena
+raises CorruptSegment before a byte is touched.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import stream_from_wire
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.streams import Stream
-from ctxcache.v1.arena_pb2 import ChunkLayout, SegmentLocation
+from ctxcache.v1.arena_pb2 import ChunkLayout, Runs, SegmentLocation
+
+LAYOUTS_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Rows `[row_begin, row_end)` of one segment; the first is token `token_begin` of the session."""
+class Chunk:
+    """One stream's place inside every slot of a session."""
 
-    segment: SegmentLocation
+    index: int
+    offset_bytes: int
+    row_bytes: int
+
+
+class SlotLayout:
+    """Chunks lie alike in each slot of a session. `chunks` in layout order."""
+
+    def __init__(self, layout: Iterable[ChunkLayout]) -> None:
+        self.chunks: dict[Stream, Chunk] = {
+            stream_from_wire(one.stream): Chunk(index, one.offset_bytes, one.row_bytes)
+            for index, one in enumerate(layout)
+        }
+        self.streams: tuple[Stream, ...] = tuple(self.chunks)
+        if any(c.offset_bytes < 0 or c.row_bytes <= 0 for c in self.chunks.values()):
+            raise CorruptSegment(segment_id="?", problem="a chunk lies before its slot")
+
+    def row_bytes(self, stream: Stream) -> int:
+        """Bytes of one row. Raises KeyError(stream)."""
+        return self.chunks[stream].row_bytes
+
+    def end_bytes(self, row_end: int) -> int:
+        """How far rows below `row_end` of any stream reach into a slot."""
+        return max((c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values()), default=0)
+
+
+class SlotLayouts:
+    """Layouts of sessions met before, by session uid: a session's never changes. Bounded."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, SlotLayout] = {}
+
+    def of(self, session_uid: str, layout: Iterable[ChunkLayout]) -> SlotLayout:
+        """The session's layout, read from the message only when it is new."""
+        found = self._known.get(session_uid)
+        if found is None:
+            if len(self._known) >= LAYOUTS_LIMIT:
+                self._known.clear()
+            found = self._known[session_uid] = SlotLayout(layout)
+        return found
+
+
+class Span(NamedTuple):
+    """`run_count` runs of rows `[row_begin, row_end)`, the first in the slot at `offset_bytes`, each `stride_bytes` on.
+
+    The first row is token `token_begin`, and tokens follow one another through the runs.
+    """
+
+    offset_bytes: int
+    stride_bytes: int
+    run_count: int
     row_begin: int
     row_end: int
     token_begin: int
@@ -26,57 +82,113 @@ class Run:
     @property
     def token_end(self) -> int:
         """One past the last token."""
-        return self.token_begin + self.row_end - self.row_begin
+        return self.token_begin + self.run_count * (self.row_end - self.row_begin)
 
 
-class Slots:
-    """Rows of segments as views of the arena, [T, row_bytes]. Chunks lie alike in each slot."""
+class Block(NamedTuple):
+    """A view of consecutive rows, [runs, rows, row_bytes]; the first is token `token_begin`."""
 
-    def __init__(self, arena: Bytes, layout: Iterable[ChunkLayout]) -> None:
+    token_begin: int
+    rows: Bytes
+
+
+class SlotRows:
+    """Rows of tokens `[begin, end)` in the arena, as views of it."""
+
+    def __init__(self, arena: Bytes, layout: SlotLayout, spans: Sequence[Span]) -> None:
+        self.layout = layout
         self._arena = arena
-        self._chunks = {stream_from_wire(chunk.stream): chunk for chunk in layout}
-        self._index = {stream: index for index, stream in enumerate(self._chunks)}
+        self._spans = spans
+        for span in spans:
+            last = span.offset_bytes + (span.run_count - 1) * span.stride_bytes
+            if span.offset_bytes < 0 or last + layout.end_bytes(span.row_end) > arena.size:
+                raise CorruptSegment(segment_id="?", problem="lies outside the arena")
 
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        """Streams in layout order."""
-        return tuple(self._chunks)
+    def views(self, chunk: Chunk) -> list[Bytes]:
+        """All rows of a stream, as views [runs, rows, row_bytes] in order."""
+        return [self._view(chunk, span) for span in self._spans]
 
-    def row_bytes(self, stream: Stream) -> int:
-        """Bytes of one row. Raises KeyError(stream)."""
-        return self._chunks[stream].row_bytes
+    def blocks(self, stream: Stream, begin: int, end: int) -> Iterator[Block]:
+        """Iterate over a stream's rows of tokens `[begin, end)`, in order."""
+        chunk = self.layout.chunks[stream]
+        for span in self._spans:
+            low, high = max(begin, span.token_begin), min(end, span.token_end)
+            if low == span.token_begin and high == span.token_end:
+                yield Block(low, self._view(chunk, span))
+            elif low < high:
+                for part in _cut(span, low, high):
+                    yield Block(part.token_begin, self._view(chunk, part))
 
-    def checksum(self, segment: SegmentLocation, stream: Stream) -> int | None:
-        """Return the checksum of a segment's chunk; None while the segment grows."""
-        if not segment.checksums:
-            return None
-        if len(segment.checksums) != len(self._index):
-            raise CorruptSegment(segment_id=segment.segment_id, problem="checksums do not fit its streams")
-        return segment.checksums[self._index[stream]]
-
-    def rows(self, segment: SegmentLocation, stream: Stream, row_begin: int, row_end: int) -> Bytes:
-        """Return a view of rows `[row_begin, row_end)`, [n, row_bytes]. Raises CorruptSegment."""
-        chunk = self._chunks[stream]
-        base = segment.offset_bytes + chunk.offset_bytes
-        begin, end = base + row_begin * chunk.row_bytes, base + row_end * chunk.row_bytes
-        if not 0 <= begin <= end <= self._arena.size:
-            raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
-        return self._arena[begin:end].reshape(row_end - row_begin, chunk.row_bytes)
-
-
-def runs_of(segments: Iterable[SegmentLocation], begin: int, end: int) -> tuple[Run, ...]:
-    """List the runs of tokens `[begin, end)`. Raises CorruptSegment when they leave a gap."""
-    runs = tuple(_runs(segments))
-    for run in runs:
-        if run.token_begin != begin or run.row_end <= run.row_begin:
-            break
-        begin = run.token_end
-    if begin != end or (runs and runs[-1].token_end != end):
-        raise CorruptSegment(segment_id="?", problem=f"no location for token {begin}")
-    return runs
+    def _view(self, chunk: Chunk, span: Span) -> Bytes:
+        row_bytes = chunk.row_bytes
+        return np.ndarray(
+            (span.run_count, span.row_end - span.row_begin, row_bytes),
+            np.uint8,
+            self._arena,
+            span.offset_bytes + chunk.offset_bytes + span.row_begin * row_bytes,
+            (span.stride_bytes, row_bytes, 1),
+        )
 
 
-def _runs(segments: Iterable[SegmentLocation]) -> Iterator[Run]:
+def _cut(span: Span, low: int, high: int) -> Iterator[Span]:
+    """The part of a span that holds tokens `[low, high)`: what is left of a run, whole runs, a begun one."""
+    run_tokens = span.row_end - span.row_begin
+    while low < high:
+        run, row = divmod(low - span.token_begin, run_tokens)
+        whole = (high - low) // run_tokens if row == 0 else 0
+        row_begin = span.row_begin + row
+        row_end = span.row_end if whole else min(span.row_end, row_begin + high - low)
+        part = Span(
+            span.offset_bytes + run * span.stride_bytes,
+            span.stride_bytes,
+            max(whole, 1),
+            row_begin,
+            row_end,
+            low,
+        )
+        yield part
+        low = part.token_end
+
+
+def spans_of_runs(runs: Runs, begin: int, end: int) -> list[Span]:
+    """Read a brief answer's runs of tokens `[begin, end)`. Raises CorruptSegment when they do not add up."""
+    if not len(runs.offset_bytes) == len(runs.row_begin) == len(runs.row_end):
+        raise CorruptSegment(segment_id="?", problem="its runs do not fit together")
+    return _spans(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True), begin, end)
+
+
+def spans_of_segments(segments: Iterable[SegmentLocation], begin: int, end: int) -> list[Span]:
+    """Read segments' runs of tokens `[begin, end)`. Raises CorruptSegment when they leave a gap."""
+    token = begin
+    runs = []
     for segment in segments:
         for rows in segment.rows:
-            yield Run(segment, rows.row_begin, rows.row_end, rows.token_begin)
+            if rows.token_begin != token:
+                raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+            token += rows.row_end - rows.row_begin
+            runs.append((segment.offset_bytes, rows.row_begin, rows.row_end))
+    return _spans(runs, begin, end)
+
+
+def _spans(runs: Iterable[tuple[int, int, int]], begin: int, end: int) -> list[Span]:
+    spans: list[Span] = []
+    last = Span(0, 0, 0, 0, 0, begin)
+    token = begin
+    for offset, row_begin, row_end in runs:
+        if not 0 <= row_begin < row_end:
+            raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+        stride = offset - last.offset_bytes if last.run_count == 1 else last.stride_bytes
+        if (
+            last.run_count
+            and stride > 0
+            and (row_begin, row_end) == (last.row_begin, last.row_end)
+            and offset == last.offset_bytes + last.run_count * stride
+        ):
+            last = spans[-1] = last._replace(stride_bytes=stride, run_count=last.run_count + 1)
+        else:
+            last = Span(offset, 0, 1, row_begin, row_end, token)
+            spans.append(last)
+        token += row_end - row_begin
+    if token != end:
+        raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
+    return spans

@@ -1,35 +1,28 @@
-"""Appending by stream: rows in messages of up to 1 MiB, each with its checksum, and one commit.
+"""Appending by stream: rows are collected or at hand, and go out with one commit.
 
 Knows no arena. Worst case: the stream breaks and nothing of it is visible; appending again from the
 session's `token_count` is safe.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.convert import stream_to_wire
-from ctxcache.client.wire import Wire
+from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.identity import wire_checksum
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import (
-    AppendCommit,
-    AppendHeader,
-    AppendSessionRequest,
-    Chunk,
-    Durability,
-    Session,
-)
+from ctxcache.v1.session_pb2 import AppendHeader, Durability, Session
 
-CHUNK_BYTES = 1 << 20
 CHUNK_LIMIT_BYTES = 2 << 20
 
 
 def append_by_stream(
-    wire: Wire, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
+    transport: RowTransport,
+    header: AppendHeader,
+    rows: Mapping[Stream, Bytes],
+    durability: Durability.ValueType,
 ) -> Session:
     """Append rows, uint8 [T, row_bytes] per stream of the layout, and commit them all.
 
@@ -39,10 +32,7 @@ def append_by_stream(
         if view.shape[1] > CHUNK_LIMIT_BYTES:
             problem = f"{stream}: a row of {view.shape[1]} B is too long for a stream"
             raise InvalidArgument(field="rows", problem=problem)
-    size_bytes = sum(view.nbytes for view in rows.values())
-    with wire.errors():
-        messages = _messages(header, rows, durability)
-        return wire.sessions.AppendSession(messages, timeout=wire.bulk_timeout_s(size_bytes)).session
+    return transport.append(header, rows, durability)
 
 
 class BufferedWriter(SessionWriter):
@@ -55,14 +45,14 @@ class BufferedWriter(SessionWriter):
 
     def __init__(
         self,
-        wire: Wire,
+        transport: RowTransport,
         session: Session,
         header: AppendHeader,
         token_count: int,
         row_sizes: Mapping[Stream, int],
     ) -> None:
         super().__init__(session, token_count, row_sizes)
-        self._wire, self._header = wire, header
+        self._transport, self._header = transport, header
         self._buffers = {
             stream: np.empty((token_count, size), np.uint8) for stream, size in row_sizes.items()
         }
@@ -72,7 +62,7 @@ class BufferedWriter(SessionWriter):
 
     def _commit(self, row_count: int, durability: Durability.ValueType, *, keep_open: bool) -> Session:
         rows = {stream: buffer[self._committed_count : row_count] for stream, buffer in self._buffers.items()}
-        session = append_by_stream(self._wire, self._header, rows, durability)
+        session = append_by_stream(self._transport, self._header, rows, durability)
         self._header = AppendHeader(
             name=self._header.name,
             model_fingerprint=self._header.model_fingerprint,
@@ -85,23 +75,3 @@ class BufferedWriter(SessionWriter):
 
     def _release(self) -> None:
         self._buffers.clear()
-
-
-def _messages(
-    header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
-) -> Iterator[AppendSessionRequest]:
-    yield AppendSessionRequest(header=header)
-    for stream, view in rows.items():
-        for chunk in _chunks(stream, view, header.write_offset):
-            yield AppendSessionRequest(chunk=chunk)
-    token_count = header.write_offset + len(next(iter(rows.values())))
-    yield AppendSessionRequest(commit=AppendCommit(token_count=token_count, durability=durability))
-
-
-def _chunks(stream: Stream, view: Bytes, write_offset: int) -> Iterator[Chunk]:
-    name = stream_to_wire(stream)
-    step = max(1, CHUNK_BYTES // view.shape[1])
-    for begin in range(0, len(view), step):
-        data = view[begin : begin + step].tobytes()
-        checksum = wire_checksum(data)
-        yield Chunk(stream=name, token_begin=write_offset + begin, data=data, checksum=checksum)

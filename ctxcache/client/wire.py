@@ -6,14 +6,18 @@ Knows no session and no arena. Worst case: a server that does not answer costs a
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
+import grpc.experimental
 from grpc_health.v1 import health_pb2
 
+from ctxcache.client.tls import ClientTls
 from ctxcache.errors import Unavailable
+from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.status import from_rpc_error
-from ctxcache.v1 import admin_pb2_grpc, arena_pb2_grpc, model_pb2_grpc, session_pb2_grpc
+from ctxcache.v1 import admin_pb2_grpc, arena_pb2_grpc, bulk_pb2_grpc, model_pb2_grpc, session_pb2_grpc
+from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
 
 # A chunk is at most 2 MiB; the rest is room for its envelope and for long lists of locations.
 MESSAGE_LIMIT_BYTES = 4 << 20
@@ -44,6 +48,7 @@ _SERVICE_CONFIG = {
         }
     ]
 }
+KEEPALIVE_MS = 20_000
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
@@ -56,23 +61,64 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # Otherwise clients of one process share a connection, and one client's break is the other's.
     ("grpc.use_local_subchannel_pool", 1),
+    # A server behind a cut cable is found out between two calls, not at the next one's deadline.
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS // 2),
+    # A read's messages are drawn by the thread that wants them, not handed over by one of gRPC's.
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
+ReadMessage: TypeAlias = WireChunk | ReadSessionResponse
+"""What arrives on a read: a chunk around its bytes, or any other message."""
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+
+
+def _decode_read(encoded: bytes) -> ReadMessage:
+    return scan_chunk(encoded) or ReadSessionResponse.FromString(encoded)
+
+
+class Closable(Protocol):
+    """What has to be closed before the channel is."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class Wire:
     """A channel to `target` and the services behind it. Thread-safe."""
 
-    def __init__(self, target: str, timeout_s: float) -> None:
+    def __init__(self, target: str, timeout_s: float, tls: ClientTls | None = None) -> None:
         self.target = target
+        self.open_reads: set[Closable] = set()
+        """Reads that were not closed: each would keep the connection beyond the channel's end."""
         self.timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self.tls_context = None if tls is None else tls.context()
+        self._channel = (
+            grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(target, tls.credentials(), options=_CHANNEL_OPTIONS)
+        )
         self.models = model_pb2_grpc.ModelServiceStub(self._channel)
         self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self.arena = arena_pb2_grpc.ArenaServiceStub(self._channel)
+        self.bulk = bulk_pb2_grpc.BulkServiceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self.read_session: grpc.UnaryStreamMultiCallable[ReadSessionRequest, ReadMessage] = (
+            self._channel.unary_stream(
+                "/ctxcache.v1.SessionService/ReadSession",
+                request_serializer=ReadSessionRequest.SerializeToString,
+                response_deserializer=_decode_read,
+            )
+        )
+        self.append_session: grpc.StreamUnaryMultiCallable[bytes, AppendSessionResponse] = (
+            self._channel.stream_unary(
+                "/ctxcache.v1.SessionService/AppendSession",
+                request_serializer=bytes,
+                response_deserializer=AppendSessionResponse.FromString,
+            )
+        )
         self.check_health: grpc.UnaryUnaryMultiCallable[
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ] = self._channel.unary_unary(
@@ -105,4 +151,6 @@ class Wire:
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
+        for read in list(self.open_reads):
+            read.close()
         self._channel.close()

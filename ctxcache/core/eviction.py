@@ -1,7 +1,11 @@
 """Which session leaves first. A policy sees accesses and answers with an order; it moves nothing."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import Protocol
+
+SLACK = 64
+"""Outdated entries of a ranking that are not worth a pass."""
 
 
 class EvictionPolicy(Protocol):
@@ -13,15 +17,15 @@ class EvictionPolicy(Protocol):
     def forget(self, uid: bytes) -> None:
         """The session is gone."""
 
-    def candidates(self, among: Collection[bytes] | None = None) -> Iterator[bytes]:
-        """Every session, or every known one of these, the one to leave first first.
+    def rank(self, uid: bytes) -> int | None:
+        """Where the session stands: a lower one leaves first. It only grows; None for one not known."""
 
-        The set must not change meanwhile.
-        """
+    def candidates(self) -> Iterator[bytes]:
+        """Every session, the one to leave first first. They must not change meanwhile."""
 
 
 class LeastRecentlyUsed:
-    """The session that was not accessed for longest leaves first. A few are put in order without a look at all."""
+    """The session that was not accessed for longest leaves first."""
 
     def __init__(self) -> None:
         self._order: dict[bytes, int] = {}
@@ -37,8 +41,76 @@ class LeastRecentlyUsed:
         """See EvictionPolicy."""
         self._order.pop(uid, None)
 
-    def candidates(self, among: Collection[bytes] | None = None) -> Iterator[bytes]:
+    def rank(self, uid: bytes) -> int | None:
         """See EvictionPolicy."""
-        if among is None:
-            return iter(self._order)
-        return iter(sorted((uid for uid in among if uid in self._order), key=self._order.__getitem__))
+        return self._order.get(uid)
+
+    def candidates(self) -> Iterator[bytes]:
+        """See EvictionPolicy."""
+        return iter(self._order)
+
+
+class Ranking:
+    """Some of a policy's sessions, in its order. Owned by the event loop.
+
+    Lazy: an access changes nothing here; where a session stands by now is looked up when it comes up.
+    So every operation takes logarithmic time, and `first` as often as sessions were accessed since.
+    """
+
+    def __init__(self, rank: Callable[[bytes], int | None]) -> None:
+        self._rank = rank
+        self._entered: dict[bytes, int] = {}
+        self._heap: list[tuple[int, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._entered)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._entered
+
+    def add(self, uid: bytes) -> None:
+        """It is one of them from now on; one that the policy does not know is not."""
+        rank = self._rank(uid)
+        if uid not in self._entered and rank is not None:
+            self._enter(rank, uid)
+
+    def discard(self, uid: bytes) -> None:
+        """It is none of them any more."""
+        self._entered.pop(uid, None)
+        self._tidy()
+
+    def first(self, accepts: Callable[[bytes], bool] = lambda _: True) -> bytes | None:
+        """The one of those that `accepts` takes that leaves first; None when it takes none."""
+        refused: list[tuple[int, bytes]] = []
+        found = None
+        while found is None and (item := self._pop()) is not None:
+            refused.append(item)
+            found = item[1] if accepts(item[1]) else None
+        for item in refused:
+            heappush(self._heap, item)
+        return found
+
+    def _pop(self) -> tuple[int, bytes] | None:
+        """The first entry that says how it is, taken out of the heap."""
+        while self._heap:
+            rank, uid = heappop(self._heap)
+            if self._entered.get(uid) != rank:
+                continue
+            actual = self._rank(uid)
+            if actual == rank:
+                return rank, uid
+            del self._entered[uid]
+            if actual is not None:
+                self._enter(actual, uid)
+        return None
+
+    def _enter(self, rank: int, uid: bytes) -> None:
+        self._entered[uid] = rank
+        heappush(self._heap, (rank, uid))
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop outdated entries once they are the larger part."""
+        if len(self._heap) > 2 * len(self._entered) + SLACK:
+            self._heap = [(rank, uid) for uid, rank in self._entered.items()]
+            heapify(self._heap)

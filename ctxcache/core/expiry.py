@@ -52,10 +52,15 @@ class ExpiryQueue:
         self._earliest.pop(uid, None)
         self._tidy()
 
-    def due(self, now_ns: int, expire_time_of: Callable[[bytes], int | None]) -> list[bytes]:
-        """Sessions whose time has come. `expire_time_of` gives the time that holds now, None if gone."""
+    def due(
+        self, now_ns: int, expire_time_of: Callable[[bytes], int | None], *, limit: int | None = None
+    ) -> list[bytes]:
+        """Sessions whose time has come, at most `limit`; each is told once.
+
+        `expire_time_of` gives the time that holds now, None if gone.
+        """
         found: list[bytes] = []
-        while self._heap and self._heap[0][0] <= now_ns:
+        while self._heap and self._heap[0][0] <= now_ns and len(found) != limit:
             time_ns, uid = heapq.heappop(self._heap)
             if self._earliest.get(uid) != time_ns:
                 continue

@@ -1,58 +1,100 @@
-"""Who hands out slots: free extents of each path, first fit, neighbours merged.
+"""Who hands out slots: free extents of each path, best fit, neighbours merged.
 
 Segments of one model have one size, so freed slots are taken again as they are and fragmentation
-stays low. Worst case of an allocation is a walk over the free extents of every path.
+stays low. Every operation takes logarithmic time: free extents lie in bins by size, and a path of C
+bytes has no more than sqrt(C / 2 KiB) different sizes of them (their sum is at most C).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from ctxcache.format.slot import Slot
 
 
 class Extents:
-    """Free space of one path, `[first_offset, first_offset + capacity)`."""
+    """Free space of one path, `[first_offset, first_offset + capacity_bytes)`."""
 
     def __init__(self, first_offset: int, capacity_bytes: int) -> None:
-        self._begins: list[int] = [first_offset] if capacity_bytes else []
-        self._end_of = {first_offset: first_offset + capacity_bytes} if capacity_bytes else {}
+        self.first_offset = first_offset
         self.capacity_bytes = self.free_bytes = capacity_bytes
+        self.run_count = 0
+        """Runs taken."""
+        self._end_of: dict[int, int] = {}
+        self._begin_of: dict[int, int] = {}
+        # Begins of the extents of each size; some are outdated, `_end_of` knows.
+        self._bins: dict[int, list[int]] = {}
+        self._sizes: list[int] = []
+        self._add(first_offset, first_offset + capacity_bytes)
 
     def take(self, size_bytes: int) -> int | None:
-        """Offset of a free run of that size, now taken; None when there is none."""
-        for begin in self._begins:
-            if self._end_of[begin] - begin >= size_bytes:
-                self.take_at(begin, size_bytes)
-                return begin
+        """Offset of a run of that size, now taken, from the smallest extent that has one; None when none has."""
+        while (i := bisect_left(self._sizes, size_bytes)) < len(self._sizes):
+            size = self._sizes[i]
+            begins = self._bins[size]
+            while begins:
+                begin = heappop(begins)
+                if self._end_of.get(begin) == begin + size:
+                    self._remove(begin)
+                    self._add(begin + size_bytes, begin + size)
+                    self.free_bytes -= size_bytes
+                    self.run_count += 1
+                    return begin
+            del self._bins[size], self._sizes[i]
         return None
 
-    def take_at(self, begin: int, size_bytes: int) -> bool:
-        """Take exactly `[begin, begin + size_bytes)`. False when it is not free."""
-        i = bisect_left(self._begins, begin + 1) - 1
-        if i < 0 or self._end_of[self._begins[i]] < begin + size_bytes:
-            return False
-        low = self._begins.pop(i)
-        high = self._end_of.pop(low)
-        self._add(low, begin)
-        self._add(begin + size_bytes, high)
-        self.free_bytes -= size_bytes
-        return True
+    def adopt(self, runs: Iterable[tuple[int, int]]) -> list[bool]:
+        """Take exactly these runs of a path nothing was taken of yet, `(offset, size)` each, ascending.
+
+        False for those that are out of bounds or overlap one before.
+        """
+        if self.free_bytes != self.capacity_bytes:
+            raise ValueError("runs are adopted before any is taken")
+        begin, end = self.first_offset, self.first_offset + self.capacity_bytes
+        self._end_of, self._begin_of, self._bins, self._sizes = {}, {}, {}, []
+        is_adopted = []
+        for offset, size_bytes in runs:
+            fits = begin <= offset and offset + size_bytes <= end
+            is_adopted.append(fits)
+            if fits:
+                self._add(begin, offset)
+                self.free_bytes -= size_bytes
+                begin = offset + size_bytes
+        self._add(begin, end)
+        self.run_count = sum(is_adopted)
+        return is_adopted
 
     def give(self, begin: int, size_bytes: int) -> None:
         """Give a run back. It must have been taken."""
         self.free_bytes += size_bytes
+        self.run_count -= 1
         end = begin + size_bytes
-        i = bisect_left(self._begins, begin)
-        if i < len(self._begins) and self._begins[i] == end:
-            end = self._end_of.pop(self._begins.pop(i))
-        if i and self._end_of[self._begins[i - 1]] == begin:
-            begin = self._begins.pop(i - 1)
+        if end in self._end_of:
+            end = self._remove(end)
+        if begin in self._begin_of:
+            begin = self._begin_of[begin]
+            self._remove(begin)
         self._add(begin, end)
 
     def _add(self, begin: int, end: int) -> None:
-        if begin < end:
-            insort(self._begins, begin)
-            self._end_of[begin] = end
+        size = end - begin
+        if size <= 0:
+            return
+        self._end_of[begin], self._begin_of[end] = end, begin
+        begins = self._bins.get(size)
+        if begins is None:
+            begins = self._bins[size] = []
+            insort(self._sizes, size)
+        heappush(begins, begin)
+        if len(begins) > 2 * len(self._end_of):
+            # More outdated begins than there are extents at all: once in as many calls.
+            self._bins[size] = [b for b in set(begins) if self._end_of.get(b) == b + size]
+            heapify(self._bins[size])
+
+    def _remove(self, begin: int) -> int:
+        end = self._end_of.pop(begin)
+        del self._begin_of[end]
+        return end
 
 
 class SlotAllocator:
@@ -68,6 +110,10 @@ class SlotAllocator:
         """Bytes not taken, over all paths."""
         return sum(path.free_bytes for path in self._paths)
 
+    def free_bytes_outside(self, closed: Collection[int]) -> int:
+        """Bytes not taken, on paths that are not closed."""
+        return sum(path.free_bytes for i, path in enumerate(self._paths) if i not in closed)
+
     @property
     def used_bytes(self) -> int:
         """Bytes taken, over all paths."""
@@ -78,21 +124,45 @@ class SlotAllocator:
         """Bytes taken on each path."""
         return tuple(path.capacity_bytes - path.free_bytes for path in self._paths)
 
-    def take(self, size_bytes: int) -> Slot | None:
-        """A slot on the next path that has room; None when none has."""
+    @property
+    def slot_count_by_path(self) -> tuple[int, ...]:
+        """Slots taken on each path."""
+        return tuple(path.run_count for path in self._paths)
+
+    @property
+    def path_count(self) -> int:
+        """How many paths there are."""
+        return len(self._paths)
+
+    def take(self, size_bytes: int, *, closed: Collection[int] = ()) -> Slot | None:
+        """A slot on the next path that has room and is not `closed`; None when none has."""
         for step in range(len(self._paths)):
             index = (self._next + step) % len(self._paths)
+            if index in closed:
+                continue
             offset = self._paths[index].take(size_bytes)
             if offset is not None:
                 self._next = index + 1
                 return Slot(index, offset, size_bytes)
         return None
 
-    def adopt(self, slot: Slot) -> bool:
-        """Take exactly this slot, as found in a record. False when it is taken or out of bounds."""
-        return slot.path_index < len(self._paths) and self._paths[slot.path_index].take_at(
-            slot.offset_bytes, slot.size_bytes
-        )
+    def adopt(self, slots: Sequence[Slot]) -> list[int]:
+        """Take exactly these slots, as found in records, before any other is taken.
+
+        Returns the indexes of those that could not be had: out of bounds, or overlapping another one.
+        """
+        of_path: list[list[tuple[int, int, int]]] = [[] for _ in self._paths]
+        misplaced = []
+        for i, slot in enumerate(slots):
+            if slot.path_index < len(self._paths):
+                of_path[slot.path_index].append((slot.offset_bytes, slot.size_bytes, i))
+            else:
+                misplaced.append(i)
+        for path, runs in zip(self._paths, of_path, strict=True):
+            runs.sort()
+            is_adopted = path.adopt((offset, size_bytes) for offset, size_bytes, _ in runs)
+            misplaced += [run[2] for run, is_ours in zip(runs, is_adopted, strict=True) if not is_ours]
+        return misplaced
 
     def give(self, slot: Slot) -> None:
         """Give a slot back."""

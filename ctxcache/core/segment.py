@@ -7,40 +7,85 @@ covers its first `ssd_row_count` rows. Several sessions share one after a fork.
            durable          committed in DRAM    reserved or free
 """
 
-from dataclasses import dataclass
-
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 
 
-@dataclass(slots=True, eq=False)
-class Segment:
-    """State of one segment. Owned by the event loop.
+class Residence:
+    """How much of one session lies where. Its segments keep it up to date as they move."""
 
-    `reference_count` counts sessions that list it. `hold_count` counts leases, reservations and
+    __slots__ = ("dram_bytes", "dram_segment_count", "ssd_bytes", "uid")
+
+    def __init__(self, uid: bytes) -> None:
+        self.uid = uid
+        self.dram_bytes = self.ssd_bytes = self.dram_segment_count = 0
+
+
+class Segment:
+    """State of one segment. Owned by the event loop; there may be millions.
+
+    `residences` are those of the sessions that list it. `hold_count` counts leases, reservations and
     I/O under way: while it is not 0, the slots stay. `is_discarded`: no session lists it any more and
     its slots are free as soon as nothing holds it. `checksums` cover `ssd_row_count` rows and are
     known once the segment was flushed or read back.
     """
 
-    segment_id: int
-    tenant: str
-    writer_uid: bytes
-    generation: int
-    begin: int
-    model_fingerprint: bytes
-    layout: SegmentLayout
-    row_count: int = 0
-    is_open: bool = True
-    dram: Slot | None = None
-    ssd: Slot | None = None
-    ssd_row_count: int = 0
-    header_checksum: int = 0
-    checksums: tuple[int, ...] = ()
-    reference_count: int = 0
-    hold_count: int = 0
-    is_discarded: bool = False
+    __slots__ = (
+        "_dram", "_ssd", "begin", "checksums", "generation", "header_checksum", "hold_count", "is_discarded",
+        "is_open", "layout", "model_fingerprint", "residences", "row_count", "segment_id", "ssd_row_count",
+        "tenant", "writer_uid",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, segment_id: int, tenant: str, writer_uid: bytes, generation: int, begin: int,
+        model_fingerprint: bytes, layout: SegmentLayout, row_count: int = 0, is_open: bool = True,
+        ssd: Slot | None = None, header_checksum: int = 0,
+    ) -> None:  # fmt: skip
+        """Make a segment that no session lists. With `ssd` all its rows are there."""
+        self.segment_id = segment_id
+        self.tenant = tenant
+        self.writer_uid = writer_uid
+        self.generation = generation
+        self.begin = begin
+        self.model_fingerprint = model_fingerprint
+        self.layout = layout
+        self.row_count = row_count
+        self.is_open = is_open
+        self.ssd_row_count = row_count if ssd else 0
+        self.header_checksum = header_checksum
+        self.checksums: tuple[int, ...] = ()
+        self.residences: tuple[Residence, ...] = ()
+        self.hold_count = 0
+        self.is_discarded = False
+        self._dram: Slot | None = None
+        self._ssd = ssd
+
+    @property
+    def dram(self) -> Slot | None:
+        """Where it lies in the arena."""
+        return self._dram
+
+    @dram.setter
+    def dram(self, slot: Slot | None) -> None:
+        before, self._dram = self._dram, slot
+        count = bool(slot) - bool(before)
+        size_bytes = _size(slot) - _size(before)
+        for residence in self.residences:
+            residence.dram_segment_count += count
+            residence.dram_bytes += size_bytes
+
+    @property
+    def ssd(self) -> Slot | None:
+        """Where it lies on SSD."""
+        return self._ssd
+
+    @ssd.setter
+    def ssd(self, slot: Slot | None) -> None:
+        before, self._ssd = self._ssd, slot
+        size_bytes = _size(slot) - _size(before)
+        for residence in self.residences:
+            residence.ssd_bytes += size_bytes
 
     @property
     def end(self) -> int:
@@ -52,8 +97,27 @@ class Segment:
         """Whether it has rows that are not on SSD."""
         return self.ssd_row_count < self.row_count
 
+    def list_in(self, listing: tuple[Residence]) -> None:
+        """A session lists it. The tuple is kept: one for all segments of a session saves memory."""
+        self.residences += listing
+        self._count(listing[0], 1)
+
+    def unlist(self, residence: Residence) -> None:
+        """A session lists it no more."""
+        self.residences = tuple(other for other in self.residences if other is not residence)
+        self._count(residence, -1)
+
     def identity(self, row_count: int) -> SegmentIdentity:
         """What the checksums over its first `row_count` rows are bound to."""
         return SegmentIdentity(
             self.tenant, self.writer_uid, self.generation, self.begin, row_count, self.model_fingerprint
         )
+
+    def _count(self, residence: Residence, sign: int) -> None:
+        residence.dram_segment_count += sign * bool(self._dram)
+        residence.dram_bytes += sign * _size(self._dram)
+        residence.ssd_bytes += sign * _size(self._ssd)
+
+
+def _size(slot: Slot | None) -> int:
+    return slot.size_bytes if slot else 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ctxcache.core import ranges
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.ranges import Ranges
-from ctxcache.core.segment import Segment
+from ctxcache.core.segment import Residence, Segment
 from ctxcache.errors import (
     GenerationMismatch,
     ModelFingerprintMismatch,
@@ -56,6 +56,18 @@ class Session:
     durable_end: int = 0
     is_writing: bool = False
     is_gone: bool = False
+    is_tail_apart: bool = False
+    """Whether a commit ended where the last segment begins: what is before it is whole without it."""
+    listing: tuple[Residence] = field(init=False)
+    """What its segments count themselves in."""
+
+    def __post_init__(self) -> None:
+        self.listing = (Residence(self.uid),)
+
+    @property
+    def residence(self) -> Residence:
+        """How much of it lies where."""
+        return self.listing[0]
 
     @property
     def name(self) -> str:
@@ -71,6 +83,23 @@ class Session:
     def durable_token_count(self) -> int:
         """Live tokens that are on SSD and recorded."""
         return ranges.count(ranges.clip(self.live, 0, self.durable_end))
+
+    @property
+    def dram_token_count(self) -> int:
+        """Live tokens that are in DRAM."""
+        if self.residence.dram_segment_count in (0, len(self.segments)):
+            return self.token_count if self.residence.dram_segment_count else 0
+        pieces = self.pieces(0, self.token_count)
+        return sum(p.row_end - p.row_begin for p in pieces if p.segment.dram)
+
+    @property
+    def growing_tail(self) -> Segment | None:
+        """The last segment while rows may still be appended to it."""
+        tail = self.segments[-1] if self.segments else None
+        # Dropped newest tokens leave the log's end behind the tail's: rows are never used twice.
+        if tail is None or not tail.is_open or tail.end != self.log_end:
+            return None
+        return None if tail.row_count == self.layout.segment_tokens else tail
 
     def touch(self, now_ns: int) -> None:
         """Count an access."""
@@ -150,8 +179,7 @@ class Session:
             token_count=self.token_count, durable_token_count=self.durable_token_count,
             create_time_ns=self.create_time_ns, access_time_ns=self.access_time_ns,
             expire_time_ns=self.expire_time_ns, ttl_ns=self.expiration.ttl_ns, is_pinned=self.is_pinned,
-            dram_bytes=sum(s.layout.size_bytes for s in self.segments if s.dram),
-            ssd_bytes=sum(s.layout.size_bytes for s in self.segments if s.ssd),
+            dram_bytes=self.residence.dram_bytes, ssd_bytes=self.residence.ssd_bytes,
         )  # fmt: skip
 
 

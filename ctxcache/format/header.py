@@ -41,8 +41,9 @@ class SegmentHeader:
     checksums: tuple[int, ...]
 
     def encode(self) -> bytes:
-        """The header's bytes without padding. Raises ValueError for a tenant of over 128 bytes."""
+        """The header's bytes without padding. Raises ValueError for a tenant of over 128 bytes, and as `check` does."""
         identity, layout = self.identity, self.layout
+        identity.check()
         tenant = identity.tenant.encode()
         if len(tenant) > TENANT_BYTES:
             raise ValueError(f"a tenant's name takes up to {TENANT_BYTES} bytes, not {len(tenant)}")

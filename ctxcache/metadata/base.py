@@ -6,7 +6,7 @@ them. Every implementation passes `ctxcache.testing.metadata.MetadataContract`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.model import ModelSpec
@@ -23,8 +23,7 @@ class ModelRecord:
     create_time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentRecord:
+class SegmentRecord(NamedTuple):
     """A durable segment. Key: segment id, never reused.
 
     `header_checksum` is that of the header in the slot, which in turn holds every chunk's: bytes of
@@ -71,15 +70,24 @@ class Changes:
     segments: list[SegmentRecord] = field(default_factory=list)
     deleted_session_uids: list[bytes] = field(default_factory=list)
     deleted_segment_ids: list[int] = field(default_factory=list)
+    quarantined: list[Slot] = field(default_factory=list)
+    """SSD slots that are kept from use: what was read there was not what had been written."""
+    released: list[Slot] = field(default_factory=list)
+    """Quarantined slots that may be used again."""
 
     def __bool__(self) -> bool:
-        return any(
-            (self.models, self.sessions, self.segments, self.deleted_session_uids, self.deleted_segment_ids)
-        )
+        return any(getattr(self, name) for name in self.__slots__)
 
 
 class MetadataStore(Protocol):
     """Keeps records. Owned by the event loop; reads happen once, at start."""
+
+    def check(self, *, is_growing: bool = True) -> None:
+        """Raise, before anybody changes anything, what a commit would meet now.
+
+        TierFailure once a device has refused one; CapacityExceeded, for what `is_growing`, when the room
+        around the records is short. A commit may still fail after it.
+        """
 
     def models(self) -> Iterator[ModelRecord]:
         """Every model. Raises CorruptMetadata."""
@@ -89,6 +97,9 @@ class MetadataStore(Protocol):
 
     def segments(self) -> Iterator[SegmentRecord]:
         """Every segment. Raises CorruptMetadata."""
+
+    def quarantined(self) -> Iterator[Slot]:
+        """Every SSD slot that is kept from use. Raises CorruptMetadata."""
 
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
         """Apply `changes` atomically. Changes are applied in the order of the calls.

@@ -7,7 +7,8 @@ what a power cut would leave of a store that syncs like this one is asked to.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ctxcache.errors import TierFailure
+from ctxcache.errors import CapacityExceeded, TierFailure
+from ctxcache.format.slot import Slot
 from ctxcache.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 
 
@@ -16,6 +17,7 @@ class _State:
     models: dict[tuple[str, str], ModelRecord] = field(default_factory=dict)
     sessions: dict[bytes, SessionRecord] = field(default_factory=dict)
     segments: dict[int, SegmentRecord] = field(default_factory=dict)
+    quarantined: set[Slot] = field(default_factory=set)
 
     def apply(self, changes: Changes) -> None:
         """Make `changes` true; deletions last, so that they win."""
@@ -26,6 +28,8 @@ class _State:
             self.sessions.pop(uid, None)
         for segment_id in changes.deleted_segment_ids:
             self.segments.pop(segment_id, None)
+        self.quarantined |= set(changes.quarantined)
+        self.quarantined -= set(changes.released)
 
 
 class MemoryMetadata:
@@ -36,6 +40,15 @@ class MemoryMetadata:
         self._durable = _State()
         self._unsynced: list[Changes] = []
         self._failure: str | None = None
+        self.is_full = False
+        """Set by a test: there is no room for what grows."""
+
+    def check(self, *, is_growing: bool = True) -> None:
+        """See MetadataStore."""
+        if self._failure is not None:
+            raise TierFailure(path="memory", problem=self._failure)
+        if self.is_full and is_growing:
+            raise CapacityExceeded(tier="metadata memory", needed_bytes=1, free_bytes=0, limit_bytes=0)
 
     def models(self) -> Iterator[ModelRecord]:
         """See MetadataStore."""
@@ -49,10 +62,13 @@ class MemoryMetadata:
         """See MetadataStore. Ascending by id."""
         return iter([segment for _, segment in sorted(self._current.segments.items())])
 
+    def quarantined(self) -> Iterator[Slot]:
+        """See MetadataStore."""
+        return iter(sorted(self._current.quarantined))
+
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
         """See MetadataStore."""
-        if self._failure is not None:
-            raise TierFailure(path="memory", problem=self._failure)
+        self.check(is_growing=False)
         kept = _copy(changes)
         self._current.apply(kept)
         self._unsynced.append(kept)
@@ -81,14 +97,8 @@ class MemoryMetadata:
 
 
 def _copy(changes: Changes) -> Changes:
-    return Changes(
-        models=list(changes.models),
-        sessions=list(changes.sessions),
-        segments=list(changes.segments),
-        deleted_session_uids=list(changes.deleted_session_uids),
-        deleted_segment_ids=list(changes.deleted_segment_ids),
-    )
+    return Changes(**{name: list(getattr(changes, name)) for name in changes.__slots__})
 
 
 def _copy_state(state: _State) -> _State:
-    return _State(dict(state.models), dict(state.sessions), dict(state.segments))
+    return _State(dict(state.models), dict(state.sessions), dict(state.segments), set(state.quarantined))

@@ -4,8 +4,10 @@ Knows no database. Worst case of a decode is CorruptMetadata: no record is ever 
 
 Keys, by prefix, in the order a store iterates them:
 
+    c/                                                     the last commit
     g/ | segment id u64 big endian                         segments, ascending by id
     m/ | tenant bytes u16 big endian | tenant | model id   models
+    q/ | path number u32 big endian | offset u64 big endian SSD slots kept from use
     s/ | session uid, 16 bytes                             sessions
 
 A value is `version u8 | body | checksum u64`, little endian. The checksum is XXH3-64 of all before
@@ -17,13 +19,16 @@ every version, so that a newer record is told apart from a damaged one.
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
              | (begin i64, end i64)...
     model    JSON object
+    commit   sequence u64 | session count u64 | XOR of all session values' checksums u64
+    slot     size in bytes u64
 """
 
 import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -32,18 +37,27 @@ from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.metadata.base import ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 
 MODEL_PREFIX = b"m/"
 SESSION_PREFIX = b"s/"
 SEGMENT_PREFIX = b"g/"
+SLOT_PREFIX = b"q/"
+COMMIT_KEY = b"c/"
 RECORD_VERSION = 1
+GENERATION_BITS = 32
+"""Changes that one session can see in one run before its generations reach those after the next crash."""
 UID_BYTES = 16
 _CHECKSUM = struct.Struct("<Q")
 _SEGMENT = struct.Struct("<16sqqq32sIqqQ")
 _SESSION = struct.Struct("<qqqqqqBHHHIII")
 _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
+_COMMIT = struct.Struct("<QQQ")
+_SLOT = struct.Struct("<Q")
+_SLOT_KEY = struct.Struct(">IQ")
+LAYOUTS_KEPT = 256
+"""Layouts of sessions that are not read anew each time: a model has one or two."""
 _IS_PINNED = 1
 _HAS_TTL = 2
 Record = TypeVar("Record")
@@ -118,6 +132,57 @@ def decode_model(key: bytes, value: bytes) -> ModelRecord:
     return _decode(key, value, _read_model)
 
 
+class Commit(NamedTuple):
+    """The last commit: its number, and what tells whether every session's record is there and none is old."""
+
+    sequence: int
+    session_count: int
+    session_digest: int
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """Pack the value kept under COMMIT_KEY."""
+    return _seal(COMMIT_KEY, _COMMIT.pack(*commit))
+
+
+def decode_commit(value: bytes) -> Commit:
+    """Read the last commit back. Raises CorruptMetadata."""
+    return _decode(COMMIT_KEY, value, lambda _, body: Commit(*_COMMIT.unpack(body)))
+
+
+def slot_key(slot: Slot) -> bytes:
+    """Where a slot that is kept from use is noted."""
+    return SLOT_PREFIX + _SLOT_KEY.pack(slot.path_index, slot.offset_bytes)
+
+
+def encode_slot(slot: Slot) -> bytes:
+    """Pack the value kept under `slot_key`."""
+    return _seal(slot_key(slot), _SLOT.pack(slot.size_bytes))
+
+
+def decode_slot(key: bytes, value: bytes) -> Slot:
+    """Read a slot back. Raises CorruptMetadata."""
+    return _decode(key, value, _read_slot)
+
+
+def seal_of(value: bytes) -> int:
+    """The checksum that a value ends with: another one for another value, or under another key."""
+    return int(_CHECKSUM.unpack(value[-_CHECKSUM.size :])[0])
+
+
+def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
+    """What changes put under which keys, None for what they delete; deletions last, so that they win."""
+    found: list[tuple[bytes, bytes | None]] = []
+    found += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
+    found += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]
+    found += [(session_key(s.uid), encode_session(s)) for s in changes.sessions]
+    found += [(slot_key(slot), encode_slot(slot)) for slot in changes.quarantined]
+    found += [(session_key(uid), None) for uid in changes.deleted_session_uids]
+    found += [(segment_key(segment_id), None) for segment_id in changes.deleted_segment_ids]
+    found += [(slot_key(slot), None) for slot in changes.released]
+    return found
+
+
 def _seal(key: bytes, body: bytes) -> bytes:
     sealed = bytes((RECORD_VERSION,)) + body
     return sealed + _CHECKSUM.pack(_checksum(key, sealed))
@@ -128,32 +193,35 @@ def _checksum(key: bytes, sealed: bytes) -> int:
 
 
 def _decode(key: bytes, value: bytes, read: Callable[[bytes, bytes], Record]) -> Record:
-    where = f"record {key[:2].decode(errors='replace')}{key[2:].hex()}"
-    body = _open(where, key, value)
+    body = _open(key, value)
     try:
         return read(key, body)
     except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
-        raise CorruptMetadata(where=where, problem=f"its body does not parse: {error!r}") from error
+        raise _corrupt(key, f"its body does not parse: {error!r}") from error
 
 
-def _open(where: str, key: bytes, value: bytes) -> bytes:
-    sealed, trailer = value[: -_CHECKSUM.size], value[-_CHECKSUM.size :]
+def _open(key: bytes, value: bytes) -> bytes:
+    sealed = value[: -_CHECKSUM.size]
     if not sealed:
-        raise CorruptMetadata(where=where, problem=f"{len(value)} bytes are too few for a record")
-    if _CHECKSUM.pack(_checksum(key, sealed)) != trailer:
-        raise CorruptMetadata(where=where, problem="checksum does not match")
+        raise _corrupt(key, f"{len(value)} bytes are too few for a record")
+    if _CHECKSUM.pack(_checksum(key, sealed)) != value[-_CHECKSUM.size :]:
+        raise _corrupt(key, "checksum does not match")
     if sealed[0] != RECORD_VERSION:
-        problem = f"record version {sealed[0]}, this version of ctxcache reads {RECORD_VERSION}"
-        raise CorruptMetadata(where=where, problem=problem)
+        raise _corrupt(key, f"record version {sealed[0]}, this version of ctxcache reads {RECORD_VERSION}")
     return sealed[1:]
 
 
+def _corrupt(key: bytes, problem: str) -> CorruptMetadata:
+    return CorruptMetadata(where=f"record {key[:2].decode(errors='replace')}{key[2:].hex()}", problem=problem)
+
+
 def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
-    uid, generation, begin, token_count, fingerprint, *place, header_checksum = _SEGMENT.unpack_from(body)
+    (uid, generation, begin, token_count, fingerprint, path_index, offset_bytes, size_bytes,
+     header_checksum) = _SEGMENT.unpack_from(body)  # fmt: skip
     tenant = body[_SEGMENT.size :].decode()
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
-    segment_id = int.from_bytes(key[len(SEGMENT_PREFIX) :], "big")
-    return SegmentRecord(segment_id, identity, Slot(*place), header_checksum)
+    slot = Slot(path_index, offset_bytes, size_bytes)
+    return SegmentRecord(int.from_bytes(key[len(SEGMENT_PREFIX) :], "big"), identity, slot, header_checksum)
 
 
 def _read_session(key: bytes, body: bytes) -> SessionRecord:
@@ -166,7 +234,7 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         tenant=tenant.decode(),
         session_id=session_id.decode(),
         model_id=model_id.decode(),
-        layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),
+        layout=_read_layout(streams),
         generation=generation,
         segment_ids=struct.unpack(f"<{segment_count}Q", segment_ids),
         live=tuple((begin, end) for begin, end in _RANGE.iter_unpack(live)),
@@ -179,6 +247,11 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
     )
 
 
+@lru_cache(LAYOUTS_KEPT)
+def _read_layout(packed: bytes) -> tuple[Stream, ...]:
+    return tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(packed))
+
+
 def _split(data: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
     if sum(sizes) != len(data):
         raise ValueError(f"{len(data)} bytes where {sum(sizes)} are announced")
@@ -186,6 +259,11 @@ def _split(data: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
     for size_bytes in sizes:
         yield data[begin : begin + size_bytes]
         begin += size_bytes
+
+
+def _read_slot(key: bytes, body: bytes) -> Slot:
+    path_index, offset_bytes = _SLOT_KEY.unpack(key[len(SLOT_PREFIX) :])
+    return Slot(path_index, offset_bytes, *_SLOT.unpack(body))
 
 
 def _read_model(key: bytes, body: bytes) -> ModelRecord:

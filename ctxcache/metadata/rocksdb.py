@@ -5,13 +5,19 @@ the device refuses a write or a sync; the store is then fenced, every later comm
 TierFailure, and only a restart, which reads what is really there, lifts that.
 
 A record is never dropped in silence: the log is replayed in the mode that refuses damage before
-its end, tables are checksummed by RocksDB, and every value carries its own checksum besides.
+its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
+has a number, and notes how many sessions there are and a digest of their records, so that a database
+that lost a file and does not know it is refused: by its witness, or when its sessions are read.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import reduce
+from itertools import islice
+from operator import xor
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -21,18 +27,27 @@ from rocksdict import (
     DBRecoveryMode,
     Options,
     Rdict,
+    RdictIter,
     WriteBatch,
 )
 
-from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, TierFailure
+from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
+from ctxcache.format.slot import Slot
 from ctxcache.metadata import records
 from ctxcache.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.metadata.catalog import Catalog, Entry
+from ctxcache.metadata.records import Commit
+from ctxcache.metadata.witness import Witness
 
 MEMTABLE_BYTES = 8 << 20
 LOG_LIMIT_BYTES = 64 << 20
 """Past this many bytes of write-ahead log the oldest memtable is flushed: it bounds replay at start."""
+ROOM_BYTES = 2 * MEMTABLE_BYTES
+"""Free bytes of the filesystem below which nothing that grows is taken: what turning the log into tables
+may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
 TABLE_FORMAT = 5
 """The newest table format that RocksDB 7 reads as well, so that other tools can open the files."""
+ENTRIES_PER_BATCH = 1024
 TEXT_LOG_COUNT = 4
 TEXT_LOG_BYTES = 1 << 20
 Record = TypeVar("Record")
@@ -41,17 +56,42 @@ Record = TypeVar("Record")
 class RocksDbMetadata:
     """See MetadataStore. One process at a time; owned by the event loop, but for the syncing thread."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Open or create the database in directory `path`.
+    def __init__(
+        self, path: str | Path, *, witness: Witness | None = None, catalog: Catalog | None = None
+    ) -> None:
+        """Open or create the database in directory `path`. Closes `witness` and `catalog` at its end.
 
         Raises DataDirectoryUnusable (held by another process, not accessible) and CorruptMetadata.
         """
         self._path = str(path)
+        self._witness, self._catalog = witness, catalog
         self._db = _open(self._path)
         self._syncer = ThreadPoolExecutor(1, "metadata-sync")
         self._next_sync: Future[None] | None = None
         self._failure: str | None = None
         self._is_closed = False
+        self._seals: dict[bytes, int] | None = None
+        """The checksum of each session's record, by uid; None until they were read."""
+        try:
+            self._is_counted, self._last = self._read_last()
+        except BaseException:
+            self._syncer.shutdown()
+            _release(self._db)
+            raise
+        if catalog:
+            catalog.begin(self._last.sequence, self.raw)
+
+    def check(self, *, is_growing: bool = True) -> None:
+        """See MetadataStore. One statvfs."""
+        self._check()
+        if is_growing:
+            space = os.statvfs(self._path)
+            free_bytes = space.f_bavail * space.f_frsize
+            if free_bytes < ROOM_BYTES:
+                raise CapacityExceeded(
+                    tier=f"metadata {self._path}", needed_bytes=ROOM_BYTES, free_bytes=free_bytes,
+                    limit_bytes=space.f_blocks * space.f_frsize,
+                )  # fmt: skip
 
     def models(self) -> Iterator[ModelRecord]:
         """See MetadataStore."""
@@ -59,17 +99,54 @@ class RocksDbMetadata:
 
     def sessions(self) -> Iterator[SessionRecord]:
         """See MetadataStore."""
-        return self._scan(records.SESSION_PREFIX, records.decode_session)
+        seals: dict[bytes, int] = {}
+
+        def decode(key: bytes, value: bytes) -> SessionRecord:
+            record = records.decode_session(key, value)
+            seals[record.uid] = records.seal_of(value)
+            return record
+
+        yield from self._scan(records.SESSION_PREFIX, decode)
+        if self._seals is None:
+            self._check_sessions(seals)
 
     def segments(self) -> Iterator[SegmentRecord]:
         """See MetadataStore. Ascending by id."""
         return self._scan(records.SEGMENT_PREFIX, records.decode_segment)
 
+    def quarantined(self) -> Iterator[Slot]:
+        """See MetadataStore."""
+        return self._scan(records.SLOT_PREFIX, records.decode_slot)
+
+    def raw(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every record but the commit's as it is kept, as of this call. Raises CorruptMetadata while it is iterated over."""
+        cursor = self._db.iter()
+        cursor.seek(b"")
+
+        def items() -> Iterator[tuple[bytes, bytes]]:
+            while cursor.valid():
+                if (key := cursor.key()) != records.COMMIT_KEY:
+                    yield key, cursor.value()
+                cursor.next()
+            self._check_cursor(cursor)
+
+        return items()
+
+    def restore(self, entries: Iterable[Entry], sequence: int) -> None:
+        """Put records into a store that is new; its commits are numbered from `sequence` on.
+
+        Durable once the store is closed. Raises TierFailure.
+        """
+        self._seals, self._last = {}, Commit(sequence, 0, 0)
+        remaining = iter(entries)
+        while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
+            self._write(batch)
+
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
         """See MetadataStore. The write itself goes to the page cache, on the loop: tens of microseconds."""
         self._check()
         if changes:
-            self._write(_batch(changes))
+            self._write(records.entries(changes))
         if is_durable:
             # Shielded: one caller's cancellation must not cancel the sync of the others.
             await asyncio.shield(asyncio.wrap_future(self._join_sync()))
@@ -87,6 +164,10 @@ class RocksDbMetadata:
             if self._failure is None:
                 self._sync()
         finally:
+            if self._catalog:
+                self._catalog.close(self._last.sequence)
+            if self._witness:
+                self._witness.close()
             _release(self._db)
             del self._db
 
@@ -96,17 +177,78 @@ class RocksDbMetadata:
         while cursor.valid() and (key := cursor.key()).startswith(prefix):
             yield decode(key, cursor.value())
             cursor.next()
+        self._check_cursor(cursor)
+
+    def _check_cursor(self, cursor: RdictIter) -> None:
         # Not optional: a damaged table ends the iteration early, and only the status tells.
         try:
             cursor.status()
         except Exception as error:  # rocksdict raises nothing narrower
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
 
-    def _write(self, batch: WriteBatch) -> None:
+    def _write(self, entries: Sequence[Entry]) -> None:
+        last = self._counted(entries)
+        batch = WriteBatch(raw_mode=True)
+        for key, value in entries:
+            if value is None:
+                batch.delete(key)
+            else:
+                batch.put(key, value)
+        batch.put(records.COMMIT_KEY, records.encode_commit(last))
         try:
             self._db.write(batch)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             self._fail(error)
+        self._last = last
+        if self._catalog:
+            self._catalog.append(entries, last.sequence)
+
+    def _counted(self, entries: Sequence[Entry]) -> Commit:
+        """The next commit's number and what it leaves, with these changes."""
+        if self._seals is None:
+            for _ in self.sessions():
+                continue
+        assert self._seals is not None  # noqa: S101  # the loop has just read them
+        digest = self._last.session_digest
+        for key, value in entries:
+            if key.startswith(records.SESSION_PREFIX):
+                uid = key[len(records.SESSION_PREFIX) :]
+                digest ^= self._seals.get(uid, 0)
+                if value is None:
+                    self._seals.pop(uid, None)
+                else:
+                    self._seals[uid] = records.seal_of(value)
+                    digest ^= self._seals[uid]
+        return Commit(self._last.sequence + 1, len(self._seals), digest)
+
+    def _read_last(self) -> tuple[bool, Commit]:
+        """Whether the last commit was noted, and what. Raises CorruptMetadata when it is not the last one."""
+        try:
+            value = self._db.get(records.COMMIT_KEY)
+        except Exception as error:  # rocksdict raises nothing narrower
+            raise CorruptMetadata(where=self._path, problem=str(error)) from error
+        last = records.decode_commit(value) if value else Commit(0, 0, 0)
+        witnessed = self._witness.sequence if self._witness else 0
+        if last.sequence < witnessed:
+            problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
+            raise CorruptMetadata(where=self._path, problem=problem)
+        return value is not None, last
+
+    def _check_sessions(self, seals: dict[bytes, int]) -> None:
+        digest = reduce(xor, seals.values(), 0)
+        if not self._is_counted:
+            # New, or written by a version that did not count. Witnessed at once: from now on it cannot
+            # be gone unnoticed.
+            self._seals, self._last = seals, Commit(self._last.sequence, len(seals), digest)
+            self._is_counted = True
+            self._write([])
+            self._sync()
+        elif self._last[1:] != (len(seals), digest):
+            problem = f"{len(seals)} sessions are there, {self._last.session_count} were recorded"
+            if len(seals) == self._last.session_count:
+                problem = "sessions are not as they were recorded last"
+            raise CorruptMetadata(where=self._path, problem=problem)
+        self._seals = seals
 
     def _join_sync(self) -> "Future[None]":
         """Queue a sync, or share the queued one: it starts after this call either way."""
@@ -119,10 +261,14 @@ class RocksDbMetadata:
         # The syncing thread: one sync at a time. A sync that follows a failed one may report
         # success for writes that are gone, so it is not even tried.
         self._check()
+        # What is written while the sync runs may not be part of it.
+        sequence = self._last.sequence
         try:
             self._db.flush_wal(sync=True)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             self._fail(error)
+        if self._witness:
+            self._witness.note(sequence)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -140,7 +286,7 @@ def _open(path: str) -> Rdict:
         return Rdict(path, _options())
     except Exception as error:  # rocksdict raises nothing narrower
         problem = str(error)
-        if "Corruption" in problem or "MANIFEST" in problem:
+        if "Corruption" in problem or ("MANIFEST" in problem and "No such file" in problem):
             raise CorruptMetadata(where=path, problem=problem) from error
         if "LOCK" in problem:
             problem = f"another process holds the metadata ({problem})"
@@ -170,19 +316,3 @@ def _options() -> Options:
     tables.set_format_version(TABLE_FORMAT)
     options.set_block_based_table_factory(tables)
     return options
-
-
-def _batch(changes: Changes) -> WriteBatch:
-    """One atomic batch; deletions last, so that they win. A batch is good for one write."""
-    batch = WriteBatch(raw_mode=True)
-    for model in changes.models:
-        batch.put(records.model_key(model.tenant, model.spec.model_id), records.encode_model(model))
-    for segment in changes.segments:
-        batch.put(records.segment_key(segment.segment_id), records.encode_segment(segment))
-    for session in changes.sessions:
-        batch.put(records.session_key(session.uid), records.encode_session(session))
-    for uid in changes.deleted_session_uids:
-        batch.delete(records.session_key(uid))
-    for segment_id in changes.deleted_segment_ids:
-        batch.delete(records.segment_key(segment_id))
-    return batch

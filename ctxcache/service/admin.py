@@ -1,12 +1,16 @@
 """AdminService."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from ctxcache.cache import Cache
+from ctxcache.cache.scrubbing import Scrubbed
+from ctxcache.core.extents import SlotAllocator
 from ctxcache.service import convert, validate
 from ctxcache.service.edge import Context
 from ctxcache.service.tenant import tenant_of
+from ctxcache.tiers.base import Refusal, Tier
 from ctxcache.v1 import admin_pb2, admin_pb2_grpc, session_pb2
 
 
@@ -18,6 +22,7 @@ class About:
     start_time_ns: int
     data_directory: str
     listen_addresses: tuple[str, ...]
+    arena_prefaulted_bytes: Callable[[], int]
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -30,6 +35,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetStats(self, request: admin_pb2.GetStatsRequest, context: Context) -> admin_pb2.Stats:  # noqa: ARG002, N802
         """See the proto."""
         state, counters = self._cache.state, self._cache.state.counters
+        quarantined = self._cache.residency.quarantined
         return admin_pb2.Stats(
             version=self._about.version,
             start_time=convert.timestamp(self._about.start_time_ns),
@@ -41,6 +47,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             lease_count=self._cache.reading.lease_count,
             reservation_count=self._cache.writing.reservation_count,
             tiers=self._tiers(),
+            quarantined_slot_count=len(quarantined),
+            quarantined_bytes=sum(slot.size_bytes for slot in quarantined),
+            dirty_bytes=state.unwritten.dirty_bytes,
+            arena_prefaulted_bytes=self._about.arena_prefaulted_bytes(),
             **{name: getattr(counters, name) for name in counters.__slots__},
         )
 
@@ -51,32 +61,66 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         view = await self._cache.sessions.demote(tenant_of(context), validate.session_id(request.name))
         return convert.session_message(view)
 
+    async def Verify(  # noqa: N802
+        self,
+        request: admin_pb2.VerifyRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[admin_pb2.VerifyResponse]:
+        """See the proto."""
+        rate = validate.within(request.bytes_per_second, 0, (1 << 63) - 1, "bytes_per_second")
+        scrubbing = self._cache.scrubbing
+        if request.release:
+            released, _ = await scrubbing.release()
+            yield admin_pb2.VerifyResponse(released_slot_count=released)
+        async with aclosing(scrubbing.run(bytes_per_second=rate)) as reports:
+            async for report in reports:
+                yield verify_message(report)
+
     def _tiers(self) -> list[admin_pb2.TierStats]:
-        cache, segments = self._cache, self._cache.state.segments.values()
-        dram = [0 for s in segments if s.dram]
-        ssd = [s.ssd.path_index for s in segments if s.ssd]
+        cache, residency = self._cache, self._cache.residency
         return [
-            *_tier(session_pb2.TIER_DRAM, cache.arena.paths, cache.arena.capacities_bytes,
-                   cache.residency.dram.used_bytes_by_path, dram),
-            *_tier(session_pb2.TIER_SSD, cache.ssd.paths, cache.ssd.capacities_bytes,
-                   cache.residency.ssd.used_bytes_by_path, ssd),
-        ]  # fmt: skip
+            *_tier(session_pb2.TIER_DRAM, cache.arena, residency.dram),
+            *_tier(session_pb2.TIER_SSD, cache.ssd, residency.ssd),
+        ]
+
+
+def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
+    """What a pass says of itself."""
+    return admin_pb2.VerifyResponse(
+        segment_count=report.segment_count,
+        checked_segment_count=report.checked_segment_count,
+        checked_bytes=report.checked_bytes,
+        record_count=report.record_count,
+        bad=[
+            admin_pb2.BadSegment(
+                segment_id=bad.segment_id, tenant=bad.tenant,
+                sessions=[f"sessions/{session_id}" for session_id in bad.sessions],
+                position_begin=bad.begin, position_end=bad.end, path=bad.path, offset_bytes=bad.offset_bytes,
+                problem=bad.problem,
+            )
+            for bad in report.bad
+        ],
+    )  # fmt: skip
 
 
 def _tier(
-    tier: session_pb2.Tier.ValueType,
-    paths: Sequence[str],
-    capacities: Sequence[int],
-    used: Sequence[int],
-    segment_paths: Sequence[int],
-) -> list[admin_pb2.TierStats]:
-    return [
-        admin_pb2.TierStats(
-            tier=tier,
+    number: session_pb2.Tier.ValueType, tier: Tier, slots: SlotAllocator
+) -> Iterator[admin_pb2.TierStats]:
+    refusals = tier.refusals
+    for i, path in enumerate(tier.paths):
+        refusal = refusals.get(i)
+        yield admin_pb2.TierStats(
+            tier=number,
             path=path,
-            capacity_bytes=capacity,
-            used_bytes=used_bytes,
-            segment_count=segment_paths.count(index),
+            capacity_bytes=tier.capacities_bytes[i],
+            used_bytes=slots.used_bytes_by_path[i],
+            segment_count=slots.slot_count_by_path[i],
+            state=_state(refusal),
+            problem=refusal.problem if refusal else "",
         )
-        for index, (path, capacity, used_bytes) in enumerate(zip(paths, capacities, used, strict=True))
-    ]
+
+
+def _state(refusal: Refusal | None) -> admin_pb2.PathState.ValueType:
+    if refusal is None:
+        return admin_pb2.PATH_STATE_OPEN
+    return admin_pb2.PATH_STATE_FENCED if refusal.is_final else admin_pb2.PATH_STATE_RESTING

@@ -1,17 +1,19 @@
 """Between the wire's messages and the cache's facts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.cache.reading import Lease
-from ctxcache.cache.writing import Reservation
+from ctxcache.cache.writing import Reservation, Run
 from ctxcache.core.segment import Segment
-from ctxcache.core.session import SessionView
+from ctxcache.core.session import Piece, Session, SessionView
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, Stream, StreamSpec
 from ctxcache.service import validate
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
@@ -21,6 +23,8 @@ TEXT_BYTES = 256
 CANONICAL_BYTES = 4096
 COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
+CONSTANTS_LIMIT = 4096
+"""Sessions whose unchanging facts are kept ready: a few KiB each."""
 
 
 def timestamp(time_ns: int) -> Timestamp:
@@ -107,58 +111,114 @@ def model_message(spec: ModelSpec, create_time_ns: int) -> model_pb2.Model:
 
 def session_message(view: SessionView) -> session_pb2.Session:
     """A session's facts."""
-    return session_pb2.Session(
-        name=view.name, uid=view.uid.hex(), tenant=view.tenant, model=f"models/{view.model_id}",
-        model_fingerprint=view.model_fingerprint,
-        layout=[stream_name(spec.stream) for spec in view.layout.specs],
-        generation=view.generation, token_count=view.token_count,
-        durable_token_count=view.durable_token_count, create_time=timestamp(view.create_time_ns),
-        access_time=timestamp(view.access_time_ns), expire_time=timestamp(view.expire_time_ns),
-        ttl=None if view.ttl_ns is None else duration(view.ttl_ns), is_pinned=view.is_pinned,
-        dram_bytes=view.dram_bytes, ssd_bytes=view.ssd_bytes,
-    )  # fmt: skip
+    message = session_pb2.Session()
+    message.CopyFrom(_constants(view).lease.session)
+    _fill_session(message, view)
+    return message
+
+
+_CONSTANTS: "dict[bytes, _Constants]" = {}
+
+
+def _fill_session(message: session_pb2.Session, view: SessionView) -> None:
+    """Add what changes to what does not."""
+    message.generation, message.token_count = view.generation, view.token_count
+    message.durable_token_count = view.durable_token_count
+    message.is_pinned = view.is_pinned
+    message.dram_bytes, message.ssd_bytes = view.dram_bytes, view.ssd_bytes
+    _fill_time(message.create_time, view.create_time_ns)
+    _fill_time(message.access_time, view.access_time_ns)
+    _fill_time(message.expire_time, view.expire_time_ns)
+    if view.ttl_ns is not None:
+        message.ttl.seconds, message.ttl.nanos = divmod(view.ttl_ns, 10**9)
+
+
+def _fill_time(message: Timestamp, time_ns: int) -> None:
+    # Set, so that the epoch is a time too.
+    message.SetInParent()
+    message.seconds, message.nanos = divmod(time_ns, 10**9)
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """What of a session's messages never changes: names and layout. Copying it is cheaper than making it."""
+
+    lease: arena_pb2.Lease
+    reservation: arena_pb2.Reservation
+
+
+def _constants(of: Session | SessionView) -> _Constants:
+    found = _CONSTANTS.get(of.uid)
+    if found is None:
+        if len(_CONSTANTS) >= CONSTANTS_LIMIT:
+            _CONSTANTS.clear()
+        session = session_pb2.Session(
+            name=of.name, uid=of.uid.hex(), tenant=of.tenant, model=f"models/{of.model_id}",
+            model_fingerprint=of.model_fingerprint,
+            layout=[stream_name(spec.stream) for spec in of.layout.specs],
+        )  # fmt: skip
+        layout = _chunk_layouts(of.layout)
+        found = _CONSTANTS[of.uid] = _Constants(
+            arena_pb2.Lease(session=session, layout=layout),
+            arena_pb2.Reservation(session_uid=session.uid, layout=layout),
+        )
+    return found
 
 
 # -- locations --------------------------------------------------------------------------------------
 
 
-def lease_message(lease: Lease, expire_time_ns: int) -> arena_pb2.Lease:
-    """A lease with where everything lies."""
-    locations: list[arena_pb2.SegmentLocation] = []
+def fill_lease(message: arena_pb2.Lease, lease: Lease, expire_time_ns: int, *, is_brief: bool) -> None:
+    """Say where everything of a lease lies."""
+    message.CopyFrom(_constants(lease.view).lease)
+    _fill_session(message.session, lease.view)
+    message.lease_id = lease.lease_id
+    message.range.begin, message.range.end = lease.begin, lease.end
+    _fill_time(message.expire_time, expire_time_ns)
+    if is_brief:
+        _fill_runs(message.runs, lease.pieces)
+        return
+    last: Segment | None = None
     for piece in lease.pieces:
-        if not locations or locations[-1].segment_id != piece.segment.segment_id:
-            locations.append(_location(piece.segment))
-        locations[-1].rows.add(
-            row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin
-        )
-    return arena_pb2.Lease(
-        lease_id=lease.lease_id, session=session_message(lease.view),
-        range=session_pb2.TokenRange(begin=lease.begin, end=lease.end),
-        expire_time=timestamp(expire_time_ns), layout=_chunk_layouts(lease.view.layout), segments=locations,
-    )  # fmt: skip
+        if piece.segment is not last:
+            _fill_location(location := message.segments.add(), piece.segment)
+            last = piece.segment
+        location.rows.add(row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin)
 
 
-def reservation_message(reservation: Reservation, expire_time_ns: int) -> arena_pb2.Reservation:
-    """A reservation with where everything is to be written."""
-    locations = []
+def fill_reservation(
+    message: arena_pb2.Reservation, reservation: Reservation, expire_time_ns: int, *, is_brief: bool
+) -> None:
+    """Say where everything of a reservation is to be written."""
+    message.CopyFrom(_constants(reservation.session).reservation)
+    message.reservation_id = reservation.reservation_id
+    _fill_time(message.expire_time, expire_time_ns)
+    if is_brief:
+        _fill_runs(message.runs, reservation.runs)
+        return
     for run in reservation.runs:
-        location = _location(run.segment)
+        location = message.segments.add()
+        _fill_location(location, run.segment)
         location.rows.add(row_begin=run.row_begin, row_end=run.row_end, token_begin=run.token_begin)
-        locations.append(location)
-    return arena_pb2.Reservation(
-        reservation_id=reservation.reservation_id, expire_time=timestamp(expire_time_ns),
-        layout=_chunk_layouts(reservation.session.layout), segments=locations,
-    )  # fmt: skip
 
 
-def _location(segment: Segment) -> arena_pb2.SegmentLocation:
+def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
+    message.offset_bytes.extend([_slot(piece.segment).offset_bytes for piece in pieces])
+    message.row_begin.extend([piece.row_begin for piece in pieces])
+    message.row_end.extend([piece.row_end for piece in pieces])
+
+
+def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment) -> None:
+    message.segment_id, message.offset_bytes = segment.segment_id, _slot(segment).offset_bytes
+    message.session_uid, message.generation = segment.writer_uid.hex(), segment.generation
+    message.position_begin, message.token_count = segment.begin, segment.ssd_row_count
+    message.checksums.extend(segment.checksums)
+
+
+def _slot(segment: Segment) -> Slot:
     if segment.dram is None:
         raise RuntimeError(f"segment {segment.segment_id} is held but not in DRAM")
-    return arena_pb2.SegmentLocation(
-        segment_id=segment.segment_id, offset_bytes=segment.dram.offset_bytes,
-        session_uid=segment.writer_uid.hex(), generation=segment.generation,
-        position_begin=segment.begin, token_count=segment.ssd_row_count, checksums=segment.checksums,
-    )  # fmt: skip
+    return segment.dram
 
 
 def _chunk_layouts(layout: SegmentLayout) -> list[arena_pb2.ChunkLayout]:

@@ -5,15 +5,17 @@ Wraps all four kinds of rpc. Health and reflection pass untouched: they answer a
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ctxcache.errors import CacheError, Draining, InvalidArgument, TooManyRequests
+from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument, TooManyRequests
+from ctxcache.service.turns import Turns
 from ctxcache.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -28,16 +30,28 @@ _MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
+STREAMS = ("/ctxcache.v1.SessionService/AppendSession", "/ctxcache.v1.SessionService/ReadSession")
+HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+WATCH_GRACE_S = 0.2
+"""How long a watcher of health has to be told of the drain before its stream ends."""
+Decoder: TypeAlias = Callable[[bytes], Any]
 
 
 class Admission:
-    """How many rpcs of one sort run, and whether new ones are taken. Owned by the event loop."""
+    """How many rpcs of one sort run, and whether new ones are taken. Owned by the event loop.
 
-    def __init__(self, what: str, limit: int) -> None:
-        self._what = what
+    Nothing queues here: what runs shares the machine already, and a queue would only add to the wait
+    of all. A refusal says when to come again.
+    """
+
+    def __init__(self, what: str, limit: int, *, turns: Turns | None = None) -> None:
+        """`turns`: in which its rpcs move their messages."""
+        self.turns = turns
         self._limit = limit
         self._running = 0
+        self._lingering = 0
         self._draining = asyncio.Event()
+        self._when_full = Refusal(TooManyRequests(what=what, limit=limit))
 
     def drain(self) -> None:
         """Take no more."""
@@ -47,29 +61,93 @@ class Admission:
         """Wait until no more are taken."""
         await self._draining.wait()
 
+    def refusal(self) -> "Refusal | None":
+        """Why a new rpc would be refused now; None when it would not be."""
+        if self._draining.is_set():
+            return WHEN_DRAINING
+        is_full = self._running >= self._limit or self._lingering >= self._limit
+        return self._when_full if is_full else None
+
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Count one rpc while it runs. Raises Draining, TooManyRequests."""
-        if self._draining.is_set():
-            raise Draining
-        if self._running >= self._limit:
-            raise TooManyRequests(what=self._what, limit=self._limit)
+        refusal = self.refusal()
+        if refusal:
+            raise refusal.again()
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
 
+    @contextmanager
+    def linger(self) -> Iterator[None]:
+        """Count an rpc that is over, while its client does not take notice: it keeps a message in memory."""
+        self._lingering += 1
+        try:
+            yield
+        finally:
+            self._lingering -= 1
+
+
+class Refusal:
+    """An error that is told often, made once: telling it must cost much less than the work refused."""
+
+    def __init__(self, error: CacheError) -> None:
+        self._error = error
+        self._said = code_of(error), message_of(error), trailing_metadata(error)
+        # As a stream, whatever the rpc is: the request is not even received.
+        self.handler: Handler = grpc.stream_stream_rpc_method_handler(self._tell)
+
+    def again(self) -> CacheError:
+        """The error as a new exception."""
+        return type(self._error)(**self._error.facts)
+
+    async def _tell(self, _: object, context: Context) -> None:
+        await context.abort(*self._said)
+
+
+WHEN_DRAINING = Refusal(Draining())
+
+
+@dataclass(frozen=True, slots=True)
+class Admissions:
+    """The sorts of rpcs: small calls, streams that move rows, streams that local clients keep open."""
+
+    calls: Admission
+    streams: Admission
+    local_clients: Admission
+
+    def of(self, method: str) -> Admission:
+        """Where an rpc is counted."""
+        if method in STREAMS:
+            return self.streams
+        return self.local_clients if method in KEPT_OPEN else self.calls
+
+    def drain(self) -> None:
+        """Take no more of any sort."""
+        for admission in (self.calls, self.streams, self.local_clients):
+            admission.drain()
+
 
 class Edge(grpc.aio.ServerInterceptor):
     """Puts admission and error mapping around each of our rpcs.
 
-    Streams that local clients keep open are counted apart: they must not use up the room for calls.
+    Streams that move rows, and those that local clients keep open, are counted apart: they must not
+    use up the room for small calls, nor these theirs.
     """
 
-    def __init__(self, calls: Admission, kept_open: Admission) -> None:
-        self._calls = calls
-        self._kept_open = kept_open
+    def __init__(
+        self, admissions: Admissions, *, stall_timeout_s: float,
+        decoders: Mapping[str, Decoder] | None = None,
+    ) -> None:  # fmt: skip
+        """`decoders`, by method, read what the generated code would copy.
+
+        `stall_timeout_s`: how long a client may take none of a response that waits for it.
+        """
+        self._admissions = admissions
+        self._stall_timeout_s = stall_timeout_s
+        self._decoders = decoders or {}
 
     async def intercept_service(
         self,
@@ -77,22 +155,53 @@ class Edge(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         """See grpc.aio.ServerInterceptor."""
+        method = handler_call_details.method
+        if not method.startswith(OWN_SERVICES):
+            handler = await continuation(handler_call_details)
+            return _until_drained(handler, self._admissions.calls) if method == HEALTH_WATCH else handler
+        admission = self._admissions.of(method)
+        refusal = admission.refusal()
+        if refusal:
+            return refusal.handler
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(OWN_SERVICES):
-            return handler
-        is_kept_open = handler_call_details.method in KEPT_OPEN
-        return self._wrap(handler, self._kept_open if is_kept_open else self._calls)
+        return handler and self._wrap(handler, admission, self._decoders.get(method))
 
-    def _wrap(self, handler: Any, admission: Admission) -> Handler:  # grpc's handlers are untyped tuples
+    # grpc's handlers are untyped tuples
+    def _wrap(self, handler: Any, admission: Admission, decoder: Decoder | None) -> Handler:
         # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
-        decode = partial(_each if handler.request_streaming else _one, handler.request_deserializer)
+        read = decoder or handler.request_deserializer
+        decode = partial(_each, read, admission.turns) if handler.request_streaming else partial(_one, read)
         is_single = not handler.response_streaming
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
-        call = (_single if is_single else _many)(behaviour, decode, admission)
+        call = (
+            _single(behaviour, decode, admission)
+            if is_single
+            else _many(behaviour, decode, admission, self._stall_timeout_s)
+        )
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
-        return make(call, None, handler.response_serializer)
+        return make(call, None, partial(_encoded, handler.response_serializer))
+
+
+# grpc's handlers are untyped tuples
+def _until_drained(handler: Any, admission: Admission) -> Handler:
+    """A watch ends with the drain, which would otherwise wait for it: nobody ends one of their own accord."""
+
+    async def watch(request: object, context: Context) -> None:
+        watching = asyncio.ensure_future(handler.unary_stream(request, context))
+        drained = asyncio.ensure_future(admission.drained())
+        try:
+            await asyncio.wait({watching, drained}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({watching}, timeout=WATCH_GRACE_S)
+        finally:
+            watching.cancel()
+            drained.cancel()
+        await _abort(context, Draining())
+
+    return grpc.unary_stream_rpc_method_handler(
+        watch, handler.request_deserializer, handler.response_serializer
+    )
 
 
 def _single(
@@ -109,19 +218,45 @@ def _single(
 
 
 def _many(
-    behaviour: Callable[..., AsyncGenerator[Any]], decode: Callable[..., Any], admission: Admission
-) -> Callable[..., AsyncIterator[Any]]:
-    async def call(request: object, context: Context) -> AsyncIterator[Any]:
+    behaviour: Callable[..., AsyncGenerator[Any]],
+    decode: Callable[..., Any],
+    admission: Admission,
+    stall_timeout_s: float,
+) -> Callable[..., Awaitable[None]]:
+    async def call(request: object, context: Context) -> None:
         try:
             # Closed here and now when the client goes away: what the rpc holds ends with it.
             with admission.enter():
                 async with aclosing(behaviour(decode(request), context)) as responses:
                     async for response in responses:
-                        yield response
+                        await _send(context, response, stall_timeout_s)
+                        # Before the next one is made.
+                        if admission.turns:
+                            await admission.turns.take()
+        except grpc.aio.BaseError:
+            # The client is gone, which gRPC finds out for itself.
+            raise
+        except DeadlineExceeded as error:
+            # The refusal waits behind the message that is not taken.
+            with admission.linger():
+                await _abort(context, error)
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             await _abort(context, error)
 
     return call
+
+
+async def _send(context: Context, response: object, stall_timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(stall_timeout_s):
+            await context.write(response)
+    except TimeoutError:
+        raise DeadlineExceeded(target="reader", timeout_s=f"{stall_timeout_s:g}") from None
+
+
+def _encoded(serialise: Callable[[Any], bytes], response: Any) -> bytes:
+    """A response that moves rows is encoded where the rows are at hand."""
+    return response if isinstance(response, bytes) else serialise(response)
 
 
 def _one(read: Callable[[bytes], Any], encoded: bytes) -> Any:
@@ -131,13 +266,23 @@ def _one(read: Callable[[bytes], Any], encoded: bytes) -> Any:
         raise InvalidArgument(field="request", problem="is not a message of this rpc") from error
 
 
-async def _each(read: Callable[[bytes], Any], encoded: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+async def _each(
+    read: Callable[[bytes], Any], turns: Turns | None, encoded: AsyncIterator[bytes]
+) -> AsyncIterator[Any]:
     async for item in encoded:
+        if turns:
+            await turns.take()
         yield _one(read, item)
 
 
+def known_error(error: Exception) -> CacheError:
+    """An error as the caller may see it; one that is none of ours is logged, with its traceback."""
+    if isinstance(error, CacheError):
+        return error
+    log.error("internal_error", exc_info=error)
+    return CacheError()
+
+
 async def _abort(context: Context, error: Exception) -> None:
-    known = error if isinstance(error, CacheError) else CacheError()
-    if known is not error:
-        log.error("internal_error", exc_info=error)
+    known = known_error(error)
     await context.abort(code_of(known), message_of(known), trailing_metadata(known))

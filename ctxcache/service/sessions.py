@@ -62,7 +62,7 @@ class SessionService(StreamRpcs):
     ) -> session_pb2.ListSessionsResponse:
         """See the proto."""
         limit = validate.page_size(request.page_size)
-        found = self._sessions.list(
+        found = await self._sessions.list(
             tenant_of(context),
             after=validate.page_token(request.page_token),
             limit=limit + 1,

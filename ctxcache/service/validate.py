@@ -51,7 +51,7 @@ def fingerprint(value: bytes, field: str = "model_fingerprint") -> bytes:
     return value
 
 
-def stream(name: model_pb2.StreamName, field: str) -> Stream:
+def stream(name: model_pb2.StreamName | Stream, field: str) -> Stream:
     """A stream's name."""
     found = Stream(name.layer, _member(StateKind, int(name.kind), f"{field}.kind"))
     if found.kind is StateKind.TOKENS and found != TOKENS:

@@ -7,11 +7,12 @@ for and never came, which `faults_left` shows.
 import asyncio
 import enum
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
+from ctxcache.tiers.base import Range, Refusal
 
 NANOSECONDS = 1_000_000_000
 EPOCH_NS = 1_700_000_000 * NANOSECONDS
@@ -81,6 +82,11 @@ class MemoryTier:
         return self._capacities_bytes
 
     @property
+    def refusals(self) -> dict[int, Refusal]:
+        """See Tier."""
+        return dict.fromkeys(self._fenced, Refusal("a failed sync", is_final=True))
+
+    @property
     def faults_left(self) -> int:
         """Faults that were asked for and have not come."""
         return sum(map(len, self._faults.values()))
@@ -88,6 +94,10 @@ class MemoryTier:
     def fail(self, operation: Operation, *, nth: int = 1) -> None:
         """Let the `nth` operation of its kind, counted from now, raise TierFailure."""
         self._faults[operation].add(self.counts[operation] + nth)
+
+    def fence(self, path_index: int) -> None:
+        """Let a path take no more writes."""
+        self._fenced.add(path_index)
 
     def hold(self, operation: Operation) -> asyncio.Event:
         """Let operations of this kind wait, before they do anything, until the event is set."""
@@ -100,48 +110,62 @@ class MemoryTier:
         survivor._durable = dict(self._durable)
         return survivor
 
-    async def read(self, slot: Slot, begin: int, into: memoryview) -> None:
+    async def read(
+        self,
+        slot: Slot,
+        begin: int,
+        into: memoryview,
+        *,
+        pieces: Sequence[Range] | None = None,
+        then: Callable[[int, int], None] | None = None,
+    ) -> None:
         """See Tier."""
         keys = self._keys(slot, begin, into.nbytes)
         await self._arrive(Operation.READ, slot.path_index)
         flat = into.cast("B")
-        for i, key in enumerate(keys):
-            flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES] = self._pages.get(key, bytes(ALIGN_BYTES))
+        for first, last in [(0, into.nbytes)] if pieces is None else pieces:
+            for i in range(first // ALIGN_BYTES, last // ALIGN_BYTES):
+                flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES] = self._pages.get(keys[i], bytes(ALIGN_BYTES))
+            if then:
+                then(first, last)
 
-    async def write(self, slot: Slot, begin: int, data: memoryview) -> None:
+    async def write(
+        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
+    ) -> None:
         """See Tier."""
         keys = self._keys(slot, begin, data.nbytes)
         self._check_fence(slot.path_index)
         await self._arrive(Operation.WRITE, slot.path_index)
         flat = data.cast("B")
-        for i, key in enumerate(keys):
-            self._pages[key] = bytes(flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES])
+        for first, last in [(0, data.nbytes)] if pieces is None else pieces:
+            for i in range(first // ALIGN_BYTES, last // ALIGN_BYTES):
+                self._pages[keys[i]] = bytes(flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES])
 
     async def sync(self, path_indexes: Collection[int]) -> None:
-        """See Tier. A failure fences its paths, as a real device's does."""
+        """See Tier. A failure is that of one device, the first path's, and fences it."""
         for index in path_indexes:
             self._check_fence(index)
         # What is written while a sync waits is not what it was called for.
         written = {key: page for key, page in self._pages.items() if key[0] in path_indexes}
         try:
-            await self._arrive(Operation.SYNC, *path_indexes)
+            await self._arrive(Operation.SYNC, min(path_indexes, default=0))
         except TierFailure:
-            self._fenced |= set(path_indexes)
+            self._fenced.add(min(path_indexes, default=0))
             raise
         self._durable |= written
 
     def close(self) -> None:
         """See Tier."""
 
-    async def _arrive(self, operation: Operation, *path_indexes: int) -> None:
+    async def _arrive(self, operation: Operation, path_index: int) -> None:
         self.counts[operation] += 1
         number = self.counts[operation]
         if operation in self._gates:
             await self._gates[operation].wait()
         if number in self._faults[operation]:
             self._faults[operation].discard(number)
-            where = ", ".join(self.paths[index] for index in path_indexes)
-            raise TierFailure(path=where, problem=f"{operation.value} {number} was told to fail")
+            problem = f"{operation.value} {number} was told to fail"
+            raise TierFailure(path=self.paths[path_index], problem=problem)
 
     def _check_fence(self, path_index: int) -> None:
         if path_index in self._fenced:

@@ -92,6 +92,40 @@ class TierContract:
         assert into[2 * ALIGN_BYTES : 3 * ALIGN_BYTES] == part
         assert into[3 * ALIGN_BYTES :] == data[3 * ALIGN_BYTES :]
 
+    async def test_pieces_are_all_that_moves(self, tier: PlacedTier) -> None:
+        """With pieces, a transfer touches those ranges and no other byte, and tells of each once."""
+        slot = Slot(0, tier.first_offset_bytes, 8 * ALIGN_BYTES)
+        old, new, into = (buffer(slot.size_bytes, seed=i) for i in (1, 2, 3))
+        pieces = [(0, ALIGN_BYTES), (3 * ALIGN_BYTES, 5 * ALIGN_BYTES)]
+        seen: dict[tuple[int, int], bytes] = {}
+        await tier.write(slot, 0, old)
+        await tier.write(slot, 0, new, pieces=pieces)
+        await tier.read(slot, 0, whole := buffer(slot.size_bytes))
+        await tier.read(
+            slot, 0, into, pieces=pieces, then=lambda a, b: seen.update({(a, b): bytes(into[a:b])})
+        )
+        mixed, part = bytearray(old), bytearray(buffer(slot.size_bytes, seed=3))
+        for begin, end in pieces:
+            mixed[begin:end] = part[begin:end] = new[begin:end]
+
+        assert whole == mixed
+        assert into == part
+        assert seen == {(begin, end): bytes(new[begin:end]) for begin, end in pieces}
+
+    async def test_what_a_reader_of_pieces_raises_is_raised(self, tier: PlacedTier) -> None:
+        """A failing `then` fails its read, once, and the tier goes on."""
+        slot = Slot(0, tier.first_offset_bytes, 4 << 20)
+        await tier.write(slot, 0, buffer(slot.size_bytes, seed=1))
+
+        def then(begin: int, end: int) -> None:
+            raise KeyError(begin, end)
+
+        with pytest.raises(KeyError):
+            await tier.read(slot, 0, buffer(slot.size_bytes), then=then)
+        await tier.read(slot, 0, into := buffer(slot.size_bytes))
+
+        assert into == buffer(slot.size_bytes, seed=1)
+
     async def test_neighbours_are_left_alone(self, tier: PlacedTier) -> None:
         """A write ends where its slot ends, also when the neighbours are written at the same time."""
         slots = [Slot(0, tier.first_offset_bytes + i * (5 << 20), 5 << 20) for i in range(6)]

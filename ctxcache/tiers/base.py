@@ -4,16 +4,32 @@ A tier knows no session, no eviction and no free space: `core/extents.py` hands 
 implementation passes `ctxcache.testing.tiers.TierContract`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ctxcache.format.slot import Slot
+
+Range = tuple[int, int]
+"""`[begin, end)` of a buffer, in bytes; both multiples of 4 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a path takes no writes; `is_final`: until a restart."""
+
+    problem: str
+    is_final: bool
+
+    def __str__(self) -> str:
+        return f"{'fenced until a restart' if self.is_final else 'resting'}: {self.problem}"
 
 
 class Tier(Protocol):
     """Bytes at slots, on one or more paths.
 
-    Worst case of every call is one device operation per 4 MiB; none blocks the event loop.
+    Worst case of every call is one device operation per MiB; none blocks the event loop. `pieces` cuts a
+    transfer otherwise: those ranges of the buffer are moved and nothing else, one operation each.
     Offsets, sizes and buffer addresses are multiples of 4 KiB. A read or write that fails raises
     TierFailure, and the slot's content is then undefined.
     """
@@ -26,17 +42,38 @@ class Tier(Protocol):
     def capacities_bytes(self) -> tuple[int, ...]:
         """The size of each path."""
 
-    async def read(self, slot: Slot, begin: int, into: memoryview) -> None:
-        """Fill `into` from byte `begin` of the slot. Raises TierFailure, never reads short."""
+    @property
+    def refusals(self) -> Mapping[int, Refusal]:
+        """Path numbers that take no writes now, each with why; they are read as before."""
 
-    async def write(self, slot: Slot, begin: int, data: memoryview) -> None:
-        """Put `data` at byte `begin` of the slot. Not durable before `sync`. Raises TierFailure."""
+    async def read(
+        self,
+        slot: Slot,
+        begin: int,
+        into: memoryview,
+        *,
+        pieces: Sequence[Range] | None = None,
+        then: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Fill `into` from byte `begin` of the slot. Raises TierFailure, never reads short.
+
+        `then(begin, end)` is called for every piece as soon as it is there, in no order, while others are
+        still being read; in a thread where there are threads. What it raises, the read raises.
+        """
+
+    async def write(
+        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
+    ) -> None:
+        """Put `data` at byte `begin` of the slot. Not durable before `sync`. Raises TierFailure.
+
+        A path that takes no more for that is in `refusals` before the failure is raised.
+        """
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """Make what was written to these paths durable.
 
         A failure is final: TierFailure, and the writes since the last success must not be taken as
-        durable, whatever a later sync says.
+        durable, whatever a later sync says. The path takes no more writes.
         """
 
     def close(self) -> None:

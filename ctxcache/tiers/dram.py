@@ -1,7 +1,7 @@
-"""The DRAM tier: one shared-memory file that local workers map as well.
+"""The DRAM tier: shared memory that local workers map as well.
 
 Knows slots, not what is in them. Worst case: there is no memory for the whole arena, which is
-found out when it is created, never by a SIGBUS later, because every page is allocated at once.
+found out when it is created, never by a SIGBUS later.
 
 The first page belongs to the arena, slots follow it. A slot's offset is its offset in the file:
 
@@ -11,34 +11,30 @@ The first page belongs to the arena, slots follow it. A slot's offset is its off
 
 import asyncio
 import contextlib
-import ctypes
-import errno
 import fcntl
-import mmap
-import os
+import logging
 import secrets
-import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
+from ctxcache.errors import InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
+from ctxcache.populate import Populate
+from ctxcache.tiers.base import Range, Refusal
+from ctxcache.tiers.shared_memory import HugePages, create_shared
+
+log = logging.getLogger(__name__)
 
 ARENA_FILE_NAME = "ctxcache-{}.arena"
 ARENA_ID_BYTES = 16
 INLINE_COPY_BYTES = 1 << 20
 """Copies up to this size run on the event loop: about 0.2 ms, less than two thread switches are worth."""
 COPY_THREADS = 2
-_PREFAULT_BYTES = 64 << 20
-_MADV_POPULATE_WRITE = 23
-_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class DramArena:
@@ -46,66 +42,116 @@ class DramArena:
 
     first_offset_bytes = ALIGN_BYTES
 
-    def __init__(self, path: str | Path, size_bytes: int) -> None:
-        """Create the file fresh at `path`, a stale one is replaced, and allocate all of it.
+    def __init__(self, path: str | Path, size_bytes: int, *, huge_pages: HugePages = "off") -> None:
+        """Create the memory fresh: a file at `path`, or huge pages of the pool, which have no path.
 
-        `size_bytes` is the file's, a multiple of 4 KiB and at least two of them. Raises
-        InvalidConfiguration, CapacityExceeded (the filesystem is too small), TierFailure.
+        `size_bytes` is a multiple of 4 KiB and at least two of them; huge pages need a multiple of 2 MiB.
+        `auto` takes them where there are enough. A stale file at `path` is replaced. Raises
+        InvalidConfiguration, CapacityExceeded (no room), TierFailure.
         """
         if size_bytes % ALIGN_BYTES or size_bytes < 2 * ALIGN_BYTES:
             problem = f"{size_bytes} B is not a multiple of {ALIGN_BYTES} B, or not two of them"
             raise InvalidConfiguration(source="DRAM size", problem=problem)
-        self._path = str(path)
+        self._memory = create_shared(str(path), size_bytes, huge_pages)
         self._size_bytes = size_bytes
-        self._map = _create(self._path, size_bytes)
+        self._map = self._memory.map
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._arena_id = secrets.token_bytes(ARENA_ID_BYTES)
         self._map[:ARENA_ID_BYTES] = self._arena_id
         self._copiers = ThreadPoolExecutor(COPY_THREADS, "arena-copy")
+        self._prefault: Populate | None = None
         self._is_closed = False
 
     @property
     def arena_id(self) -> bytes:
-        """16 random bytes, also the file's first: whoever maps the file can tell this arena from another."""
+        """16 random bytes, also the memory's first: whoever maps it can tell this arena from another."""
         return self._arena_id
+
+    @property
+    def shared_path(self) -> str:
+        """The file that others may map; empty when it has no path and only `fd` leads there."""
+        return self._memory.path
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory, open for reading and writing, to be handed to local clients."""
+        return self._memory.fd
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of the pages that it is made of."""
+        return self._memory.page_bytes
+
+    @property
+    def pages_reason(self) -> str:
+        """Which pages, and why."""
+        return self._memory.reason
 
     @property
     def paths(self) -> tuple[str, ...]:
         """See Tier."""
-        return (self._path,)
+        return (self._memory.name,)
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """See Tier. The file's size, the arena's own page included."""
+        """See Tier. The arena's own page included."""
         return (self._size_bytes,)
+
+    @property
+    def refusals(self) -> dict[int, Refusal]:
+        """See Tier. Memory takes what it is given."""
+        return {}
 
     def view(self, slot: Slot) -> memoryview:
         """See MappedTier."""
         begin = self._offset(slot, 0, slot.size_bytes)
         return memoryview(self._map)[begin : begin + slot.size_bytes]
 
-    async def read(self, slot: Slot, begin: int, into: memoryview) -> None:
+    async def read(
+        self,
+        slot: Slot,
+        begin: int,
+        into: memoryview,
+        *,
+        pieces: Sequence[Range] | None = None,
+        then: Callable[[int, int], None] | None = None,
+    ) -> None:
         """See Tier."""
-        offset = self._offset(slot, begin, into.nbytes)
-        await self._copy(np.frombuffer(into, np.uint8), self._bytes[offset : offset + into.nbytes])
+        offset, flat = self._offset(slot, begin, into.nbytes), np.frombuffer(into, np.uint8)
+        for first, last in [(0, into.nbytes)] if pieces is None else pieces:
+            await self._copy(flat[first:last], self._bytes[offset + first : offset + last])
+            if then:
+                then(first, last)
 
-    async def write(self, slot: Slot, begin: int, data: memoryview) -> None:
+    async def write(
+        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
+    ) -> None:
         """See Tier."""
-        offset = self._offset(slot, begin, data.nbytes)
-        await self._copy(self._bytes[offset : offset + data.nbytes], np.frombuffer(data, np.uint8))
+        offset, flat = self._offset(slot, begin, data.nbytes), np.frombuffer(data, np.uint8)
+        for first, last in [(0, data.nbytes)] if pieces is None else pieces:
+            await self._copy(self._bytes[offset + first : offset + last], flat[first:last])
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """See Tier. Memory has nowhere to sync to: it is as durable as it ever gets."""
 
-    async def prefault(self) -> None:
-        """Map every page ahead of use: a first touch costs four times a later one.
+    @property
+    def prefaulted_bytes(self) -> int:
+        """How much of the arena has been touched ahead of use."""
+        return 0 if self._prefault is None else self._prefault.populated_bytes
 
-        Reads and writes go on meanwhile. One to three seconds per GiB; does nothing on a kernel before 5.14.
+    def prefault(self) -> Populate:
+        """Begin to map every page ahead of use: a first touch costs four times a later one.
+
+        A thread of the lowest priority does it, half a second to two seconds per GiB, and logs its end;
+        reads and writes go on meanwhile. Does nothing on a kernel before 5.14.
         """
-        start = self._bytes.ctypes.data
-        for begin in range(0, self._size_bytes, _PREFAULT_BYTES):
-            size_bytes = min(_PREFAULT_BYTES, self._size_bytes - begin)
-            await self._in_thread(_libc.madvise, start + begin, size_bytes, _MADV_POPULATE_WRITE)
+        if self._prefault is None:
+            self._prefault = Populate(
+                self._bytes.ctypes.data, self._size_bytes, is_for_writing=True,
+                page_bytes=self.page_bytes, on_end=_log_prefault,
+            )  # fmt: skip
+            self._prefault.start()
+        return self._prefault
 
     def close(self) -> None:
         """See Tier. Removes the file; a mapping that someone still views lives until the view ends."""
@@ -113,18 +159,17 @@ class DramArena:
             return
         self._is_closed = True
         self._copiers.shutdown()
+        if self._prefault is not None:
+            self._prefault.stop()
         self._bytes = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):
-            self._map.close()
-        with contextlib.suppress(FileNotFoundError):
-            Path(self._path).unlink()
+        self._memory.close()
 
     def _offset(self, slot: Slot, begin: int, size_bytes: int) -> int:
         """Where in the file the range is. Raises ValueError: an unaligned or stray range is a bug."""
         is_in_slot = begin >= 0 and begin + size_bytes <= slot.size_bytes
         is_in_file = self.first_offset_bytes <= slot.offset_bytes <= self._size_bytes - slot.size_bytes
         if slot.path_index or not is_in_slot or not is_in_file:
-            raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not in {self._path}")
+            raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not in {self._memory.name}")
         if (slot.offset_bytes | begin | size_bytes) % ALIGN_BYTES:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not {ALIGN_BYTES} B-aligned")
         return slot.offset_bytes + begin
@@ -150,6 +195,13 @@ class DramArena:
         work.result()
 
 
+def _log_prefault(prefault: Populate) -> None:
+    log.info(
+        "arena_prefaulted populated_bytes=%d size_bytes=%d took_s=%.2f",
+        prefault.populated_bytes, prefault.size_bytes, prefault.took_s,
+    )  # fmt: skip
+
+
 def remove_abandoned(directory: Path) -> list[str]:
     """Remove the arenas of servers that were killed and not started again; returns their paths.
 
@@ -163,50 +215,3 @@ def remove_abandoned(directory: Path) -> list[str]:
             path.unlink()
             removed.append(str(path))
     return removed
-
-
-def _create(path: str, size_bytes: int) -> mmap.mmap:
-    try:
-        _remove_stale(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags, mode=0o600)
-    except OSError as error:
-        raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
-    try:
-        _claim(fd, path)
-        return _allocate(fd, path, size_bytes)
-    except BaseException:
-        Path(path).unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _claim(fd: int, path: str) -> None:
-    """Say that the owner lives: the mapping keeps the file description, and so the lock, until it goes."""
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    if not os.fstat(fd).st_nlink:
-        raise TierFailure(path=path, problem="another server took the new arena for a stale one; start again")
-
-
-def _remove_stale(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.EEXIST, "something that is not a file has that name")
-        Path(path).unlink()
-
-
-def _allocate(fd: int, path: str, size_bytes: int) -> mmap.mmap:
-    space = os.fstatvfs(fd)
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        return mmap.mmap(fd, size_bytes)
-    except OSError as error:
-        if error.errno not in _NO_MEMORY:
-            raise TierFailure(path=path, problem=f"cannot allocate the arena: {error.strerror}") from error
-        raise CapacityExceeded(
-            tier=f"DRAM {path}",
-            needed_bytes=size_bytes,
-            free_bytes=space.f_bavail * space.f_frsize,
-            limit_bytes=space.f_blocks * space.f_frsize,
-        ) from error

@@ -1,13 +1,14 @@
 """The SSD tier: one preallocated file per directory, read and written around the page cache.
 
-Knows slots, not what is in them. Worst case: a device refuses a sync. Its path is then fenced, every
-later write and sync on it raises TierFailure while reads go on, and only a restart lifts that: what
-a failed sync left behind is unknown, and asking the kernel again would report success.
+Knows slots, not what is in them. Worst case: a device refuses a sync. Its path is then fenced (see
+`health.py`), every later write and sync on it raises TierFailure while reads go on, and only a restart
+lifts that: what a failed sync left behind is unknown, and asking the kernel again would report success.
 
 Files are never shortened, unlinked or rewritten elsewhere: freeing a slot costs no I/O.
 """
 
 import asyncio
+import errno
 import fcntl
 import mmap
 import os
@@ -19,12 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from ctxcache.clock import Clock, SystemClock
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
+from ctxcache.tiers.base import Range, Refusal
+from ctxcache.tiers.health import PathHealth
+from ctxcache.tiers.transfer import Threads
 
 FILE_NAME = "segments.dat"
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 THREADS_PER_PATH = 4
 
 
@@ -59,17 +64,20 @@ class SsdFiles:
         *,
         threads_per_path: int = THREADS_PER_PATH,
         allow_direct: bool = True,
+        clock: Clock | None = None,
     ) -> None:
         """Open or create the files; creation allocates every block.
 
-        `threads_per_path` bounds the device operations in flight per path. `allow_direct` off reads and
-        writes through the page cache even where the filesystem could do without. Raises
-        InvalidConfiguration, CapacityExceeded (no room to allocate), DataDirectoryUnusable.
+        `threads_per_path` bounds the reads in flight per path, and the writes: neither waits in line
+        behind the other. `allow_direct` off reads and writes through the page cache even where the
+        filesystem could do without. Raises InvalidConfiguration, CapacityExceeded (no room to allocate),
+        DataDirectoryUnusable.
         """
         self._files: list[_File] = []
         try:
             for directory in directories:
-                self._files.append(_File(directory, threads_per_path, allow_direct=allow_direct))
+                health = PathHealth(str(Path(directory.directory) / FILE_NAME), clock or SystemClock())
+                self._files.append(_File(directory, threads_per_path, health, allow_direct=allow_direct))
         except BaseException:
             self.close()
             raise
@@ -90,20 +98,30 @@ class SsdFiles:
         return tuple(file.io_mode for file in self._files)
 
     @property
-    def fenced(self) -> dict[str, str]:
-        """Paths that refused a sync and take no more writes, each with what the device said."""
-        return {file.path: file.failure for file in self._files if file.failure is not None}
-
-    async def read(self, slot: Slot, begin: int, into: memoryview) -> None:
+    def refusals(self) -> dict[int, Refusal]:
         """See Tier."""
-        file = self._file(slot, begin, into.nbytes)
-        await file.transfer(file.read_piece, slot.offset_bytes + begin, into)
+        return {i: refusal for i, file in enumerate(self._files) if (refusal := file.health.refusal)}
 
-    async def write(self, slot: Slot, begin: int, data: memoryview) -> None:
+    async def read(
+        self,
+        slot: Slot,
+        begin: int,
+        into: memoryview,
+        *,
+        pieces: Sequence[Range] | None = None,
+        then: Callable[[int, int], None] | None = None,
+    ) -> None:
         """See Tier."""
-        file = self._file(slot, begin, data.nbytes)
-        file.check_fence()
-        await file.transfer(file.write_piece, slot.offset_bytes + begin, data)
+        file = self._file(slot, begin, into.nbytes, pieces)
+        await file.read(slot.offset_bytes + begin, into, pieces, then)
+
+    async def write(
+        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
+    ) -> None:
+        """See Tier."""
+        file = self._file(slot, begin, data.nbytes, pieces)
+        file.health.check()
+        await file.write(slot.offset_bytes + begin, data, pieces)
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """See Tier. Paths sync side by side; callers that wait for the same path share a sync."""
@@ -116,7 +134,7 @@ class SsdFiles:
         for file in self._files:
             file.close()
 
-    def _file(self, slot: Slot, begin: int, size_bytes: int) -> "_File":
+    def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Sequence[Range] | None) -> "_File":
         """Find the slot's file. Raises ValueError: an unaligned or stray range is a bug."""
         file = self._files[slot.path_index]
         is_in_slot = begin >= 0 and begin + size_bytes <= slot.size_bytes
@@ -124,50 +142,76 @@ class SsdFiles:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not in {file.path}")
         if (slot.offset_bytes | begin | size_bytes) % ALIGN_BYTES:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not {ALIGN_BYTES} B-aligned")
+        for first, last in pieces or ():
+            if not 0 <= first < last <= size_bytes or (first | last) % ALIGN_BYTES:
+                raise ValueError(
+                    f"piece [{first}, {last}) is not in {size_bytes} B, or not {ALIGN_BYTES} B-aligned"
+                )
         return file
 
 
 class _File:
-    """One path: its descriptor, its bounded threads, and its fence. Owned by the event loop."""
+    """One path: its descriptor, its bounded threads, and its health. Owned by the event loop."""
 
-    def __init__(self, place: SsdPath, thread_count: int, *, allow_direct: bool) -> None:
+    def __init__(self, place: SsdPath, thread_count: int, health: PathHealth, *, allow_direct: bool) -> None:
         self.path = str(Path(place.directory) / FILE_NAME)
         self.size_bytes = place.size_bytes
-        self.failure: str | None = None
+        self.health = health
         self._fd, self.io_mode = _open(self.path, place, allow_direct=allow_direct)
-        self._pool = ThreadPoolExecutor(thread_count, "ssd-io")
+        self._readers = Threads(thread_count, "ssd-read")
+        self._writers = Threads(thread_count, "ssd-write")
         self._syncer = ThreadPoolExecutor(1, "ssd-sync")
         self._next_sync: Future[None] | None = None
         self._bounce = threading.local()
 
-    async def transfer(
-        self, piece: Callable[[int, memoryview], None], offset: int, buffer: memoryview
+    async def read(
+        self,
+        offset: int,
+        into: memoryview,
+        pieces: Sequence[Range] | None,
+        then: Callable[[int, int], None] | None,
     ) -> None:
-        """Run `piece` on every 4 MiB of `buffer`, in as many threads as the path has."""
-        flat = buffer.cast("B")
-        work = [
-            self._pool.submit(piece, offset + begin, flat[begin : begin + PIECE_BYTES])
-            for begin in range(0, flat.nbytes, PIECE_BYTES)
-        ]
-        await _settle(work)
+        """Fill the pieces of `into` or raise TierFailure."""
+        flat, is_placed = into.cast("B"), self._is_placed(into)
 
-    def read_piece(self, offset: int, into: memoryview) -> None:
-        """In a thread. Fills `into` or raises TierFailure."""
-        if self._is_placed(into):
-            self._loop(os.preadv, "read", offset, into)
-        else:
-            aligned = self._aligned(into.nbytes)
-            self._loop(os.preadv, "read", offset, aligned)
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(aligned, np.uint8))
+        def piece(begin: int, end: int) -> None:
+            self._read_piece(offset + begin, flat[begin:end], is_placed=is_placed)
+            if then:
+                then(begin, end)
 
-    def write_piece(self, offset: int, data: memoryview) -> None:
-        """In a thread. Writes all of `data` or raises TierFailure."""
-        if self._is_placed(data):
-            self._loop(os.pwritev, "write", offset, data)
-        else:
-            aligned = self._aligned(data.nbytes)
-            np.copyto(np.frombuffer(aligned, np.uint8), np.frombuffer(data, np.uint8))
-            self._loop(os.pwritev, "write", offset, aligned)
+        await self._readers.transfer(piece, _cut(flat.nbytes) if pieces is None else pieces)
+
+    async def write(self, offset: int, data: memoryview, pieces: Sequence[Range] | None) -> None:
+        """Write the pieces of `data` or raise TierFailure."""
+        flat, is_placed = data.cast("B"), self._is_placed(data)
+
+        def piece(begin: int, end: int) -> None:
+            self._write_piece(offset + begin, flat[begin:end], is_placed=is_placed)
+
+        await self._writers.transfer(piece, _cut(flat.nbytes) if pieces is None else pieces)
+
+    def _read_piece(self, offset: int, into: memoryview, *, is_placed: bool) -> None:
+        target = into if is_placed else self._aligned(into.nbytes)
+        try:
+            _loop(self._fd, os.preadv, offset, target)
+        except OSError as error:
+            problem = f"read of {error.strerror}"
+            self.health.read_failed(problem)
+            raise TierFailure(path=self.path, problem=problem) from error
+        self.health.read_succeeded()
+        if not is_placed:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(target, np.uint8))
+
+    def _write_piece(self, offset: int, data: memoryview, *, is_placed: bool) -> None:
+        source = data if is_placed else self._aligned(data.nbytes)
+        if not is_placed:
+            np.copyto(np.frombuffer(source, np.uint8), np.frombuffer(data, np.uint8))
+        try:
+            _loop(self._fd, os.pwritev, offset, source)
+        except OSError as error:
+            problem = f"write of {error.strerror}"
+            self.health.write_failed(problem, error.errno)
+            raise TierFailure(path=self.path, problem=problem) from error
 
     def join_sync(self) -> "Future[None]":
         """Queue a sync, or share the queued one: it starts after this call either way."""
@@ -176,14 +220,10 @@ class _File:
             sync = self._next_sync = self._syncer.submit(self._sync)
         return sync
 
-    def check_fence(self) -> None:
-        """Raise TierFailure once a sync has failed."""
-        if self.failure is not None:
-            raise TierFailure(path=self.path, problem=f"fenced after a failed sync: {self.failure}")
-
     def close(self) -> None:
         """Wait for the threads, then give up the descriptor and with it the lock."""
-        self._pool.shutdown()
+        self._readers.close()
+        self._writers.close()
         self._syncer.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
@@ -192,58 +232,46 @@ class _File:
     def _sync(self) -> None:
         # One at a time: the kernel reports a lost write to one fdatasync only, and a second one
         # beside it would be told that all is well.
-        self.check_fence()
+        self.health.check_fence()
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            self.failure = f"fdatasync: {error.strerror}"
-            raise TierFailure(path=self.path, problem=self.failure) from error
-
-    def _loop(
-        self,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        verb: str,
-        offset: int,
-        buffer: memoryview,
-    ) -> None:
-        """Repeat `call` until the buffer is done: the kernel may do less than it was asked to."""
-        done = 0
-        while done < buffer.nbytes:
-            where = f"{verb} of {buffer.nbytes - done} B at byte {offset + done}"
-            try:
-                moved = call(self._fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise TierFailure(path=self.path, problem=f"{where}: {error.strerror}") from error
-            if moved == 0:
-                raise TierFailure(path=self.path, problem=f"{where}: the file ends there")
-            done += moved
+            problem = f"fdatasync: {error.strerror}"
+            self.health.fence(problem)
+            raise TierFailure(path=self.path, problem=problem) from error
 
     def _is_placed(self, buffer: memoryview) -> bool:
         return not self.io_mode.is_direct or np.frombuffer(buffer, np.uint8).ctypes.data % ALIGN_BYTES == 0
 
     def _aligned(self, size_bytes: int) -> memoryview:
-        """Lend this thread's own aligned memory: at most 4 MiB per thread of the path."""
-        if not hasattr(self._bounce, "memory"):
-            self._bounce.memory = mmap.mmap(-1, PIECE_BYTES)
+        """Lend this thread's own aligned memory: one per thread of the path, of the largest piece's size."""
+        if len(getattr(self._bounce, "memory", b"")) < size_bytes:
+            self._bounce.memory = mmap.mmap(-1, max(size_bytes, PIECE_BYTES))
         return memoryview(self._bounce.memory)[:size_bytes]
 
 
-async def _settle(work: "list[Future[None]]") -> None:
-    """Wait until every piece has ended, also when cancelled: until then the device owns the buffer."""
-    waiters = [asyncio.wrap_future(future) for future in work]
-    pending, is_cancelled = set(waiters), False
-    while pending:
+def _loop(
+    fd: int, call: Callable[[int, Sequence[memoryview], int], int], offset: int, buffer: memoryview
+) -> None:
+    """Repeat `call` until the buffer is done: the kernel may do less than it was asked to.
+
+    Raises OSError whose `strerror` also says where.
+    """
+    done = 0
+    while done < buffer.nbytes:
+        where = f"{buffer.nbytes - done} B at byte {offset + done}"
         try:
-            _, pending = await asyncio.wait(pending)
-        except asyncio.CancelledError:
-            is_cancelled = True
-            for future in work:
-                future.cancel()  # those that no thread has taken yet
-    errors = [waiter.exception() for waiter in waiters if not waiter.cancelled()]
-    if is_cancelled:
-        raise asyncio.CancelledError
-    for error in filter(None, errors):
-        raise error
+            moved = call(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, f"{where}: {error.strerror}") from error
+        if moved == 0:
+            raise OSError(errno.EIO, f"{where}: the file ends there")
+        done += moved
+
+
+def _cut(size_bytes: int) -> list[Range]:
+    begins = range(0, size_bytes, PIECE_BYTES)
+    return [(begin, min(begin + PIECE_BYTES, size_bytes)) for begin in begins]
 
 
 def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode]:

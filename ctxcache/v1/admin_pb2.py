@@ -26,21 +26,29 @@ from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/admin.proto\x12\x0b\x63txcache.v1\x1a\x19\x63txcache/v1/session.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0fGetStatsRequest\"}\n\tTierStats\x12\x1f\n\x04tier\x18\x01 \x01(\x0e\x32\x11.ctxcache.v1.Tier\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_count\x18\x05 \x01(\x03\"\x86\x04\n\x05Stats\x12\x0f\n\x07version\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x64\x61ta_directory\x18\x03 \x01(\t\x12\x18\n\x10listen_addresses\x18\x04 \x03(\t\x12\x15\n\rsession_count\x18\x05 \x01(\x03\x12\x13\n\x0bmodel_count\x18\x06 \x01(\x03\x12\x15\n\rsegment_count\x18\x07 \x01(\x03\x12\x13\n\x0blease_count\x18\x08 \x01(\x03\x12\x19\n\x11reservation_count\x18\t \x01(\x03\x12%\n\x05tiers\x18\n \x03(\x0b\x32\x16.ctxcache.v1.TierStats\x12\x1c\n\x14\x61ppended_token_count\x18\x0b \x01(\x03\x12\x18\n\x10read_token_count\x18\x0c \x01(\x03\x12\x1c\n\x14\x64ram_hit_token_count\x18\r \x01(\x03\x12\x1d\n\x15\x65xpired_session_count\x18\x0e \x01(\x03\x12\x1d\n\x15\x65victed_session_count\x18\x0f \x01(\x03\x12\x1d\n\x15\x63orrupt_segment_count\x18\x10 \x01(\x03\x12\x1d\n\x15\x66lushed_segment_count\x18\x11 \x01(\x03\x12\x1e\n\x16promoted_segment_count\x18\x12 \x01(\x03\"$\n\x14\x44\x65moteSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t2\x96\x01\n\x0c\x41\x64minService\x12<\n\x08GetStats\x12\x1c.ctxcache.v1.GetStatsRequest\x1a\x12.ctxcache.v1.Stats\x12H\n\rDemoteSession\x12!.ctxcache.v1.DemoteSessionRequest\x1a\x14.ctxcache.v1.Sessionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/admin.proto\x12\x0b\x63txcache.v1\x1a\x19\x63txcache/v1/session.proto\x1a\x1fgoogle/protobuf/timestamp.proto\":\n\rVerifyRequest\x12\x18\n\x10\x62ytes_per_second\x18\x01 \x01(\x03\x12\x0f\n\x07release\x18\x02 \x01(\x08\"\xb6\x01\n\x0eVerifyResponse\x12\x15\n\rsegment_count\x18\x01 \x01(\x03\x12\x1d\n\x15\x63hecked_segment_count\x18\x02 \x01(\x03\x12\x15\n\rchecked_bytes\x18\x03 \x01(\x03\x12\x14\n\x0crecord_count\x18\x04 \x01(\x03\x12$\n\x03\x62\x61\x64\x18\x05 \x03(\x0b\x32\x17.ctxcache.v1.BadSegment\x12\x1b\n\x13released_slot_count\x18\x06 \x01(\x03\"\xa5\x01\n\nBadSegment\x12\x12\n\nsegment_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08sessions\x18\x03 \x03(\t\x12\x16\n\x0eposition_begin\x18\x04 \x01(\x03\x12\x14\n\x0cposition_end\x18\x05 \x01(\x03\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x07 \x01(\x03\x12\x0f\n\x07problem\x18\x08 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xb5\x01\n\tTierStats\x12\x1f\n\x04tier\x18\x01 \x01(\x0e\x32\x11.ctxcache.v1.Tier\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_count\x18\x05 \x01(\x03\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.ctxcache.v1.PathState\x12\x0f\n\x07problem\x18\x07 \x01(\t\"\x93\x05\n\x05Stats\x12\x0f\n\x07version\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x64\x61ta_directory\x18\x03 \x01(\t\x12\x18\n\x10listen_addresses\x18\x04 \x03(\t\x12\x15\n\rsession_count\x18\x05 \x01(\x03\x12\x13\n\x0bmodel_count\x18\x06 \x01(\x03\x12\x15\n\rsegment_count\x18\x07 \x01(\x03\x12\x13\n\x0blease_count\x18\x08 \x01(\x03\x12\x19\n\x11reservation_count\x18\t \x01(\x03\x12%\n\x05tiers\x18\n \x03(\x0b\x32\x16.ctxcache.v1.TierStats\x12\x1c\n\x14\x61ppended_token_count\x18\x0b \x01(\x03\x12\x18\n\x10read_token_count\x18\x0c \x01(\x03\x12\x1c\n\x14\x64ram_hit_token_count\x18\r \x01(\x03\x12\x1d\n\x15\x65xpired_session_count\x18\x0e \x01(\x03\x12\x1d\n\x15\x65victed_session_count\x18\x0f \x01(\x03\x12\x1d\n\x15\x63orrupt_segment_count\x18\x10 \x01(\x03\x12\x1d\n\x15\x66lushed_segment_count\x18\x11 \x01(\x03\x12\x1e\n\x16promoted_segment_count\x18\x12 \x01(\x03\x12\x1e\n\x16\x61rena_prefaulted_bytes\x18\x13 \x01(\x03\x12\x1e\n\x16quarantined_slot_count\x18\x14 \x01(\x03\x12\x19\n\x11quarantined_bytes\x18\x15 \x01(\x03\x12\x13\n\x0b\x64irty_bytes\x18\x16 \x01(\x03\x12\x1b\n\x13\x64\x65layed_write_count\x18\x17 \x01(\x03\"$\n\x14\x44\x65moteSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*k\n\tPathState\x12\x1a\n\x16PATH_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPATH_STATE_OPEN\x10\x01\x12\x16\n\x12PATH_STATE_RESTING\x10\x02\x12\x15\n\x11PATH_STATE_FENCED\x10\x03\x32\xdb\x01\n\x0c\x41\x64minService\x12<\n\x08GetStats\x12\x1c.ctxcache.v1.GetStatsRequest\x1a\x12.ctxcache.v1.Stats\x12H\n\rDemoteSession\x12!.ctxcache.v1.DemoteSessionRequest\x1a\x14.ctxcache.v1.Session\x12\x43\n\x06Verify\x12\x1a.ctxcache.v1.VerifyRequest\x1a\x1b.ctxcache.v1.VerifyResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ctxcache.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATSREQUEST']._serialized_start=100
-  _globals['_GETSTATSREQUEST']._serialized_end=117
-  _globals['_TIERSTATS']._serialized_start=119
-  _globals['_TIERSTATS']._serialized_end=244
-  _globals['_STATS']._serialized_start=247
-  _globals['_STATS']._serialized_end=765
-  _globals['_DEMOTESESSIONREQUEST']._serialized_start=767
-  _globals['_DEMOTESESSIONREQUEST']._serialized_end=803
-  _globals['_ADMINSERVICE']._serialized_start=806
-  _globals['_ADMINSERVICE']._serialized_end=956
+  _globals['_PATHSTATE']._serialized_start=1416
+  _globals['_PATHSTATE']._serialized_end=1523
+  _globals['_VERIFYREQUEST']._serialized_start=100
+  _globals['_VERIFYREQUEST']._serialized_end=158
+  _globals['_VERIFYRESPONSE']._serialized_start=161
+  _globals['_VERIFYRESPONSE']._serialized_end=343
+  _globals['_BADSEGMENT']._serialized_start=346
+  _globals['_BADSEGMENT']._serialized_end=511
+  _globals['_GETSTATSREQUEST']._serialized_start=513
+  _globals['_GETSTATSREQUEST']._serialized_end=530
+  _globals['_TIERSTATS']._serialized_start=533
+  _globals['_TIERSTATS']._serialized_end=714
+  _globals['_STATS']._serialized_start=717
+  _globals['_STATS']._serialized_end=1376
+  _globals['_DEMOTESESSIONREQUEST']._serialized_start=1378
+  _globals['_DEMOTESESSIONREQUEST']._serialized_end=1414
+  _globals['_ADMINSERVICE']._serialized_start=1526
+  _globals['_ADMINSERVICE']._serialized_end=1745
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,158 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PathState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PathStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PathState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PATH_STATE_UNSPECIFIED: _PathState.ValueType  # 0
+    """Not set; never sent."""
+    PATH_STATE_OPEN: _PathState.ValueType  # 1
+    """It takes writes."""
+    PATH_STATE_RESTING: _PathState.ValueType  # 2
+    """It lacked room or memory for a write, and takes none for some seconds."""
+    PATH_STATE_FENCED: _PathState.ValueType  # 3
+    """Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
+
+class PathState(_PathState, metaclass=_PathStateEnumTypeWrapper):
+    """Whether a place where bytes lie takes writes. It is read in every state."""
+
+PATH_STATE_UNSPECIFIED: PathState.ValueType  # 0
+"""Not set; never sent."""
+PATH_STATE_OPEN: PathState.ValueType  # 1
+"""It takes writes."""
+PATH_STATE_RESTING: PathState.ValueType  # 2
+"""It lacked room or memory for a write, and takes none for some seconds."""
+PATH_STATE_FENCED: PathState.ValueType  # 3
+"""Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
+Global___PathState: _TypeAlias = PathState  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    """Request of Verify."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    bytes_per_second: _builtins.int
+    """Most bytes read in a second. 0, the default: as fast as it goes."""
+    release: _builtins.bool
+    """First test the places that are kept from use by writing to them, and let those be used again that
+    give back what they were given. Default false.
+    """
+    def __init__(
+        self,
+        *,
+        bytes_per_second: _builtins.int = ...,
+        release: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "release", b"release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyResponse(_message.Message):
+    """How far a pass is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    CHECKED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: _builtins.int
+    RECORD_COUNT_FIELD_NUMBER: _builtins.int
+    BAD_FIELD_NUMBER: _builtins.int
+    RELEASED_SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    segment_count: _builtins.int
+    """Segments to be verified, as many as there were when the pass began."""
+    checked_segment_count: _builtins.int
+    """Those done."""
+    checked_bytes: _builtins.int
+    """Bytes that they take on SSD."""
+    record_count: _builtins.int
+    """Records read and verified, all of them before the first segment."""
+    released_slot_count: _builtins.int
+    """Places that may be used again, with `release`."""
+    @_builtins.property
+    def bad(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadSegment]:
+        """Bad segments found since the response before."""
+
+    def __init__(
+        self,
+        *,
+        segment_count: _builtins.int = ...,
+        checked_segment_count: _builtins.int = ...,
+        checked_bytes: _builtins.int = ...,
+        record_count: _builtins.int = ...,
+        bad: _abc.Iterable[Global___BadSegment] | None = ...,
+        released_slot_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad", b"bad", "checked_bytes", b"checked_bytes", "checked_segment_count", b"checked_segment_count", "record_count", b"record_count", "released_slot_count", b"released_slot_count", "segment_count", b"segment_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class BadSegment(_message.Message):
+    """A segment that is not what was written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    POSITION_BEGIN_FIELD_NUMBER: _builtins.int
+    POSITION_END_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    segment_id: _builtins.int
+    """Its number."""
+    tenant: _builtins.str
+    """Tenant of its sessions."""
+    position_begin: _builtins.int
+    """First position that it holds, in the log of the session that wrote it."""
+    position_end: _builtins.int
+    """One past the last."""
+    path: _builtins.str
+    """File."""
+    offset_bytes: _builtins.int
+    """Where in the file it begins, in bytes."""
+    problem: _builtins.str
+    """What is wrong, and with which layer, in words."""
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Resource names of the sessions that end before it now."""
+
+    def __init__(
+        self,
+        *,
+        segment_id: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        sessions: _abc.Iterable[_builtins.str] | None = ...,
+        position_begin: _builtins.int = ...,
+        position_end: _builtins.int = ...,
+        path: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_bytes", b"offset_bytes", "path", b"path", "position_begin", b"position_begin", "position_end", b"position_end", "problem", b"problem", "segment_id", b"segment_id", "sessions", b"sessions", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BadSegment: _TypeAlias = BadSegment  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
@@ -48,6 +201,8 @@ class TierStats(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     tier: _session_pb2.Tier.ValueType
     """Which tier."""
     path: _builtins.str
@@ -57,7 +212,11 @@ class TierStats(_message.Message):
     used_bytes: _builtins.int
     """Bytes taken by segments and reservations."""
     segment_count: _builtins.int
-    """Segments in it."""
+    """Segments and reservations' segments in it, those on the way included."""
+    state: Global___PathState.ValueType
+    """Whether it takes writes."""
+    problem: _builtins.str
+    """Why it takes none, in words; empty while it does."""
     def __init__(
         self,
         *,
@@ -66,10 +225,12 @@ class TierStats(_message.Message):
         capacity_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
         segment_count: _builtins.int = ...,
+        state: Global___PathState.ValueType = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "path", b"path", "segment_count", b"segment_count", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "path", b"path", "problem", b"problem", "segment_count", b"segment_count", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,6 +260,11 @@ class Stats(_message.Message):
     CORRUPT_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     FLUSHED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     PROMOTED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    ARENA_PREFAULTED_BYTES_FIELD_NUMBER: _builtins.int
+    QUARANTINED_SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    QUARANTINED_BYTES_FIELD_NUMBER: _builtins.int
+    DIRTY_BYTES_FIELD_NUMBER: _builtins.int
+    DELAYED_WRITE_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the server."""
     data_directory: _builtins.str
@@ -129,6 +295,16 @@ class Stats(_message.Message):
     """Segments written to SSD."""
     promoted_segment_count: _builtins.int
     """Segments brought from SSD into DRAM."""
+    arena_prefaulted_bytes: _builtins.int
+    """Bytes of the arena that were touched ahead of use, in the background; its capacity when that is done."""
+    quarantined_slot_count: _builtins.int
+    """Places on SSD that are kept from use, because other bytes came back than were written."""
+    quarantined_bytes: _builtins.int
+    """Bytes that they take."""
+    dirty_bytes: _builtins.int
+    """Bytes of segments of which DRAM has tokens that SSD has not: what a crash would lose some of."""
+    delayed_write_count: _builtins.int
+    """Times that a writer had to wait, or was refused, because too much was not on SSD yet."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started."""
@@ -162,10 +338,15 @@ class Stats(_message.Message):
         corrupt_segment_count: _builtins.int = ...,
         flushed_segment_count: _builtins.int = ...,
         promoted_segment_count: _builtins.int = ...,
+        arena_prefaulted_bytes: _builtins.int = ...,
+        quarantined_slot_count: _builtins.int = ...,
+        quarantined_bytes: _builtins.int = ...,
+        dirty_bytes: _builtins.int = ...,
+        delayed_write_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "model_count", b"model_count", "promoted_segment_count", b"promoted_segment_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "start_time", b"start_time", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "model_count", b"model_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "start_time", b"start_time", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,11 @@ class AdminServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.DemoteSessionRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_session__pb2.Session.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/ctxcache.v1.AdminService/Verify',
+                request_serializer=ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -68,6 +73,16 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Reads and verifies every record and every segment on SSD, in the background, and says how far it
+        is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
+        the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
+        (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +95,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DemoteSession,
                     request_deserializer=ctxcache_dot_v1_dot_admin__pb2.DemoteSessionRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_session__pb2.Session.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +157,33 @@ class AdminService:
             '/ctxcache.v1.AdminService/DemoteSession',
             ctxcache_dot_v1_dot_admin__pb2.DemoteSessionRequest.SerializeToString,
             ctxcache_dot_v1_dot_session__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/Verify',
+            ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,12 @@ class AdminServiceStub:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
+    Verify: _grpc.UnaryStreamMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
+    """Reads and verifies every record and every segment on SSD, in the background, and says how far it
+    is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
+    the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -53,6 +59,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+    """
+    Verify: _aio.UnaryStreamMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
+    """Reads and verifies every record and every segment on SSD, in the background, and says how far it
+    is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
+    the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
+    (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -75,6 +87,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _admin_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.VerifyResponse], _abc.AsyncIterator[_admin_pb2.VerifyResponse]]:
+        """Reads and verifies every record and every segment on SSD, in the background, and says how far it
+        is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
+        the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
+        (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -47,26 +47,94 @@ class Arena(_message.Message):
     ARENA_ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CONTROL_SOCKET_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
     arena_id: _builtins.bytes
     """16 random bytes, new at every start of the server; also the first 16 bytes of the file."""
     path: _builtins.str
-    """File to map, on the server's host. Empty: no local access."""
+    """File to map, on the server's host. Empty: it has no name there, and only the control socket hands it
+    over; a client that cannot use that reads and writes by stream.
+    """
     size_bytes: _builtins.int
     """Its size in bytes."""
+    control_socket: _builtins.str
+    """Unix stream socket, on the server's host, that carries what Access carries at a tenth of the
+    cost; docs/clients.md has its framing. Empty: none.
+    """
+    page_bytes: _builtins.int
+    """Size of the pages it is made of, in bytes."""
     def __init__(
         self,
         *,
         arena_id: _builtins.bytes = ...,
         path: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        control_socket: _builtins.str = ...,
+        page_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "control_socket", b"control_socket", "page_bytes", b"page_bytes", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Arena: _TypeAlias = Arena  # noqa: Y015
+
+@_typing.final
+class ControlHello(_message.Message):
+    """First message of a client on the control socket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """Version of the framing that the client speaks: 1. Another one is refused with INVALID_ARGUMENT
+    (INVALID_FIELD).
+    """
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlHello: _TypeAlias = ControlHello  # noqa: Y015
+
+@_typing.final
+class ControlWelcome(_message.Message):
+    """The server's answer to a hello. The arena's file descriptor comes with its first byte."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    ARENA_FIELD_NUMBER: _builtins.int
+    MESSAGE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """Version of the framing that is spoken from here on."""
+    message_limit_bytes: _builtins.int
+    """Largest message that the server takes, in bytes, without its frame."""
+    @_builtins.property
+    def arena(self) -> Global___Arena:
+        """The arena that the descriptor leads to."""
+
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        arena: Global___Arena | None = ...,
+        message_limit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "message_limit_bytes", b"message_limit_bytes", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlWelcome: _TypeAlias = ControlWelcome  # noqa: Y015
 
 @_typing.final
 class AccessRequest(_message.Message):
@@ -107,6 +175,8 @@ class Operation(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     RELEASE_RESERVATION_FIELD_NUMBER: _builtins.int
+    COMMIT_MANY_FIELD_NUMBER: _builtins.int
+    MARK_WRITTEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def acquire_lease(self) -> Global___AcquireLease:
         """Lease a session's rows for reading."""
@@ -127,6 +197,14 @@ class Operation(_message.Message):
     def release_reservation(self) -> Global___ReleaseReservation:
         """Give room back without making anything visible."""
 
+    @_builtins.property
+    def commit_many(self) -> Global___CommitReservations:
+        """Make written rows of many sessions visible."""
+
+    @_builtins.property
+    def mark_written(self) -> Global___MarkWritten:
+        """Say that rows will not change any more, so that they can go to disk ahead of their commit."""
+
     def __init__(
         self,
         *,
@@ -135,12 +213,14 @@ class Operation(_message.Message):
         reserve: Global___Reserve | None = ...,
         commit: Global___CommitReservation | None = ...,
         release_reservation: Global___ReleaseReservation | None = ...,
+        commit_many: Global___CommitReservations | None = ...,
+        mark_written: Global___MarkWritten | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "operation", b"operation", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "operation", b"operation", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -159,12 +239,17 @@ class AcquireLease(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     RANGE_FIELD_NUMBER: _builtins.int
+    IS_BRIEF_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
     """Fingerprint of the model that will use the rows, 32 bytes. Required."""
     if_generation_match: _builtins.int
     """Generation the session must be at. Unset: any."""
+    is_brief: _builtins.bool
+    """Answer with `runs` in the place of `segments`: all that a reader needs who verifies nothing.
+    Default false.
+    """
     @_builtins.property
     def range(self) -> _session_pb2.TokenRange:
         """Tokens to lease. Unset: all."""
@@ -176,10 +261,11 @@ class AcquireLease(_message.Message):
         model_fingerprint: _builtins.bytes = ...,
         if_generation_match: _builtins.int | None = ...,
         range: _session_pb2.TokenRange | None = ...,
+        is_brief: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015
@@ -222,6 +308,7 @@ class Reserve(_message.Message):
     WRITE_OFFSET_FIELD_NUMBER: _builtins.int
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    IS_BRIEF_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -232,6 +319,8 @@ class Reserve(_message.Message):
     """Generation the session must be at. Unset: any."""
     token_count: _builtins.int
     """Tokens to make room for, 1 to 1048576."""
+    is_brief: _builtins.bool
+    """Answer with `runs` in the place of `segments`. Default false."""
     def __init__(
         self,
         *,
@@ -240,10 +329,11 @@ class Reserve(_message.Message):
         write_offset: _builtins.int = ...,
         if_generation_match: _builtins.int | None = ...,
         token_count: _builtins.int = ...,
+        is_brief: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "session", b"session", "token_count", b"token_count", "write_offset", b"write_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "session", b"session", "token_count", b"token_count", "write_offset", b"write_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015
@@ -288,6 +378,77 @@ class CommitReservation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitReservation: _TypeAlias = CommitReservation  # noqa: Y015
+
+@_typing.final
+class CommitReservations(_message.Message):
+    """Commits several reservations, each by itself, as CommitReservation would: a step of a decoding engine
+    in one operation. Errors: INVALID_ARGUMENT (INVALID_FIELD) when the lists do not fit together, and
+    nothing is committed; what fails for one reservation is in its place of the result.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
+    KEEP_OPEN_FIELD_NUMBER: _builtins.int
+    durability: _session_pb2.Durability.ValueType
+    """How safe all of them are before the answer. Default DURABILITY_MEMORY."""
+    keep_open: _builtins.bool
+    """Keep the rest of each reservation open for later commits. Default false."""
+    @_builtins.property
+    def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The reservations, 1 to 65536, each once."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The `token_count` of each one's session afterwards."""
+
+    def __init__(
+        self,
+        *,
+        reservation_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        durability: _session_pb2.Durability.ValueType = ...,
+        keep_open: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "keep_open", b"keep_open", "reservation_ids", b"reservation_ids", "token_counts", b"token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitReservations: _TypeAlias = CommitReservations  # noqa: Y015
+
+@_typing.final
+class MarkWritten(_message.Message):
+    """Says that all streams of a reservation's first tokens have been written and will not change. Makes
+    nothing visible and nothing durable; full segments begin to go to disk, so that a later commit with
+    DURABILITY_DISK waits for less. A hint: leaving it out costs time and nothing else. Errors: NOT_FOUND
+    (RESERVATION_NOT_FOUND); INVALID_ARGUMENT (INVALID_FIELD).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.int
+    """The reservation."""
+    token_count: _builtins.int
+    """One past the index of the last such token, as `token_count` of CommitReservation."""
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkWritten: _TypeAlias = MarkWritten  # noqa: Y015
 
 @_typing.final
 class ReleaseReservation(_message.Message):
@@ -350,6 +511,8 @@ class OperationResult(_message.Message):
     RESERVATION_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    COMMITTED_MANY_FIELD_NUMBER: _builtins.int
+    MARKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> Global___OperationError:
         """The operation failed and changed nothing."""
@@ -370,6 +533,14 @@ class OperationResult(_message.Message):
     def released(self) -> Global___Released:
         """Result of ReleaseLease and ReleaseReservation."""
 
+    @_builtins.property
+    def committed_many(self) -> Global___CommittedReservations:
+        """Result of CommitReservations."""
+
+    @_builtins.property
+    def marked(self) -> Global___Marked:
+        """Result of MarkWritten."""
+
     def __init__(
         self,
         *,
@@ -378,12 +549,14 @@ class OperationResult(_message.Message):
         reservation: Global___Reservation | None = ...,
         committed: _session_pb2.Session | None = ...,
         released: Global___Released | None = ...,
+        committed_many: Global___CommittedReservations | None = ...,
+        marked: Global___Marked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "error", b"error", "lease", b"lease", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "error", b"error", "lease", b"lease", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -461,6 +634,121 @@ class Released(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class CommittedReservations(_message.Message):
+    """What came of each of several commits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Generation of each session afterwards, in the order of the request; 0 where nothing became visible.
+        One that failed and has a generation is visible, and not on disk.
+        """
+
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedCommit]:
+        """Why, for those that failed."""
+
+    def __init__(
+        self,
+        *,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+        failures: _abc.Iterable[Global___FailedCommit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "generations", b"generations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommittedReservations: _TypeAlias = CommittedReservations  # noqa: Y015
+
+@_typing.final
+class FailedCommit(_message.Message):
+    """One of several commits failed, and changed nothing or only what its error says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its place in the request, from 0."""
+    @_builtins.property
+    def error(self) -> Global___OperationError:
+        """Why."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        error: Global___OperationError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedCommit: _TypeAlias = FailedCommit  # noqa: Y015
+
+@_typing.final
+class Runs(_message.Message):
+    """Runs of rows in the arena, as three lists of the same length: `[row_begin, row_end)` of the slot at
+    `offset_bytes`. In token order, without a gap: a run's first token follows the last one's end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    ROW_BEGIN_FIELD_NUMBER: _builtins.int
+    ROW_END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def offset_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Begin of the slot in the arena, in bytes."""
+
+    @_builtins.property
+    def row_begin(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First row within the slot's chunks."""
+
+    @_builtins.property
+    def row_end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One past the last row."""
+
+    def __init__(
+        self,
+        *,
+        offset_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        row_begin: _abc.Iterable[_builtins.int] | None = ...,
+        row_end: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_bytes", b"offset_bytes", "row_begin", b"row_begin", "row_end", b"row_end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Runs: _TypeAlias = Runs  # noqa: Y015
+
+@_typing.final
+class Marked(_message.Message):
+    """The rows are taken to be as they will be committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Marked: _TypeAlias = Marked  # noqa: Y015
 
 @_typing.final
 class ChunkLayout(_message.Message):
@@ -592,6 +880,7 @@ class Lease(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Number of the lease, unique on this server."""
     @_builtins.property
@@ -614,6 +903,10 @@ class Lease(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentLocation]:
         """Segments, in token order."""
 
+    @_builtins.property
+    def runs(self) -> Global___Runs:
+        """Where the rows lie, for a brief request; the first run's first token is the range's begin."""
+
     def __init__(
         self,
         *,
@@ -623,10 +916,11 @@ class Lease(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         layout: _abc.Iterable[Global___ChunkLayout] | None = ...,
         segments: _abc.Iterable[Global___SegmentLocation] | None = ...,
+        runs: Global___Runs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "range", b"range", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "range", b"range", "runs", b"runs", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "layout", b"layout", "lease_id", b"lease_id", "range", b"range", "segments", b"segments", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "layout", b"layout", "lease_id", b"lease_id", "range", b"range", "runs", b"runs", "segments", b"segments", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -642,8 +936,12 @@ class Reservation(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    SESSION_UID_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """Number of the reservation, unique on this server."""
+    session_uid: _builtins.str
+    """Session that is written, as Session.uid."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends by itself. Bytes written later are lost."""
@@ -656,6 +954,10 @@ class Reservation(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentLocation]:
         """Slots with the rows to write, in token order."""
 
+    @_builtins.property
+    def runs(self) -> Global___Runs:
+        """Where to write, for a brief request; the first run's first token is the request's `write_offset`."""
+
     def __init__(
         self,
         *,
@@ -663,10 +965,12 @@ class Reservation(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         layout: _abc.Iterable[Global___ChunkLayout] | None = ...,
         segments: _abc.Iterable[Global___SegmentLocation] | None = ...,
+        runs: Global___Runs | None = ...,
+        session_uid: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "runs", b"runs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "layout", b"layout", "reservation_id", b"reservation_id", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "layout", b"layout", "reservation_id", b"reservation_id", "runs", b"runs", "segments", b"segments", "session_uid", b"session_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

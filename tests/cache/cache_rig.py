@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ctxcache.cache import Cache
+from ctxcache.cache.asked import Request
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.cache.reading import Lease, Request
+from ctxcache.cache.reading import Lease
 from ctxcache.cache.writing import Reservation
 from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.limits import Limits
 from ctxcache.core.session import SessionView
+from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
@@ -54,6 +57,10 @@ FINGERPRINT = MODEL.fingerprint()
 LAYOUT = SegmentLayout(MODEL.resolve(STREAMS))
 SLOT_BYTES = LAYOUT.size_bytes
 SEGMENT_TOKENS = LAYOUT.segment_tokens
+
+
+UNLIMITED = Limits(lease_share=1, reservation_share=1, client_share=1, room_wait_ns=0)
+"""No shares: what an arena of a few segments would round to nothing."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,19 +105,23 @@ class Rig:
     arena_segments: int = 6
     ssd_segments: tuple[int, ...] = (64, 64)
     clock: FakeClock = field(default_factory=FakeClock)
+    watermarks: Watermarks = DEFAULT_WATERMARKS
+    limits: Limits = UNLIMITED
     cache: Cache = field(init=False)
     arena: DramArena = field(init=False)
 
     async def open(self) -> None:
         """Start, or start again."""
         if hasattr(self, "arena"):
+            self.cache._io.close()
             self.arena.close()
         path = f"/dev/shm/ctxcache-test-{uuid.uuid4().hex}.arena"  # noqa: S108  # shared memory is what it is for
         self.arena = DramArena(path, ALIGN_BYTES + self.arena_segments * SLOT_BYTES)
         ssd, metadata = self._open_stores()
         self.cache = Cache(
             arena=self.arena, ssd=ssd, metadata=metadata, clock=self.clock,
-            policy=LeastRecentlyUsed(), default_expiration=Expiration(DEFAULT_TTL_NS),
+            policy=LeastRecentlyUsed(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
+            watermarks=self.watermarks,
         )  # fmt: skip
         await self.cache.open()
         await self.cache.models.register(TENANT, MODEL)
@@ -143,6 +154,10 @@ class Rig:
         for stream in STREAMS:
             data = memoryview(rows_of(tokens, stream))
             self.cache.writing.place(reservation, stream, token_begin, data)
+
+    async def mark_written(self, reservation: Reservation, token_count: int) -> None:
+        """Say that rows will not change any more."""
+        self.cache.writing.mark_written(reservation, token_count)
 
     async def append(
         self, session_id: str, tokens: Sequence[Token], *, is_durable: bool = False
@@ -206,8 +221,9 @@ class Rig:
 
     def names(self) -> set[str]:
         """Sessions that are there."""
-        found = self.cache.sessions.list(TENANT, after="", limit=10**6, model_id="")
-        return {view.name.removeprefix("sessions/") for view in found}
+        state = self.cache.state
+        now_ns, names = state.clock.now_ns(), state.names.get(TENANT, [])
+        return {name for name in names if state.sessions[TENANT, name].expire_time_ns > now_ns}
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""

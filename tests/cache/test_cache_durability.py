@@ -7,6 +7,7 @@ from cache_rig import SEGMENT_TOKENS, MemoryRig, Writer, expected
 
 from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.testing.fakes import Operation
+from ctxcache.upkeep import Upkeep
 
 
 @pytest.fixture
@@ -38,6 +39,17 @@ async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
 
     assert kept == len(first)
     assert await rig.read("a") == expected([*first, *after])
+
+
+async def test_what_is_written_behind_never_ends_inside_a_commit(rig: MemoryRig, writer: Writer) -> None:
+    """A commit of more than the segments it fills comes back whole after a crash, or not at all."""
+    tokens = writer.make(SEGMENT_TOKENS + 10)
+    await rig.create("a")
+    await rig.append("a", tokens)
+    await Upkeep(rig.cache).turn()
+    await rig.crash()
+
+    assert rig.token_count("a") in (0, len(tokens))
 
 
 async def test_a_fork_of_a_session_emptied_before_its_flush_ends(rig: MemoryRig, writer: Writer) -> None:
@@ -107,7 +119,8 @@ async def test_a_delete_that_was_refused_gives_no_slot_on_ssd_back(rig: MemoryRi
 async def test_a_refused_write_is_an_error_and_nothing_else(
     rig: MemoryRig, writer: Writer, operation: Operation
 ) -> None:
-    """The tokens stay in memory, the space adds up, and what was durable stays so."""
+    """With no other path, the tokens stay in memory, the space adds up, and what was durable stays so."""
+    rig.ssd.fence(1)
     await rig.create("a")
     tokens = writer.make(100)
     await rig.append("a", tokens[:30], is_durable=True)
@@ -272,3 +285,108 @@ async def test_sessions_that_take_each_others_room_are_flushed_one_by_one(
 
     (left,) = rig.names()
     assert await rig.read(left) == expected(tokens[left])
+
+
+async def test_a_flush_goes_round_a_path_that_fails_under_it(rig: MemoryRig, writer: Writer) -> None:
+    """What was on the failed path is written again on the other, and only then acknowledged."""
+    await rig.create("a")
+    tokens = writer.make(300)
+    await rig.append("a", tokens)
+    rig.ssd.fail(Operation.SYNC)
+    await rig.flush("a")
+    await rig.check()
+    [closed] = rig.ssd.refusals
+    await rig.append("a", more := writer.make(200), is_durable=True)
+    on_ssd = {s.ssd.path_index for s in rig.cache.state.segments.values() if s.ssd}
+    await rig.crash()
+
+    assert on_ssd == {1 - closed}
+    assert await rig.read("a") == expected(tokens + more)
+
+
+async def test_what_was_staged_on_a_failed_path_is_written_elsewhere(rig: MemoryRig, writer: Writer) -> None:
+    """Segments written ahead of a flush that can no longer be synced are not counted as written."""
+    await rig.create("a")
+    tokens = writer.make(300)
+    await rig.append("a", tokens)
+    session = rig.cache.state.session("acme", "a")
+    rig.cache.residency.stage(session, session.segments[:4])
+    await rig.cache.residency.drain()
+    rig.ssd.fence(0)
+    await rig.flush("a")
+    await rig.check()
+    await rig.crash()
+
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_without_a_path_memory_goes_on(rig: MemoryRig, writer: Writer) -> None:
+    """With every path fenced a flush is refused by name, evicts nobody, and rows in memory are read."""
+    await rig.create("a")
+    await rig.append("a", tokens := writer.make(100), is_durable=True)
+    for index in (0, 1):
+        rig.ssd.fence(index)
+    await rig.create("b")
+    await rig.append("b", others := writer.make(50))
+    with pytest.raises(TierFailure, match=r"memory/0: no SSD path takes writes: fenced until a restart"):
+        await rig.flush("b")
+    await rig.check()
+
+    assert rig.names() == {"a", "b"}
+    assert await rig.read("a") == expected(tokens)
+    assert await rig.read("b") == expected(others)
+
+
+async def test_without_a_path_a_full_memory_evicts_the_coldest(rig: MemoryRig, writer: Writer) -> None:
+    """While nothing can be flushed, memory is a cache of its own: pinned and leased sessions stay."""
+    rig.ssd.fence(0)
+    rig.ssd.fence(1)
+    await rig.create("pinned", is_pinned=True)
+    await rig.append("pinned", writer.make(64))
+    await rig.create("leased")
+    await rig.append("leased", writer.make(64))
+    lease = await rig.acquire("leased")
+    for name in ("cold", "warm", "new"):
+        await rig.create(name)
+        await rig.append(name, writer.make(128))
+    await rig.check()
+    rig.cache.reading.release(lease.lease_id)
+
+    assert rig.names() == {"pinned", "leased", "warm", "new"}
+    assert rig.cache.state.counters.evicted_session_count == 1
+
+
+async def test_full_metadata_refuses_before_anything_changes(rig: MemoryRig, writer: Writer) -> None:
+    """Without room for records nothing that grows is begun; reads, deletion and truncation go on."""
+    await rig.create("a")
+    await rig.create("b")
+    tokens = writer.make(200)
+    await rig.append("a", tokens, is_durable=True)
+    rig.metadata.is_full = True
+    await rig.append("a", more := writer.make(100))
+    for call in (rig.create("c"), rig.flush("a"), rig.fork("a", "c"), rig.demote("a")):
+        with pytest.raises(CapacityExceeded, match="metadata"):
+            await call
+    await rig.delete("b")
+    assert await rig.read("a") == expected(tokens + more)
+    await rig.truncate("a", (0, 10))
+    await rig.check()
+
+    rig.metadata.is_full = False
+    await rig.flush("a")
+    await rig.crash()
+    assert await rig.read("a") == expected((tokens + more)[10:])
+
+
+async def test_refused_metadata_changes_nothing_in_memory(rig: MemoryRig, writer: Writer) -> None:
+    """Once records cannot be kept, a change is refused before it is made, and nobody is evicted for it."""
+    await rig.create("a")
+    tokens = writer.make(200)
+    await rig.append("a", tokens)
+    rig.metadata.fail("no")
+    for call in (rig.truncate("a", (0, 10)), rig.delete("a"), rig.flush("a"), rig.create("b")):
+        with pytest.raises(TierFailure):
+            await call
+
+    assert rig.names() == {"a"}
+    assert await rig.read("a") == expected(tokens)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cache_rig import DiskRig, MemoryRig, Token, Writer, expected
+from cache_rig import SLOT_BYTES, DiskRig, MemoryRig, Token, Writer, expected
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.writing import Reservation
-from ctxcache.errors import CapacityExceeded, TierFailure
+from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
 from ctxcache.metadata.base import Changes
 from ctxcache.testing.fakes import Operation
 from ctxcache.upkeep import Upkeep
@@ -132,6 +132,9 @@ class CacheMachine(RuleBasedStateMachine):
         except CapacityExceeded as error:
             is_held = self.leases or self.open or self.rig.cache.writing.held_count
             if error.facts["tier"] == "DRAM" and not is_held:
+                raise
+        except TooManyRequests:
+            if not self.leases and not self.open and not self.rig.cache.writing.held_count:
                 raise
         except TierFailure:
             if not self.is_faulty:
@@ -255,6 +258,14 @@ class CacheMachine(RuleBasedStateMachine):
         known.tokens += tokens
 
     @precondition(lambda self: self.open)
+    @rule(pick=picks, part=parts)
+    def mark(self, pick: int, part: float) -> None:
+        """What is marked as written is on its way to disk, and shows nowhere."""
+        item = self.open[pick % len(self.open)]
+        marked = len(self.model[item.name].tokens) + round(part * len(item.written))
+        self.run(self.rig.mark_written(item.reservation, marked))
+
+    @precondition(lambda self: self.open)
     @rule(pick=picks, is_abandoned=st.booleans())
     def give_up(self, pick: int, *, is_abandoned: bool) -> None:
         """What was not committed never was."""
@@ -332,7 +343,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Upkeep runs."""
         self.run(Upkeep(self.rig.cache).turn())
 
-    @rule(seconds=st.sampled_from([1] * 6 + [70, 350, 3700]))
+    @rule(seconds=st.sampled_from([1] * 6 + [40, 40, 70, 350, 3700]))
     def advance(self, seconds: int) -> None:
         """Sessions, leases and reservations end when their time has come."""
         for item in self.open:
@@ -346,7 +357,20 @@ class CacheMachine(RuleBasedStateMachine):
         mono_ns = self.rig.clock.monotonic_ns()
         self.leases = [item for item in self.leases if item[0].deadline_ns > mono_ns]
         self.run(Upkeep(self.rig.cache).turn())
+        self.check_old(seconds)
         assert self.rig.cache.reading.lease_count == len(self.leases)
+
+    def check_old(self, seconds: int) -> None:
+        """What had the time to be written is on SSD, unless that has no room or failed."""
+        cache = self.rig.cache
+        if self.is_faulty or seconds * 10**9 < cache.residency.watermarks.tail_age_ns:
+            return
+        for session in cache.state.by_uid.values():
+            needed_bytes = len(cache.state.unwritten.segments(session.uid)) * SLOT_BYTES
+            assert session.durable_end == session.log_end or needed_bytes > cache.residency.ssd.free_bytes
+            if session.durable_end == session.log_end and session.session_id in self.model:
+                known = self.model[session.session_id]
+                known.durable |= set(known.tokens)
 
     @rule(is_crash=st.booleans(), is_meant=seldom)
     def restart(self, *, is_crash: bool, is_meant: bool) -> None:

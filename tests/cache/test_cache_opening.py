@@ -73,7 +73,7 @@ async def test_two_records_of_one_slot_cost_one_session_and_no_space(rig: Memory
     taken, wrong = (next(iter(rig.cache.state.session(TENANT, n).segments)) for n in ("a", "b"))
     record = next(r for r in rig.metadata.segments() if r.segment_id == wrong.segment_id)
     claimed = next(r for r in rig.metadata.segments() if r.segment_id == taken.segment_id).slot
-    await rig.metadata.commit(Changes(segments=[replace(record, slot=claimed)]), is_durable=True)
+    await rig.metadata.commit(Changes(segments=[record._replace(slot=claimed)]), is_durable=True)
     await rig.crash()
     await rig.check()
 

@@ -19,6 +19,7 @@ from ctxcache.errors import (
     SessionAlreadyExists,
     SessionNotFound,
     TokenRangeOutOfBounds,
+    TooManyRequests,
     WriteInProgress,
     WriteOffsetMismatch,
 )
@@ -26,8 +27,8 @@ from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.upkeep import Upkeep
 
 ALLOWED = (
-    CapacityExceeded, SessionAlreadyExists, SessionNotFound, TokenRangeOutOfBounds, WriteInProgress,
-    WriteOffsetMismatch,
+    CapacityExceeded, SessionAlreadyExists, SessionNotFound, TokenRangeOutOfBounds, TooManyRequests,
+    WriteInProgress, WriteOffsetMismatch,
 )  # fmt: skip
 NAMES = ("a", "b", "c", "d")
 STEPS = 60
@@ -39,7 +40,7 @@ class Crowd:
 
     def __init__(self, rig: DiskRig | MemoryRig, seed: int) -> None:
         self.rig = rig
-        self.dice = random.Random(seed)  # noqa: S311  # no secret
+        self.dice = random.Random(seed)  # no secret
         self.writer = Writer(1)
         self.read_count = 0
 
@@ -137,13 +138,15 @@ async def test_a_crowd_never_sees_a_wrong_byte(
         await crowd.run(task_count=8)
     await rig.check()
     for name in rig.names():
-        await crowd.read(name)
+        # Room for what is read comes from flushes, and room for those from other sessions.
+        with suppress(SessionNotFound):
+            await crowd.read(name)
 
     assert crowd.read_count > 20
     assert rig.cache.state.counters.corrupt_segment_count == 0
     assert rig.cache.writing.reservation_count == rig.cache.reading.lease_count == 0
     # One session may have become larger than all of SSD.
-    with suppress(CapacityExceeded):
+    with suppress(CapacityExceeded, TooManyRequests):
         await rig.close()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, TENANT, DiskRig, MemoryRig, Token, Writer, expected
@@ -203,9 +204,10 @@ async def test_a_session_larger_than_the_arena_is_read_as_a_stream(rig: MemoryRi
     await rig.check()
 
 
-async def test_leases_are_bounded(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_are_bounded(rig: MemoryRig) -> None:
     """A client cannot take memory by acquiring without end."""
-    monkeypatch.setattr("ctxcache.cache.reading.LEASE_LIMIT", 3)
+    rig.limits = replace(rig.limits, lease_count=3)
+    await rig.restart()
     await filled(rig, "a", 10)
     for _ in range(3):
         await rig.acquire("a")
@@ -344,9 +346,13 @@ async def test_a_segment_id_used_again_after_a_crash_does_not_take_older_bytes(r
     """Bytes written under an id that was never recorded are refused under the same id later."""
     await rig.create("a")
     await rig.append("a", Writer(1).make(10))
+    gate = rig.ssd.hold(Operation.SYNC)
+    flush = asyncio.ensure_future(rig.flush("a"))
+    await rig.reached(Operation.SYNC)
     rig.metadata.fail("no")
+    gate.set()
     with pytest.raises(TierFailure):
-        await rig.flush("a")
+        await flush
     before = rig.cache.state.session(TENANT, "a").segments[0]
     older = memoryview(bytearray(before.layout.size_bytes))
     await rig.ssd.read(Slot(0, 0, before.layout.size_bytes), 0, older)

@@ -1,6 +1,7 @@
 """Sessions: names, times, room for many, and what upkeep does without being asked."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
@@ -27,9 +28,9 @@ def writer() -> Writer:
     return Writer(1)
 
 
-def page(rig: MemoryRig, after: str, limit: int, *, model_id: str = "") -> list[str]:
+async def page(rig: MemoryRig, after: str, limit: int, *, model_id: str = "") -> list[str]:
     """Names on a page."""
-    found = rig.cache.sessions.list(TENANT, after=after, limit=limit, model_id=model_id)
+    found = await rig.cache.sessions.list(TENANT, after=after, limit=limit, model_id=model_id)
     return [view.name.removeprefix("sessions/") for view in found]
 
 
@@ -39,10 +40,14 @@ async def test_sessions_are_listed_by_name_page_by_page(rig: MemoryRig) -> None:
         await rig.create(name)
     await rig.delete("e")
 
-    assert [page(rig, "", 2), page(rig, "a", 2), page(rig, "c", 9)] == [["B", "a"], ["b", "c"], ["d"]]
-    assert page(rig, "", 9, model_id=MODEL.model_id) == ["B", "a", "b", "c", "d"]
-    assert page(rig, "", 9, model_id="other") == []
-    assert rig.cache.sessions.list("other", after="", limit=9, model_id="") == []
+    assert [await page(rig, *where) for where in (("", 2), ("a", 2), ("c", 9))] == [
+        ["B", "a"],
+        ["b", "c"],
+        ["d"],
+    ]
+    assert await page(rig, "", 9, model_id=MODEL.model_id) == ["B", "a", "b", "c", "d"]
+    assert await page(rig, "", 9, model_id="other") == []
+    assert await rig.cache.sessions.list("other", after="", limit=9, model_id="") == []
 
 
 async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig, writer: Writer) -> None:
@@ -62,10 +67,10 @@ async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig,
     assert len(rig.cache.state.by_uid) == 1
 
 
-async def test_sessions_and_models_are_bounded(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_and_models_are_bounded(rig: MemoryRig) -> None:
     """Creating without end is refused, also by fork."""
-    monkeypatch.setattr("ctxcache.cache.sessions.SESSION_LIMIT", 2)
-    monkeypatch.setattr("ctxcache.cache.models.MODEL_LIMIT", 1)
+    rig.limits = replace(rig.limits, session_count=2, model_count=1)
+    await rig.restart()
     await rig.create("a")
     await rig.create("b")
     for attempt in (rig.create("c"), rig.fork("a", "c"), rig.cache.models.register("other", MODEL)):

@@ -121,7 +121,7 @@ def test_what_makes_serving_impossible_is_the_exit_code(
 
 def test_a_newer_format_is_found(tmp_path: Path) -> None:
     """A data directory that this version cannot read is said to be one."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 2, "created_by": "later", "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(json.dumps({"format": 3, "created_by": "later", "instance_id": "00"}))
 
     ran, findings = doctor(tmp_path)
 

@@ -48,16 +48,19 @@ def test_people_get_a_few_lines(tmp_path: Path) -> None:
         command, env=without_settings(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(6)]
+        lines = [process.stdout.readline() for _ in range(9)]
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=STOP_TIMEOUT_S)
 
     assert lines[0] == f"ctxcache {__version__} is ready (pid {process.pid})\n"
     assert "listens on  127.0.0.1:" in lines[1]
     assert f"listens on  unix:{tmp_path}" in lines[2]
-    assert "0 sessions found" in lines[3]
-    assert "64.0 MiB" in lines[4]
-    assert "64.0 MiB" in lines[5]
+    assert "bulk        127.0.0.1:" in lines[3]
+    assert f"bulk        unix:{tmp_path}" in lines[4]
+    assert "0 sessions found" in lines[5]
+    assert "64.0 MiB" in lines[6]
+    assert f"{tmp_path}/data/control.sock" in lines[7]
+    assert "64.0 MiB" in lines[8]
     assert process.returncode == ExitCode.OK
     assert "draining" in stderr
     assert "stopped: everything is on disk" in stderr
@@ -127,15 +130,17 @@ def test_options_win_over_environment_and_that_over_the_file(tmp_path: Path) -> 
 def test_several_ssd_directories_are_one_tier(tmp_path: Path) -> None:
     """--ssd-directories repeats, and the environment separates them like PATH."""
     places = [tmp_path / "one", tmp_path / "two"]
+    others = [tmp_path / "three", tmp_path / "four"]
     options = [part for place in places for part in ("--ssd-directories", str(place))]
-    environment = {"CTXCACHE_SSD_DIRECTORIES": ":".join(map(str, places))}
+    environment = {"CTXCACHE_SSD_DIRECTORIES": ":".join(map(str, others))}
     with ServerProcess(tmp_path / "a", *options) as by_option:
         listed = [place["path"] for place in by_option.ready["ssd"]]
         by_option.terminate()
     with ServerProcess(tmp_path / "b", environment=environment) as by_environment:
         listed_too = [place["path"] for place in by_environment.ready["ssd"]]
 
-    assert listed == listed_too == [str(place / "segments.dat") for place in places]
+    assert listed == [str(place / "segments.dat") for place in places]
+    assert listed_too == [str(place / "segments.dat") for place in others]
 
 
 def test_every_setting_has_an_option_with_its_default() -> None:
@@ -147,9 +152,24 @@ def test_every_setting_has_an_option_with_its_default() -> None:
         "listen",
         "unix_socket",
         "arena_directory",
+        "dram_low_watermark",
+        "dram_high_watermark",
+        "dirty_watermark",
+        "dirty_limit",
+        "tail_age_s",
+        "write_behind_bytes_per_s",
         "default_ttl_s",
         "max_concurrent_rpcs",
+        "max_concurrent_streams",
+        "stall_timeout_s",
         "max_local_clients",
+        "keepalive_s",
+        "max_sessions",
+        "max_leases",
+        "lease_share",
+        "reservation_share",
+        "client_share",
+        "room_wait_s",
         "drain_timeout_s",
         "log_level",
     ):

@@ -135,9 +135,9 @@ def test_an_arena_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_data_directory_of_a_newer_format(tmp_path: Path) -> None:
     """What a newer version wrote is left alone."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 2, "created_by": "later", "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(json.dumps({"format": 3, "created_by": "later", "instance_id": "00"}))
 
-    check_refused(serve(tmp_path), ExitCode.FORMAT_TOO_NEW, "format 2", "newer")
+    check_refused(serve(tmp_path), ExitCode.FORMAT_TOO_NEW, "format 3", "newer")
 
 
 def test_a_format_file_that_does_not_parse(tmp_path: Path) -> None:
@@ -177,6 +177,13 @@ def test_an_ssd_file_that_would_have_to_shrink(tmp_path: Path) -> None:
         ("--arena-size-bytes", "lots", "'lots' is not a size such as 512MiB"),
         ("--default-ttl-s", "0", "default_ttl_s"),
         ("--max-concurrent-rpcs", "many", "max_concurrent_rpcs"),
+        ("--keepalive-s", "0", "keepalive_s"),
+        ("--dram-low-watermark", "1", "dram_low_watermark"),
+        ("--dram-high-watermark", "0.05", "0.05 is below dram_low_watermark, 0.0625"),
+        ("--dirty-watermark", "-1", "dirty_watermark"),
+        ("--dirty-limit", "0.2", "0.2 is below dirty_watermark, 0.25"),
+        ("--tail-age-s", "-1", "tail_age_s"),
+        ("--write-behind-bytes-per-s", "fast", "'fast' is not a size"),
         ("--drain-timeout-s", "-1", "drain_timeout_s"),
         ("--log-level", "chatty", "log_level"),
     ],

@@ -10,10 +10,10 @@ from far_side import Connect, FarSide
 from ctxcache.client import Client
 
 
-@pytest.fixture
-def far_side(tmp_path: Path) -> Iterator[FarSide]:
-    """A far side that listens on a Unix socket."""
-    side = FarSide(tmp_path)
+@pytest.fixture(params=["grpc", "socket"])
+def far_side(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FarSide]:
+    """A far side that listens on a Unix socket, and takes local operations by gRPC or on a control socket."""
+    side = FarSide(tmp_path, has_control_socket=request.param == "socket")
     yield side
     side.stop()
 

@@ -14,6 +14,7 @@ from typing import Never
 
 import grpc
 import numpy as np
+from control_side import ControlSide
 
 from ctxcache import errors
 from ctxcache.client import Client
@@ -69,8 +70,9 @@ class FarSide(
 ):
     """One model and its sessions. Its public attributes are what a test may turn."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, has_control_socket: bool = False) -> None:
         self.directory = directory
+        self.has_control_socket = has_control_socket
         self.target = f"unix:{directory}/socket"
         self.rows: dict[str, dict[Stream, np.ndarray]] = {}
         self.sessions: dict[str, session_pb2.Session] = {}
@@ -104,15 +106,27 @@ class FarSide(
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.target)
         self._server.start()
+        facts = arena_pb2.Arena(
+            arena_id=self.arena_id,
+            path=str(self.arena_path),
+            size_bytes=_ARENA_BYTES,
+            control_socket=f"{self.directory}/control" if self.has_control_socket else "",
+        )
+        self.facts = facts
+        self.control = ControlSide(facts, self._answer) if self.has_control_socket else None
 
     def stop(self) -> None:
         """Break every stream and stop listening."""
         self._go_on.set()
         self._server.stop(None).wait(_PATIENCE_S)
+        if self.control is not None:
+            self.control.stop()
 
     def break_streams(self) -> None:
         """Break every stream while its handlers are still busy."""
         self._server.stop(None)
+        if self.control is not None:
+            self.control.break_connections()
 
     def add(self, name: str, token_count: int) -> session_pb2.Session:
         """Keep a session of that many tokens."""
@@ -186,14 +200,17 @@ class FarSide(
             yield session_pb2.ReadSessionResponse(chunk=chunk)
 
     def GetArena(self, request: arena_pb2.GetArenaRequest, context: grpc.ServicerContext) -> arena_pb2.Arena:
-        return arena_pb2.Arena(arena_id=self.arena_id, path=str(self.arena_path), size_bytes=_ARENA_BYTES)
+        return self.facts
 
     def Access(
         self, request_iterator: Iterator[arena_pb2.AccessRequest], context: grpc.ServicerContext
     ) -> Iterator[arena_pb2.AccessResponse]:
         for request in request_iterator:
-            results = [self._carry_out(operation) for operation in request.operations]
-            yield arena_pb2.AccessResponse(request_id=request.request_id, results=results)
+            yield self._answer(request)
+
+    def _answer(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
+        results = [self._carry_out(operation) for operation in request.operations]
+        return arena_pb2.AccessResponse(request_id=request.request_id, results=results)
 
     def _carry_out(self, operation: arena_pb2.Operation) -> arena_pb2.OperationResult:
         kind = operation.WhichOneof("operation")
@@ -232,11 +249,12 @@ class FarSide(
             session=session,
             range=session_pb2.TokenRange(begin=begin, end=end),
             layout=_chunk_layout(),
-            segments=self._place(session, begin, end),
         )
+        segments = self._place(session, begin, end)
+        _say_where(lease, segments, is_brief=request.is_brief)
         lease.expire_time.FromNanoseconds(time.time_ns() + int(self.lease_ttl_s * 1e9))
         if self.flips_arena_bytes:
-            first = lease.segments[0].offset_bytes + _SLOTS.rows(HIDDEN, 0, 1).start
+            first = segments[0].offset_bytes + _SLOTS.rows(HIDDEN, 0, 1).start
             self.arena[first] ^= 1
         return arena_pb2.OperationResult(lease=lease)
 
@@ -255,7 +273,10 @@ class FarSide(
             self.sessions[request.session], request.write_offset, request.write_offset + count
         )
         self._reserved_segments = segments
-        reservation = arena_pb2.Reservation(reservation_id=9, layout=_chunk_layout(), segments=segments)
+        reservation = arena_pb2.Reservation(
+            reservation_id=9, layout=_chunk_layout(), session_uid=self.sessions[request.session].uid
+        )
+        _say_where(reservation, segments, is_brief=request.is_brief)
         reservation.expire_time.FromNanoseconds(time.time_ns() + int(self.lease_ttl_s * 1e9))
         return arena_pb2.OperationResult(reservation=reservation)
 
@@ -344,6 +365,22 @@ class FarSide(
                 data = rows[first : min(first + ROWS_PER_CHUNK, end)].tobytes()
                 checksum = wire_checksum(data) ^ self.flips_wire_bytes
                 yield session_pb2.Chunk(stream=stream, token_begin=first, data=data, checksum=checksum)
+
+
+def _say_where(
+    message: arena_pb2.Lease | arena_pb2.Reservation,
+    segments: list[arena_pb2.SegmentLocation],
+    *,
+    is_brief: bool,
+) -> None:
+    if not is_brief:
+        message.segments.extend(segments)
+        return
+    for segment in segments:
+        for rows in segment.rows:
+            message.runs.offset_bytes.append(segment.offset_bytes)
+            message.runs.row_begin.append(rows.row_begin)
+            message.runs.row_end.append(rows.row_end)
 
 
 def _chunk_layout() -> list[arena_pb2.ChunkLayout]:

@@ -1,6 +1,8 @@
 """The way to the arena: finding it, losing it, finding the next one."""
 
 import os
+import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from far_side import KV, Connect, FarSide
 
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.arena import map_arena
+from ctxcache.client.socket_access import SocketAccess
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
+from ctxcache.frames import FrameReader
 from ctxcache.v1 import arena_pb2
+from ctxcache.v1.arena_pb2 import Operation, Reserve
 
 NAME = "sessions/a"
 SOON_S = 10.0
@@ -169,3 +174,31 @@ def _read_again(client: Client) -> SessionRows:
         return client.read(NAME)
     except Unavailable:
         return client.read(NAME)
+
+
+class _Interrupted(BaseException):
+    pass
+
+
+def test_a_caller_interrupted_in_the_middle_of_a_request_breaks_the_way() -> None:
+    """Half a frame is out: the next one would be taken for the rest of it."""
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
+
+    ours, theirs = socket.socketpair()
+    access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=30)
+    reserve = Operation(reserve=Reserve(session="s" * (1 << 20)))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(_Interrupted):
+            access.exchange([reserve])
+        assert access.has_failed
+        with pytest.raises(Unavailable):
+            access.exchange([reserve])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        access.close()
+        theirs.close()

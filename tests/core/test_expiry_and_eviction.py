@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.eviction import LeastRecentlyUsed
+from ctxcache.core.eviction import SLACK, LeastRecentlyUsed, Ranking
 from ctxcache.core.expiry import Expiration, ExpiryQueue
 
 
@@ -71,10 +71,36 @@ def test_the_session_unused_for_longest_leaves_first() -> None:
     assert list(policy.candidates()) == [b"c", b"a"]
 
 
-def test_candidates_can_be_asked_for_among_a_few() -> None:
-    """The order of a few is that of all, and sessions that are not known are left out."""
+@given(st.lists(st.tuples(st.sampled_from(["touch", "forget", "add", "discard"]), st.integers(0, 4))))
+def test_a_ranking_has_the_order_of_the_policy(steps: list[tuple[str, int]]) -> None:
+    """Whatever is accessed, added and taken out, the first one is the coldest of those that are in and known."""
     policy = LeastRecentlyUsed()
-    for uid in (b"a", b"b", b"c", b"a"):
-        policy.touch(uid)
+    ranking, members = Ranking(policy.rank), set[bytes]()
+    for step, number in steps:
+        uid = bytes([number])
+        if step in ("touch", "forget"):
+            getattr(policy, step)(uid)
+        else:
+            getattr(ranking, step)(uid)
+        known = set(policy.candidates())
+        members = (members | ({uid} & known if step == "add" else set())) & known
+        members -= {uid} if step == "discard" else set()
+        if step == "forget":
+            ranking.discard(uid)
+        coldest = [u for u in policy.candidates() if u in members]
 
-    assert list(policy.candidates({b"a", b"b", b"x"})) == [b"b", b"a"]
+        assert ranking.first() == (coldest[0] if coldest else None)
+        assert ranking.first(coldest[1:].__contains__) == (coldest[1] if len(coldest) > 1 else None)
+        assert ranking.first() == (coldest[0] if coldest else None)
+
+
+def test_a_ranking_takes_no_more_room_for_what_comes_and_goes() -> None:
+    """Sessions that enter and leave without end leave nothing behind."""
+    policy = LeastRecentlyUsed()
+    ranking = Ranking(policy.rank)
+    for _ in range(1000):
+        policy.touch(b"a")
+        ranking.add(b"a")
+        ranking.discard(b"a")
+
+    assert len(ranking._heap) <= SLACK + 2

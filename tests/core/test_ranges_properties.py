@@ -1,5 +1,6 @@
 """Ranges against sets of integers, extents against a map of bytes, pieces against counting by hand."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,16 +132,45 @@ def test_extents_never_hand_out_a_byte_twice(asked: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 45), st.integers(1, 12)), max_size=20))
 def test_adopted_slots_are_taken_once(slots: list[tuple[int, int]]) -> None:
-    """A slot as recorded is taken where it lies, unless part of it is taken or out of bounds."""
+    """A slot as recorded is taken where it lies, unless one of a lower offset has part of it or it is out of bounds."""
     allocator = SlotAllocator([40, 40])
+    asked = [Slot(i % 3, begin, size) for i, (begin, size) in enumerate(slots)]
+    refused = set(allocator.adopt(asked))
     used: set[tuple[int, int]] = set()
-    for i, (begin, size) in enumerate(slots):
-        wanted = {(i % 3, at) for at in range(begin, begin + size)}
-        is_free = i % 3 < 2 and begin >= 0 and begin + size <= 40 and not wanted & used
-        assert allocator.adopt(Slot(i % 3, begin, size)) == is_free
+    for i in sorted(range(len(asked)), key=lambda i: (*asked[i], i)):
+        path, begin, size = asked[i]
+        wanted = {(path, at) for at in range(begin, begin + size)}
+        is_free = path < 2 and begin >= 0 and begin + size <= 40 and not wanted & used
+        assert (i not in refused) == is_free
         used |= wanted if is_free else set()
-        assert allocator.used_bytes == len(used)
-        assert sum(allocator.used_bytes_by_path) == len(used)
+
+    assert allocator.used_bytes == sum(allocator.used_bytes_by_path) == len(used)
+    while slot := allocator.take(1):
+        assert (slot.path_index, slot.offset_bytes) not in used
+        used.add((slot.path_index, slot.offset_bytes))
+    assert len(used) == 80
+
+
+def test_slots_are_adopted_before_any_is_taken() -> None:
+    """Adopting rebuilds what is free: a slot handed out before would be free again."""
+    extents = Extents(0, 40)
+    extents.take(8)
+
+    with pytest.raises(ValueError, match="before"):
+        extents.adopt([(8, 8)])
+
+
+def test_free_extents_of_many_sizes_are_found_without_a_walk() -> None:
+    """A hundred thousand holes that are too small delay no one: seconds, were each looked at."""
+    extents = Extents(0, 400_000)
+    for _ in range(100_000):
+        extents.take(4)
+    for begin in range(0, 400_000, 8):
+        extents.give(begin, 4)
+    assert all(extents.take(5) is None for _ in range(10_000))
+    extents.give(4, 4)
+
+    assert extents.take(12) == 0
 
 
 def test_slots_go_round_the_paths() -> None:
@@ -169,7 +199,12 @@ def make_session(sizes: list[int]) -> Session:
         expiration=Expiration(1), create_time_ns=0, access_time_ns=0, expire_time_ns=1,
     )  # fmt: skip
     for i, size in enumerate(sizes):
-        session.segments.append(Segment(i, "t", bytes(16), 1, session.log_end, bytes(32), LAYOUT, size))
+        session.segments.append(
+            Segment(
+                segment_id=i, tenant="t", writer_uid=bytes(16), generation=1, begin=session.log_end,
+                model_fingerprint=bytes(32), layout=LAYOUT, row_count=size,
+            )
+        )  # fmt: skip
         session.append_rows(session.log_end + size)
     return session
 

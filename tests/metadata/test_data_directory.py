@@ -45,7 +45,8 @@ def test_the_format_says_who_created_it(tmp_path: Path) -> None:
     with DataDirectory.open(tmp_path / "data", created_by="ctxcache 0.1.0") as directory:
         facts = json.loads((tmp_path / "data" / "FORMAT").read_text())
 
-    assert facts == {"format": 1, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
+    assert len(facts.pop("checksum")) == 16
+    assert facts == {"format": 2, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
 
 
 def test_a_second_server_is_told_who_holds_it(tmp_path: Path) -> None:
@@ -85,16 +86,16 @@ def test_a_refused_opening_gives_up_the_lock(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     """A directory of a newer version is left alone."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 2, "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(json.dumps({"format": 3, "instance_id": "00"}))
     with pytest.raises(FormatTooNew) as caught:
         DataDirectory.open(tmp_path)
 
-    assert (caught.value.found, caught.value.supported) == (2, 1)
+    assert (caught.value.found, caught.value.supported) == (3, 2)
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"{}", b"[]", b"7", b"\xff", b'{"format": 1}', b'{"format": "x", "instance_id": "00"}',
-             b'{"format": 0, "instance_id": "00"}'],
+             b'{"format": 0, "instance_id": "00"}', b'{"format": 2, "instance_id": "00"}'],
 )  # fmt: skip
 def test_a_format_that_does_not_parse_is_refused(tmp_path: Path, text: bytes) -> None:
     """Garbage is not taken for a new directory."""
@@ -172,3 +173,39 @@ def test_only_runs_that_did_not_end_in_order_count_as_crashes(tmp_path: Path) ->
         counts.append(directory.crash_count)
 
     assert counts == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "RUNS"])
+def test_every_flipped_bit_is_refused(tmp_path: Path, name: str) -> None:
+    """No flip makes another number of these files: each is refused, by the file's name or as a newer format."""
+    DataDirectory.open(tmp_path).close()
+    path = tmp_path / name
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises((CorruptMetadata, FormatTooNew), match=rf"{name}|has format"):
+            DataDirectory.open(tmp_path)
+
+
+def test_runs_that_are_gone_are_refused(tmp_path: Path) -> None:
+    """Generations would begin anew, and those that a crash took back would come again."""
+    DataDirectory.open(tmp_path).close()
+    (tmp_path / "RUNS").unlink()
+    with pytest.raises(CorruptMetadata, match="RUNS: it is gone"):
+        DataDirectory.open(tmp_path)
+
+
+def test_format_1_becomes_format_2_when_a_run_begins(tmp_path: Path) -> None:
+    """Looking at it changes nothing; whoever writes to it writes what this version promises."""
+    (tmp_path / "FORMAT").write_text('{"format": 1, "created_by": "ctxcache 0.1.0", "instance_id": "00ff"}')
+    (tmp_path / "RUNS").write_text('{"crash_count": 3, "is_clean": false}')
+    with DataDirectory.open(tmp_path) as directory:
+        looked_at = json.loads((tmp_path / "FORMAT").read_text())
+        directory.begin_run()
+    with DataDirectory.open(tmp_path) as again:
+        facts = (again.found_format, again.instance_id, again.created_by, again.crash_count)
+
+    assert looked_at["format"] == 1
+    assert facts == (2, "00ff", "ctxcache 0.1.0", 5)

@@ -1,16 +1,17 @@
 """Servers in this process, and clients of them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from service_rig import Access, Client
+from service_rig import Access, Client, GrpcWay, SocketWay
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.config import Settings
 from ctxcache.server import Server
 from ctxcache.testing.fakes import FakeClock
+from ctxcache.v1 import arena_pb2
 
 ARENA_BYTES = 1 << 20
 SSD_BYTES = 4 << 20
@@ -21,7 +22,8 @@ def settings(tmp_path: Path) -> Settings:
     """A small server without a Unix socket."""
     return Settings(
         data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=ARENA_BYTES,
-        ssd_size_bytes=SSD_BYTES, max_concurrent_rpcs=8, max_local_clients=4, drain_timeout_s=5,
+        ssd_size_bytes=SSD_BYTES, max_concurrent_rpcs=8, max_local_clients=4, max_bulk_connections=12,
+        max_concurrent_streams=8, client_share=0.75, drain_timeout_s=5, arena_huge_pages="off",
     )  # fmt: skip
 
 
@@ -37,6 +39,7 @@ async def server(settings: Settings, clock: FakeClock) -> AsyncIterator[Server]:
     started = await Server.start(settings, clock)
     yield started
     await started.stop()
+    await started._cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(started._cache) == []
 
 
@@ -49,9 +52,26 @@ async def client(server: Server) -> AsyncIterator[Client]:
         yield made
 
 
+@pytest.fixture(params=["grpc", "socket"])
+async def connect(
+    request: pytest.FixtureRequest, client: Client
+) -> AsyncIterator[Callable[[], Awaitable[Access]]]:
+    """Open ways for operations: streams of ArenaService, or control sockets."""
+    opened: list[Access] = []
+    path = (await client.arena.GetArena(arena_pb2.GetArenaRequest())).control_socket
+
+    async def open_one() -> Access:
+        opened.append(
+            await SocketWay.open(path) if request.param == "socket" else GrpcWay(client.arena.Access())
+        )
+        return opened[-1]
+
+    yield open_one
+    for way in opened:
+        way.die()
+
+
 @pytest.fixture
-async def access(client: Client) -> AsyncIterator[Access]:
-    """An open stream of operations."""
-    call = client.arena.Access()
-    yield Access(call)
-    call.cancel()
+async def access(connect: Callable[[], Awaitable[Access]]) -> Access:
+    """An open way for operations."""
+    return await connect()

@@ -4,8 +4,10 @@ Rows spell the session's number, the stream and the token, so that any foreign b
 """
 
 import asyncio
+import contextlib
 import inspect
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,25 +168,140 @@ def all_rows(tag: int, token_count: int) -> dict[int, bytes]:
     return {stream.layer: rows(tag, 0, token_count, stream) for stream in STREAMS}
 
 
-@dataclass(slots=True)
-class Access:
-    """A client's stream of operations."""
+class Access(ABC):
+    """A local client's way to send operations: the contract is the same on each."""
 
-    call: Any
-    count: int = 0
+    def __init__(self) -> None:
+        self.count = 0
+
+    @abstractmethod
+    async def write(self, request: arena_pb2.AccessRequest) -> None:
+        """Send a batch."""
+
+    @abstractmethod
+    async def read(self) -> arena_pb2.AccessResponse | None:
+        """The next answer; None when the server ended in order. Raises Ended with why it did otherwise."""
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """Say that there is no more to come."""
+
+    @abstractmethod
+    def die(self) -> None:
+        """Break off without a word."""
 
     async def send(self, *operations: arena_pb2.Operation) -> Sequence[arena_pb2.OperationResult]:
         """One batch; its results."""
         self.count += 1
-        await self.call.write(arena_pb2.AccessRequest(request_id=self.count, operations=operations))
-        response = await self.call.read()
+        await self.write(arena_pb2.AccessRequest(request_id=self.count, operations=operations))
+        response = await self.read()
+        assert response is not None
         assert response.request_id == self.count
-        return response.results  # type: ignore[no-any-return]
+        return response.results
 
     async def one(self, **operation: Any) -> arena_pb2.OperationResult:
         """One operation; its result."""
         (result,) = await self.send(arena_pb2.Operation(**operation))
         return result
+
+    async def ended(self, code: grpc.StatusCode, reason: str) -> dict[str, str]:
+        """Fail unless the server ends it with that code and reason; returns the facts."""
+        with pytest.raises(Ended) as caught:
+            await self.read()
+        found, facts, kinds = _info_in(caught.value.status)
+        assert (caught.value.status.code, found) == (code.value[0], reason)
+        assert ("BadRequest" in kinds) == (code is grpc.StatusCode.INVALID_ARGUMENT)
+        assert ("RetryInfo" in kinds) == (reason in ("TOO_MANY_REQUESTS", "DRAINING"))
+        return facts
+
+
+class Ended(Exception):
+    """The server ended a way of access. `status` is the google.rpc.Status that it gave."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class GrpcWay(Access):
+    """ArenaService.Access."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    async def write(self, request: arena_pb2.AccessRequest) -> None:
+        """See Access."""
+        await self.call.write(request)
+
+    async def read(self) -> arena_pb2.AccessResponse | None:
+        """See Access."""
+        try:
+            response = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            encoded = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+            raise Ended(status_pb2.Status.FromString(encoded)) from error
+        return None if response == grpc.aio.EOF else response
+
+    async def finish(self) -> None:
+        """See Access."""
+        await self.call.done_writing()
+
+    def die(self) -> None:
+        """See Access."""
+        self.call.cancel()
+
+
+class SocketWay(Access):
+    """The control socket, by struct and protobuf alone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__()
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, path: str) -> "SocketWay":
+        """Connect, and say hello."""
+        made = cls(*await asyncio.open_unix_connection(path))
+        made.write_frame(1, arena_pb2.ControlHello(protocol_version=1).SerializeToString())
+        return made
+
+    def write_frame(self, kind: int, message: bytes) -> None:
+        """Send any frame."""
+        self.writer.write(struct.pack("<IB", len(message), kind) + message)
+
+    async def read_frame(self) -> tuple[int, bytes]:
+        """The next frame. Raises asyncio.IncompleteReadError at the end."""
+        length, kind = struct.unpack("<IB", await self.reader.readexactly(5))
+        return kind, await self.reader.readexactly(length)
+
+    async def write(self, request: arena_pb2.AccessRequest) -> None:
+        """See Access."""
+        self.write_frame(2, request.SerializeToString())
+
+    async def read(self) -> arena_pb2.AccessResponse | None:
+        """See Access."""
+        kind, message = await self.read_frame()
+        if kind == 1:
+            assert arena_pb2.ControlWelcome.FromString(message).protocol_version == 1
+            kind, message = await self.read_frame()
+        if kind == 2:
+            return arena_pb2.AccessResponse.FromString(message)
+        assert kind == 3
+        # Reset: it was refused before what we sent was read.
+        with contextlib.suppress(ConnectionResetError):
+            assert await self.reader.read() == b""
+        if not message:
+            return None
+        raise Ended(status_pb2.Status.FromString(message))
+
+    async def finish(self) -> None:
+        """See Access."""
+        self.write_frame(3, b"")
+
+    def die(self) -> None:
+        """See Access."""
+        self.writer.transport.abort()
 
 
 def info_of(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str], set[str]]:
@@ -192,6 +309,10 @@ def info_of(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str], set[str]]
     encoded = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
     status = status_pb2.Status.FromString(encoded)
     assert status.code == error.code().value[0]
+    return _info_in(status)
+
+
+def _info_in(status: Any) -> tuple[str, dict[str, str], set[str]]:
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Is(info.DESCRIPTOR):

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from service_rig import STREAMS, Access, Client, all_rows, refused, rows, until
+from service_rig import STREAMS, Access, Client, all_rows, rows, until
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS
@@ -20,6 +20,7 @@ from ctxcache.v1 import arena_pb2, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
 
 Code = grpc.StatusCode
+Connect = Callable[[], Awaitable[Access]]
 SLOT_BYTES = 28672
 
 
@@ -122,6 +123,26 @@ async def test_rows_written_in_place_are_read_in_place(
     assert await client.read_rows("a") == all_rows(1, 150)
 
 
+async def test_rows_marked_as_written_show_nowhere_and_are_committed_as_others(
+    client: Client, access: Access, mapped: Mapped
+) -> None:
+    """A mark is a hint: the session is as it was until the commit, which finds the rows there."""
+    await client.create("a")
+    reservation = (await access.one(reserve=reserve_of(client, 0, 150))).reservation
+    mapped.write(reservation, 1)
+    mark = arena_pb2.MarkWritten(reservation_id=reservation.reservation_id, token_count=150)
+    marked = await access.one(mark_written=mark)
+    before = await client.get("a")
+    whole = await access.one(
+        commit=commit_of(reservation.reservation_id, 150, durability=session_pb2.DURABILITY_DISK)
+    )
+
+    assert marked.WhichOneof("result") == "marked"
+    assert before.token_count == 0
+    assert whole.committed.durable_token_count == 150
+    assert await client.read_rows("a") == all_rows(1, 150)
+
+
 async def test_a_batch_is_carried_out_in_order(client: Client, access: Access, mapped: Mapped) -> None:
     """Each operation succeeds or fails by itself, and sees what those before it did."""
     await client.create("a")
@@ -178,6 +199,11 @@ async def test_every_refusal_has_its_code_and_reason(client: Client, access: Acc
         ({"reserve": reserve_of(client, 0, 1, "busy")}, Code.ABORTED, "WRITE_IN_PROGRESS"),
         ({"commit": commit_of(99, 1)}, Code.NOT_FOUND, "RESERVATION_NOT_FOUND"),
         (
+            {"mark_written": arena_pb2.MarkWritten(reservation_id=99, token_count=1)},
+            Code.NOT_FOUND,
+            "RESERVATION_NOT_FOUND",
+        ),
+        (
             {"release_reservation": arena_pb2.ReleaseReservation(reservation_id=99)},
             Code.NOT_FOUND,
             "RESERVATION_NOT_FOUND",
@@ -185,24 +211,27 @@ async def test_every_refusal_has_its_code_and_reason(client: Client, access: Acc
     ):
         refusal(await access.one(**operation), code, reason)
 
+    await server._cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
     assert (server._cache.reading.lease_count, server._cache.writing.reservation_count) == (0, 1)
 
 
-async def test_another_stream_cannot_touch_what_is_not_its_own(client: Client, access: Access) -> None:
+async def test_another_stream_cannot_touch_what_is_not_its_own(
+    client: Client, access: Access, connect: Connect
+) -> None:
     """Numbers are no secrets: a foreign lease or reservation does not exist."""
     await client.create("a")
     await client.append("a", 1, 0, 10)
     lease = (await access.one(acquire_lease=lease_of(client))).lease
     reservation = (await access.one(reserve=reserve_of(client, 10, 5))).reservation
-    other = Access(client.arena.Access())
+    other = await connect()
     number = reservation.reservation_id
     release = arena_pb2.ReleaseReservation(reservation_id=number)
     foreign_lease = await other.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease.lease_id))
     refusal(foreign_lease, Code.NOT_FOUND, "LEASE_NOT_FOUND")
     refusal(await other.one(commit=commit_of(number, 15)), Code.NOT_FOUND, "RESERVATION_NOT_FOUND")
     refusal(await other.one(release_reservation=release), Code.NOT_FOUND, "RESERVATION_NOT_FOUND")
-    other.call.cancel()
+    other.die()
 
     assert (await access.one(release_reservation=release)).HasField("released")
     ended = await access.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease.lease_id))
@@ -213,13 +242,13 @@ async def test_another_stream_cannot_touch_what_is_not_its_own(client: Client, a
 
 async def break_off(access: Access) -> None:
     """The client dies."""
-    access.call.cancel()
+    access.die()
 
 
 async def finish(access: Access) -> None:
     """The client says that it is done."""
-    await access.call.done_writing()
-    assert await access.call.read() == grpc.aio.EOF
+    await access.finish()
+    assert await access.read() is None
 
 
 @pytest.mark.parametrize(("end", "kept_bytes"), [(break_off, 2 * SLOT_BYTES), (finish, 0)])
@@ -242,6 +271,7 @@ async def test_leases_and_reservations_end_with_their_stream(
     await until(lambda: not cache.reading.lease_count and not cache.writing.reservation_count)
     await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
 
+    await cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(cache) == []
     assert cache.residency.dram.used_bytes == kept_bytes
     clock.advance(ns=GRACE_NS)
@@ -250,15 +280,18 @@ async def test_leases_and_reservations_end_with_their_stream(
     await client.append("b", 1, 0, 10)
 
 
-async def test_a_message_out_of_bounds_ends_the_stream(client: Client, server: Server) -> None:
+async def test_a_message_out_of_bounds_ends_the_stream(
+    client: Client, server: Server, connect: Connect
+) -> None:
     """A batch of no operations or of too many is no batch; what the stream held ends with it."""
     await client.create("a")
     await client.append("a", 1, 0, 10)
     for count in (0, 1025):
-        access = Access(client.arena.Access())
+        access = await connect()
         await access.one(acquire_lease=lease_of(client))
-        await access.call.write(arena_pb2.AccessRequest(operations=[arena_pb2.Operation()] * count))
-        await refused(access.call.read(), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        await access.write(arena_pb2.AccessRequest(operations=[arena_pb2.Operation()] * count))
+        facts = await access.ended(Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert facts == {"field": "operations", "problem": f"{count} is not within [1, 1024]"}
         await until(lambda: server._cache.reading.lease_count == 0)
 
 
@@ -284,6 +317,7 @@ async def test_deadlines_are_told_and_kept(
         await access.one(acquire_lease=lease_of(client))
         clock.advance(ns=LEASE_LIFETIME_NS)
         server._cache.reading.expire_due()
+    await server._cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
 
 
@@ -300,12 +334,10 @@ async def test_a_lease_that_does_not_fit_is_refused_and_a_smaller_one_granted(
     assert part.lease.range.end == 2000
 
 
-async def test_local_clients_are_bounded_apart_from_calls(client: Client, server: Server) -> None:
-    """Streams that are kept open use up their own room; calls still go through."""
-    streams = [Access(client.arena.Access()) for _ in range(4)]
-    for item in streams:
-        await item.one()
-    await refused(client.arena.Access(), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+async def test_local_clients_are_bounded_apart_from_calls(client: Client, connect: Connect) -> None:
+    """Ways that are kept open use up their own room; calls still go through."""
+    for _ in range(4):
+        await (await connect()).one()
+    facts = await (await connect()).ended(Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+    assert facts == {"what": "local clients", "limit": "4"}
     await client.create("a")
-    for item in streams:
-        item.call.cancel()

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 Code = grpc.StatusCode
+Connect = Callable[[], Awaitable[Access]]
 # A connection that broke would be shared, and its back-off too.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
@@ -59,7 +60,7 @@ async def until_running(server: Server, count: int) -> None:
 
 async def test_every_service_is_healthy_and_can_be_looked_up(client: Client) -> None:
     """Standard tools find out what runs here."""
-    assert [await health_of(client.channel, name) for name in ("", *SERVICES)] == [1] * 5
+    assert [await health_of(client.channel, name) for name in ("", *SERVICES)] == [1] * (1 + len(SERVICES))
     make: Any = reflection_pb2_grpc.ServerReflectionStub
     stub = make(client.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
@@ -68,27 +69,32 @@ async def test_every_service_is_healthy_and_can_be_looked_up(client: Client) -> 
     assert set(SERVICES) <= names
 
 
-async def test_calls_over_the_limit_are_refused_with_a_delay(client: Client, server: Server) -> None:
-    """Work is bounded: one too many is told when to come again, and health still answers."""
+async def test_streams_over_the_limit_are_refused_with_a_delay(client: Client, server: Server) -> None:
+    """Work is bounded: one too many is told when to come again, and small calls are still answered."""
     for number in range(8):
         await client.create(f"s{number}")
     held = [Held(client, f"s{number}") for number in range(8)]
     await until_running(server, 8)
+    read = client.sessions.ReadSession(client.read_request("s0"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.stats()
-    facts = await refused(client.get("s0"), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        await read.read()
+    facts = await refused(client.append("s0", 1, 0, 1), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
 
-    assert facts == {"what": "concurrent rpcs", "limit": "8"}
-    details = dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"]
-    assert b"google.rpc.RetryInfo" in details
+    assert facts == {"what": "concurrent streams", "limit": "8"}
+    metadata = dict(caught.value.trailing_metadata() or ())
+    assert b"google.rpc.RetryInfo" in metadata["grpc-status-details-bin"]
+    assert int(metadata["grpc-retry-pushback-ms"]) > 0
     assert await health_of(client.channel, "") == 1
+    assert (await client.get("s0")).token_count == 0
     for item in held:
         item.end()
     assert [(await item.call).token_count for item in held] == [10] * 8
-    await client.get("s0")
+    await client.append("s0", 1, 10, 11)
 
 
-async def test_draining_refuses_new_work_and_finishes_old(client: Client, server: Server) -> None:
+async def test_draining_refuses_new_work_and_finishes_old(
+    client: Client, server: Server, connect: Connect
+) -> None:
     """On shutdown health says no, new calls are refused with a delay, running ones end as they would have."""
     await client.create("a")
     held = Held(client, "a")
@@ -96,12 +102,12 @@ async def test_draining_refuses_new_work_and_finishes_old(client: Client, server
     stub: Any = health_pb2_grpc.HealthStub(client.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-    idle = Access(client.arena.Access())
+    idle = await connect()
     await idle.one()
     stopping = asyncio.ensure_future(server.stop())
     said = await watch.read()
     watch.cancel()
-    await refused(idle.call.read(), Code.UNAVAILABLE, "DRAINING")
+    await idle.ended(Code.UNAVAILABLE, "DRAINING")
     held.end()
     session = await held.call
     await stopping
@@ -114,18 +120,18 @@ async def test_draining_refuses_new_work_and_finishes_old(client: Client, server
 
 
 async def test_a_stream_whose_holds_have_ended_does_not_hold_the_drain(
-    client: Client, server: Server, clock: FakeClock
+    client: Client, server: Server, clock: FakeClock, connect: Connect
 ) -> None:
     """A local client that forgot its leases is let go like one that has none."""
     await client.create("a", ttl=Duration(seconds=10**6))
     await client.append("a", 1, 0, 10)
-    idle = Access(client.arena.Access())
+    idle = await connect()
     lease = arena_pb2.AcquireLease(session="sessions/a", model_fingerprint=client.fingerprint)
     assert (await idle.one(acquire_lease=lease)).lease.range.end == 10
     clock.advance(ns=LEASE_LIFETIME_NS)
     server._cache.reading.expire_due()
     stopping = asyncio.ensure_future(server.stop())
-    await refused(idle.call.read(), Code.UNAVAILABLE, "DRAINING")
+    await idle.ended(Code.UNAVAILABLE, "DRAINING")
     await stopping
 
 
@@ -294,3 +300,45 @@ async def test_a_generation_that_a_crash_took_back_never_comes_again(tmp_path: P
     assert (durable.generation, lost.generation, in_order.generation) == (2, 3, 3)
     assert after.token_count == 15
     assert again.generation > after.generation > seen.generation
+
+
+async def test_who_watches_the_health_does_not_hold_the_drain(client: Client, server: Server) -> None:
+    """A watcher is told, and its stream ends: balancers and kubelets never end theirs."""
+    stub: Any = health_pb2_grpc.HealthStub(client.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    stopping = asyncio.ensure_future(server.stop())
+    said = await watch.read()
+    await refused(watch.read(), Code.UNAVAILABLE, "DRAINING")
+    await stopping
+
+    assert said.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_upkeep_that_breaks_is_tried_again_and_ends_with_the_server(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with it, the other loops go on, and what is dirty is written at the end."""
+    server = await Server.start(settings)
+    broken = asyncio.Event()
+
+    async def turn(_: object) -> bool:
+        broken.set()
+        raise KeyError
+
+    monkeypatch.setattr(server._cache.write_behind, "turn", turn)
+    async with grpc.aio.insecure_channel(server.addresses[0], OWN_CONNECTION) as channel:
+        client = Client(channel)
+        await client.register()
+        await client.create("a")
+        await client.append("a", 1, 0, 10)
+        async with asyncio.timeout(10):
+            await broken.wait()
+    await asyncio.sleep(0)
+    await server.stop()
+    again = await Server.start(settings)
+    async with grpc.aio.insecure_channel(again.addresses[0], OWN_CONNECTION) as channel:
+        found = await Client(channel).get("a")
+    await again.stop()
+
+    assert found.durable_token_count == 10

@@ -432,7 +432,7 @@ async def test_a_refused_sync_is_said_and_loses_nothing(
     await refused(client.get("b"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
     delete = session_pb2.DeleteSessionRequest(name="sessions/a")
     await client.sessions.DeleteSession(delete)
-    assert server.storage.ssd.fenced
+    assert server.storage.ssd.refusals
 
 
 async def test_a_demoted_session_is_on_disk_only(client: Client) -> None:

@@ -2,25 +2,38 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
+from bulk_stubs import BulkSessions
 from google.protobuf.duration_pb2 import Duration
 from service_rig import KV, TOKENS, Client, all_rows, chunk, chunks, commit, refused, rows, until
 
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.cache.reading import Rows
+from ctxcache.cache.reading import LEASE_LIFETIME_NS, Rows
 from ctxcache.cache.writing import RESERVATION_LIFETIME_NS
+from ctxcache.config import Settings
+from ctxcache.errors import DeadlineExceeded
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.server import Server
-from ctxcache.service.streams import _packed
+from ctxcache.service.sessions import SessionService
+from ctxcache.service.streams import _chunk_message, packed
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import model_pb2, session_pb2
 from ctxcache.v1.session_pb2 import AppendSessionRequest, TokenRange
 
 Code = grpc.StatusCode
+
+
+@pytest.fixture(params=["grpc", "bulk"])
+async def client(request: pytest.FixtureRequest, client: Client) -> Client:
+    """A client whose rows travel by either way: every promise of this file holds for both."""
+    if request.param == "bulk":
+        client.sessions = BulkSessions(client.channel, client.sessions)
+    return client
 
 
 class Sender:
@@ -115,24 +128,45 @@ async def test_a_reader_that_goes_away_holds_nothing(client: Client, server: Ser
         return server._cache.reading.lease_count == 0
 
     await until(is_free)
+    await server._cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
 
 
-async def test_rows_that_wait_to_be_sent_are_copies() -> None:
-    """While a slow reader takes one message, the slot of the next may go to somebody else."""
+async def test_rows_that_pass_are_copied_into_their_message() -> None:
+    """What is read past DRAM lies in a buffer that the next rows are read into."""
     buffer = bytearray(b"right" * 2)
     layout = SegmentLayout((TOKENS_SPEC, StreamSpec(Stream(0, StateKind.KV), 5, DType.INT8)))
 
-    async def lent() -> AsyncIterator[Rows]:
-        for spec in layout.specs:
-            yield Rows(spec.stream, 0, memoryview(buffer)[: 2 * spec.row_bytes])
+    async def passing() -> AsyncIterator[Rows]:
+        for begin in (0, 2):
+            yield Rows(layout.specs[1].stream, begin, memoryview(buffer), is_passing=True)
+            buffer[:] = b"wrong" * 2
 
-    messages = _packed(lent(), layout)
-    first = await anext(messages)
-    buffer[:] = b"wrong" * 2
-    second = await anext(messages)
+    messages = [_chunk_message(*message) async for message in packed(passing(), layout)]
+    chunk = session_pb2.ReadSessionResponse.FromString(messages[0]).chunk
 
-    assert (first.data, second.data) == (b"rightrig", b"rightright")
+    assert (chunk.data, chunk.token_begin, len(messages)) == (b"rightrightwrongwrong", 0, 1)
+
+
+async def test_a_reader_slower_than_its_lease_gets_no_foreign_rows(
+    client: Client, server: Server, clock: FakeClock
+) -> None:
+    """While it took one message, the slots of the next may have gone to somebody else: it is told so."""
+    await client.create("a", ttl=Duration(seconds=10**6))
+    await client.append("a", 1, 0, 100)
+    call = client.sessions.ReadSession(client.read_request("a"))
+    await call.read()
+    reading = server._cache.reading
+    sent = SessionService(server._cache)._messages(client.read_request("a"), "default")
+    await anext(sent)
+    await anext(sent)
+    clock.advance(ns=LEASE_LIFETIME_NS)
+    reading.expire_due()
+
+    with pytest.raises(DeadlineExceeded):
+        await anext(sent)
+    await sent.aclose()
+    call.cancel()
 
 
 async def test_damaged_rows_are_data_loss(client: Client, server: Server) -> None:
@@ -231,7 +265,7 @@ async def test_an_append_that_cannot_begin_is_refused(
     await client.create("a")
     await client.append("a", 1, 0, 10)
     messages = [
-        client.header("a", changes.pop("write_offset", 10), **changes),
+        client.header("a", **({"write_offset": 10} | changes)),
         *chunks(1, 10, 20),
         commit(20),
     ]
@@ -316,6 +350,7 @@ async def test_a_stream_that_breaks_leaves_what_its_last_commit_covered(
 
     await until(is_free)
     assert (await client.get("a")).token_count == 70
+    await server._cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
     await client.append("a", 1, 70, 100)
     assert await client.read_rows("a") == all_rows(1, 100)
@@ -400,3 +435,49 @@ async def test_sessions_do_not_mix(client: Client) -> None:
             assert await client.read_rows(name) == all_rows(tag, count)
 
     await asyncio.gather(*(live(tag) for tag in range(1, 7)))
+
+
+async def code_at_the_end(call: Any) -> Any:
+    """How a stream ends after all that is still to be read of it."""
+    with suppress(grpc.aio.AioRpcError):
+        while await call.read():
+            continue
+    return await call.code()
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(settings: Settings) -> None:
+    """After the stall timeout its lease and its place are somebody else's, whether it ever reads on or not."""
+    changed = settings.model_copy(
+        update={
+            "stall_timeout_s": 0.2,
+            "max_concurrent_streams": 2,
+            "arena_size_bytes": 64 << 20,
+            "ssd_size_bytes": 64 << 20,
+        }
+    )
+    server = await Server.start(changed)
+    # A window that does not grow: nothing is taken off the server's hands unread.
+    options = [("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(server.addresses[0], options=options) as channel:
+        client = Client(channel)
+        await client.register()
+        await client.create("a")
+        for begin in range(0, 30_000, 5000):
+            await client.append("a", 1, begin, begin + 5000)
+        stuck = client.sessions.ReadSession(client.read_request("a"))
+        await stuck.read()
+        await client.create("b")
+        sender = Sender()
+        writing = asyncio.ensure_future(client.send(sender.messages()))
+        sender.send(client.header("b", 0))
+        await until(lambda: server._cache.writing.reservation_count)
+        await refused(client.append("a", 1, 30_000, 30_001), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        await until(lambda: not server._cache.reading.lease_count)
+        await client.append("a", 1, 30_000, 30_001)
+        sender.end()
+        await writing
+        assert await code_at_the_end(stuck) is Code.DEADLINE_EXCEEDED
+    await server.stop()
+
+    await server._cache.residency.drain()  # the books are exact while nothing is being moved
+    assert check_integrity(server._cache) == []

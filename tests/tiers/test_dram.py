@@ -1,6 +1,7 @@
 """The arena: shared, wholly allocated, and gone when it is closed."""
 
 import mmap
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ctxcache.testing.tiers import buffer
 from ctxcache.tiers.dram import DramArena, remove_abandoned
 
 SIZE_BYTES = 8 << 20
+SOON_S = 30.0
 SLOT = Slot(0, ALIGN_BYTES, ALIGN_BYTES)
 
 
@@ -119,12 +121,62 @@ def test_too_little_memory_is_refused_at_the_start(path: Path) -> None:
     assert not path.exists()
 
 
-async def test_prefaulting_changes_no_bytes(arena: DramArena) -> None:
+def test_prefaulting_changes_no_bytes(arena: DramArena) -> None:
     """Mapping pages ahead of use leaves what is in them."""
     arena.view(SLOT)[:5] = b"hello"
-    await arena.prefault()
+    prefault = arena.prefault()
+    prefault.wait(SOON_S)
 
+    assert prefault.is_complete
+    assert arena.prefaulted_bytes == SIZE_BYTES
     assert bytes(arena.view(SLOT)[:5]) == b"hello"
+
+
+def test_prefaulting_ends_with_the_arena(path: Path) -> None:
+    """An arena may be closed at any time; nothing touches its memory afterwards."""
+    for _ in range(5):
+        arena = DramArena(path, 64 << 20)
+        prefault = arena.prefault()
+        arena.close()
+
+        prefault.wait(SOON_S)
+        assert prefault.populated_bytes <= prefault.size_bytes
+
+
+def test_prefaulted_memory_is_mapped(arena: DramArena) -> None:
+    """Pages that were touched ahead of use cost no fault when they are written."""
+    arena.prefault().wait(SOON_S)
+    view = arena.view(Slot(0, ALIGN_BYTES, SIZE_BYTES - ALIGN_BYTES))
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    view[::ALIGN_BYTES] = bytes(len(view) // ALIGN_BYTES)
+
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < len(view) // ALIGN_BYTES // 10
+
+
+def test_huge_pages_are_taken_where_there_are_enough(path: Path) -> None:
+    """`auto` says which pages it got and why; what it got is shared by descriptor, and by path only as a file."""
+    arena = DramArena(path, SIZE_BYTES, huge_pages="auto")
+    is_huge = arena.page_bytes == 2 << 20
+    with mmap.mmap(arena.fd, SIZE_BYTES) as shared:
+        shared[ALIGN_BYTES] = 7
+
+        assert arena.view(SLOT)[0] == 7
+    assert arena.shared_path == ("" if is_huge else str(path))
+    assert path.exists() != is_huge
+    assert arena.paths == (("memfd:ctxcache-arena",) if is_huge else (str(path),))
+    assert is_huge or "needed: 4" in arena.pages_reason
+    arena.close()
+
+
+def test_huge_pages_that_must_be_had_are_refused_with_what_is_there(path: Path) -> None:
+    """`on` never falls back in silence, and leaves nothing behind."""
+    needed_bytes = 1 << 50
+    with pytest.raises(CapacityExceeded, match="huge pages"):
+        DramArena(path, needed_bytes, huge_pages="on")
+    with pytest.raises(InvalidConfiguration, match="2 MiB"):
+        DramArena(path, SIZE_BYTES + ALIGN_BYTES, huge_pages="on")
+
+    assert not path.exists()
 
 
 def test_closing_removes_the_file_and_spares_the_views(arena: DramArena, path: Path) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ctxcache.clock import Clock
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.testing.tiers import buffer
+from ctxcache.tiers.base import Refusal
 from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
 
 SIZE_BYTES = 16 << 20
@@ -27,11 +29,10 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     """Open tiers on directories of this test; they are closed at its end."""
     tiers: list[SsdFiles] = []
 
-    def open_tier(*sizes_bytes: int, **options: bool) -> SsdFiles:
+    def open_tier(*sizes_bytes: int, allow_direct: bool = True, clock: Clock | None = None) -> SsdFiles:
         sizes_bytes = sizes_bytes or (SIZE_BYTES,)
-        tiers.append(
-            SsdFiles([SsdPath(str(tmp_path / str(i)), size) for i, size in enumerate(sizes_bytes)], **options)
-        )
+        places = [SsdPath(str(tmp_path / str(i)), size) for i, size in enumerate(sizes_bytes)]
+        tiers.append(SsdFiles(places, allow_direct=allow_direct, clock=clock))
         return tiers[-1]
 
     yield open_tier
@@ -237,7 +238,7 @@ async def test_a_path_that_refused_a_sync_is_fenced(open_tier: OpenTier) -> None
     await tier.read(SLOT, 0, into)
 
     assert into == data
-    assert tier.fenced == {tier.paths[0]: "fdatasync: Invalid argument"}
+    assert tier.refusals == {0: Refusal("fdatasync: Invalid argument", is_final=True)}
 
 
 async def test_a_fence_is_for_one_path(open_tier: OpenTier) -> None:
@@ -248,4 +249,4 @@ async def test_a_fence_is_for_one_path(open_tier: OpenTier) -> None:
     await tier.write(Slot(1, 0, ALIGN_BYTES), 0, buffer(ALIGN_BYTES))
     await tier.sync([1])
 
-    assert list(tier.fenced) == [tier.paths[0]]
+    assert list(tier.refusals) == [0]

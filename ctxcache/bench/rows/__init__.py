@@ -1,0 +1,19 @@
+"""The rows of the table, in its order."""
+
+from ctxcache.bench.row import Row
+from ctxcache.bench.rows import calls, cpu, lmcache, local, opening, remote, several, ssd
+
+ROWS: dict[str, Row] = {
+    row.name: row
+    for rows in (
+        local.ROWS,
+        ssd.ROWS,
+        remote.ROWS,
+        lmcache.ROWS,
+        several.ROWS,
+        cpu.ROWS,
+        calls.ROWS,
+        opening.ROWS,
+    )
+    for row in rows
+}

@@ -1,0 +1,155 @@
+"""Reading and saving over sockets: gRPC streams and the bulk channel, beside Redis and beside a bare socket."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+
+from ctxcache.bench.bare_socket import ask_read, ask_save, far_side
+from ctxcache.bench.content import check
+from ctxcache.bench.contexts import Contexts, access, contexts, copy_out, seconds
+from ctxcache.bench.redis_peer import RedisClient, redis_client, values_of
+from ctxcache.bench.row import Place, Row, Side, Sides
+from ctxcache.bench.statistics import at_least
+
+MIB = 1 << 20
+GRPC = ("grpc", "remote")
+BULK = ("bulk",)
+Setup = Callable[[Place], AbstractContextManager[Sides]]
+
+
+def reading(c: Contexts) -> Side:
+    """Read every context into warm memory."""
+
+    def whole(index: int) -> None:
+        with c.client.read(c.sessions[index]) as rows:
+            copy_out(rows, c.out)
+
+    def step(index: int) -> float:
+        taken = seconds(lambda: whole(index))
+        c.verify(index, "remote read")
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def saving(c: Contexts) -> Side:
+    """Append every context to a new session; read back and deleted after."""
+
+    def step(index: int) -> float:
+        session = c.create("saved")
+        taken = seconds(lambda: c.client.append(session, c.rows[index]))
+        with c.client.read(session.name) as rows:
+            copy_out(rows, c.out)
+        c.verify(index, "remote save")
+        c.client.delete_session(session.name)
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def redis_reading(c: Contexts, redis: RedisClient, value_bytes: int) -> Side:
+    """GET every context's values; they come as bytes objects and stay so."""
+    names = _names(c, value_bytes)
+    for index, flat in enumerate(c.data):
+        for name, value in zip(names[index], values_of(flat, value_bytes), strict=True):
+            redis.set(name, value)
+
+    def step(index: int) -> float:
+        found: list[bytes | None] = []
+        taken = seconds(lambda: found.extend(map(redis.get, names[index])))
+        for value, expected in zip(found, values_of(c.data[index], value_bytes), strict=True):
+            check(np.frombuffer(value or b"", np.uint8), np.frombuffer(expected, np.uint8), "Redis GET")
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def redis_saving(c: Contexts, redis: RedisClient, value_bytes: int) -> Side:
+    """SET every context's values; read back and deleted after."""
+    names = _names(c, value_bytes)
+
+    def step(index: int) -> float:
+        values = values_of(c.data[index], value_bytes)
+        taken = seconds(
+            lambda: [redis.set(name, value) for name, value in zip(names[index], values, strict=True)]
+        )
+        for name, expected in zip(names[index], values, strict=True):
+            found = np.frombuffer(redis.get(name) or b"", np.uint8)
+            check(found, np.frombuffer(expected, np.uint8), "Redis SET")
+        redis.delete(*names[index])
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def _names(c: Contexts, value_bytes: int) -> list[list[str]]:
+    return [
+        [f"{owner}:{part}" for part in range(len(values_of(flat, value_bytes)))]
+        for owner, flat in enumerate(c.data)
+    ]
+
+
+def beside_redis(ways: tuple[str, ...], value_bytes: int, *, is_read: bool) -> Setup:
+    """A row's setup: this access beside Redis with values of this size."""
+    ours, beside = (reading, redis_reading) if is_read else (saving, redis_saving)
+
+    @contextmanager
+    def setup(place: Place) -> Iterator[Sides]:
+        way = access(*ways)
+        with contexts(place, way, is_filled=is_read) as c, redis_client(place) as redis:
+            notes: dict[str, object] = {"access": way, "transport": place.transport}
+            yield Sides(ours(c), beside(c, redis, value_bytes), notes)
+
+    return setup
+
+
+def beside_socket(ways: tuple[str, ...], *, is_read: bool) -> Setup:
+    """A row's setup: this access beside a bare Python socket, over TCP."""
+
+    @contextmanager
+    def setup(place: Place) -> Iterator[Sides]:
+        way, scale = access(*ways), place.scale
+        with (
+            contexts(place, way, is_filled=is_read) as c,
+            far_side(scale.context_count, scale.context_bytes) as (connection, _),
+        ):
+
+            def save(index: int) -> float:
+                taken = seconds(lambda: ask_save(connection, index, c.data[index]))
+                read(index)
+                return taken
+
+            def read(index: int) -> float:
+                taken = seconds(lambda: ask_read(connection, index, c.whole))
+                c.verify(index, "bare socket")
+                return taken
+
+            c.walk(save)
+            ours, bare = (reading, read) if is_read else (saving, save)
+            yield Sides(ours(c), lambda _: c.walk(bare), {"access": way})
+
+    return setup
+
+
+def _redis_rows(kind: str, title: str, ways: tuple[str, ...], bounds: tuple[float, ...]) -> Iterator[Row]:
+    for is_read in (True, False):
+        verb, command = ("read", "GET") if is_read else ("save", "SET")
+        for mib, bound in zip((1, 4, 16), bounds, strict=True):
+            yield Row(
+                f"{kind}-{verb}-redis-{mib}", f"remote {verb}, {title}", f"Redis {command}, {mib} MiB values",
+                at_least(bound), beside_redis(ways, mib * MIB, is_read=is_read),
+            )  # fmt: skip
+
+
+ROWS = (
+    *_redis_rows("grpc", "gRPC streams", GRPC, (1.0, 1.3, 1.7)),
+    *(
+        Row(
+            f"bulk-{verb}-socket", f"remote {verb}, bulk channel", "bare Python socket, TCP", at_least(0.85),
+            beside_socket(BULK, is_read=verb == "read"),
+        )
+        for verb in ("read", "save")
+    ),
+    *_redis_rows("bulk", "bulk channel", BULK, (2.2, 2.2, 2.2)),
+)  # fmt: skip

@@ -1,0 +1,350 @@
+"""The SSD path beside the device: promotions and durable saves of one session, interleaved with O_DIRECT.
+
+    python -m ctxcache.bench.ssd --directory /var/tmp/ctxcache-bench
+
+Every function here measures one thing once, over a Cache in this process, and returns seconds. Worst
+case: a disk whose speed drifts within a round, which the spread shows.
+"""
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+
+from ctxcache.bench.device import MIB, Device, best_way
+from ctxcache.bench.throttled import ThrottledTier
+from ctxcache.cache import Cache
+from ctxcache.cache.asked import Request
+from ctxcache.cache.writing import Reservation
+from ctxcache.clock import SystemClock
+from ctxcache.core.eviction import LeastRecentlyUsed
+from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.limits import Limits
+from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.slot import Slot
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.tiers.base import MappedTier, Tier
+from ctxcache.tiers.dram import DramArena
+from ctxcache.tiers.ssd import SsdFiles, SsdPath
+
+TENANT = "bench"
+SESSION = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's streams: `layer_count` layers of one kind with `row_bytes` per token."""
+
+    layer_count: int
+    row_bytes: int
+
+    def model(self) -> ModelSpec:
+        """A model with these streams."""
+        streams = tuple(
+            StreamSpec(Stream(i, StateKind.KV), self.row_bytes, DType.FLOAT16)
+            for i in range(self.layer_count)
+        )
+        return ModelSpec(
+            model_id="bench", architecture="Bench", revision="", weights_digest=str(self), tokenizer_digest="",
+            dtype=DType.FLOAT16, layer_count=self.layer_count, hidden_size=64, kv_head_count=1, head_size=64,
+            rope="", norm="", is_relocatable=True, streams=streams,
+        )  # fmt: skip
+
+
+SHAPES = {"small": Shape(30, 1152), "8b": Shape(32, 4096), "wide": Shape(32, 8192)}
+"""Segments of 2, 8 and 16 MiB: SmolLM2's hidden states, K/V of an 8B model with grouped heads, of one without."""
+
+
+@dataclass(slots=True)
+class Rig:
+    """A cache over a real arena, real files and a real database, and one session's rows."""
+
+    cache: Cache
+    model: ModelSpec
+    layout: SegmentLayout
+    token_count: int
+
+    @property
+    def size_bytes(self) -> int:
+        """What the session takes in slots."""
+        return -(-self.token_count // self.layout.segment_tokens) * self.layout.size_bytes
+
+    async def create(self) -> None:
+        """The empty session, in the place of an earlier one."""
+        if (TENANT, SESSION) in self.cache.state.sessions:
+            await self.cache.sessions.delete(TENANT, SESSION, None)
+        await self.cache.sessions.create(
+            TENANT, SESSION, model_id=self.model.model_id,
+            layout=tuple(spec.stream for spec in self.layout.specs),
+            expiration=Expiration(DEFAULT_TTL_NS), is_pinned=False,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def opened(
+    directory: Path, shape: Shape, session_bytes: int, *, path_count: int = 1,
+    wrap: Callable[[Tier], Tier] = lambda tier: tier,
+    make_arena: Callable[[int], MappedTier] | None = None,
+) -> AsyncIterator[Rig]:  # fmt: skip
+    """A rig whose arena has room for the session and no more; what it wrote is removed at the end.
+
+    So the session always lies in the same memory, which is the device's too when it is measured alone: how
+    fast a device fills memory depends on which memory it is.
+    """
+    model = shape.model()
+    layout = SegmentLayout(model.resolve(tuple(spec.stream for spec in model.streams)))
+    token_count = session_bytes // layout.size_bytes * layout.segment_tokens
+    room_bytes = 2 * align(session_bytes)
+    async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        arena = (make_arena or _arena)(token_count // layout.segment_tokens * layout.size_bytes + ALIGN_BYTES)
+        stack.callback(arena.close)
+        paths = [SsdPath(str(directory / f"ssd{i}"), room_bytes) for i in range(path_count)]
+        ssd = wrap(SsdFiles(paths))
+        stack.callback(ssd.close)
+        metadata = RocksDbMetadata(directory / "metadata")
+        stack.callback(metadata.close)
+        cache = Cache(
+            arena=arena, ssd=ssd, metadata=metadata, clock=SystemClock(), policy=LeastRecentlyUsed(),
+            default_expiration=Expiration(DEFAULT_TTL_NS),
+            limits=Limits(lease_share=1, reservation_share=1, client_share=1),
+        )  # fmt: skip
+        await cache.open()
+        stack.push_async_callback(cache.close)
+        if isinstance(arena, DramArena):
+            await asyncio.to_thread(arena.prefault().wait)
+        await cache.models.register(TENANT, model)
+        yield Rig(cache, model, layout, token_count)
+
+
+def _arena(size_bytes: int) -> DramArena:
+    path = f"/dev/shm/ctxcache-bench-{uuid.uuid4().hex}.arena"  # noqa: S108  # shared memory is what it is for
+    return DramArena(path, size_bytes)
+
+
+async def save(rig: Rig, source: memoryview) -> float:
+    """Reserve, copy rows into the arena, commit durable; seconds. The session is new each time."""
+    await rig.create()
+    begin = time.perf_counter()
+    reservation = await rig.cache.writing.reserve(
+        TENANT, SESSION, fingerprint=rig.model.fingerprint(), write_offset=0, generation=None,
+        token_count=rig.token_count,
+    )  # fmt: skip
+    loop = asyncio.get_running_loop()
+
+    def mark(token_count: int) -> None:
+        loop.call_soon_threadsafe(rig.cache.writing.mark_written, reservation, token_count)
+
+    await asyncio.to_thread(_copy, rig, reservation, source, mark)
+    await rig.cache.writing.commit(reservation, rig.token_count, is_durable=True, keep_open=False)
+    return time.perf_counter() - begin
+
+
+def _copy(rig: Rig, reservation: Reservation, source: memoryview, mark: Callable[[int], None]) -> None:
+    """What a client does in its own process: every row once, segment after segment."""
+    read = 0
+    for run in list(reservation.runs):
+        slot = run.segment.dram
+        if slot is None:
+            raise RuntimeError("a reserved segment is not in DRAM")
+        view = rig.cache.arena.view(slot)
+        for spec in rig.layout.specs:
+            rows = rig.layout.rows(spec.stream, run.row_begin, run.row_end)
+            target = np.frombuffer(view[rows], np.uint8)
+            np.copyto(target, np.frombuffer(source[read : read + target.nbytes], np.uint8))
+            read += target.nbytes
+        mark(run.token_end)
+
+
+async def promote(rig: Rig) -> float:
+    """Lease all of a session that is only on SSD; seconds until its rows are in the arena, verified."""
+    await rig.cache.sessions.demote(TENANT, SESSION)
+    request = Request(TENANT, SESSION, rig.model.fingerprint(), None)
+    begin = time.perf_counter()
+    lease = await rig.cache.reading.acquire(request)
+    taken = time.perf_counter() - begin
+    rig.cache.reading.release(lease.lease_id)
+    return taken
+
+
+def summary(limit: Sequence[float], ours: Sequence[float], size_bytes: int) -> dict[str, object]:
+    """Median ratio of the rounds with its quartiles, and both speeds in GB/s."""
+    ratios = [a / b for a, b in zip(limit, ours, strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    return {
+        "ratio": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)],
+        "limit_gbps": round(size_bytes / median(limit) / 1e9, 2),
+        "ours_gbps": round(size_bytes / median(ours) / 1e9, 2), "rounds": len(ratios),
+    }  # fmt: skip
+
+
+async def compare(
+    directory: Path, shape: Shape, session_bytes: int, *, round_count: int = 15
+) -> dict[str, object]:
+    """Promotion beside O_DIRECT reads, durable save beside O_DIRECT writes with a sync, round by round."""
+    async with opened(directory / "cache", shape, session_bytes) as rig:
+        with Device(directory, rig.size_bytes) as device:
+            return await _rounds(rig, device, round_count)
+
+
+async def _rounds(rig: Rig, device: Device, round_count: int) -> dict[str, object]:
+    memory = rig.cache.arena.view(Slot(0, ALIGN_BYTES, rig.size_bytes))
+    source = memoryview(mmap.mmap(-1, rig.size_bytes))
+    np.frombuffer(source, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, rig.size_bytes, np.uint8)
+    to_write = best_way(lambda way: device.write(memory, way))
+    to_read = best_way(lambda way: device.read(memory, way))
+    await save(rig, source)
+    times: dict[str, list[float]] = {"read": [], "promote": [], "write": [], "save": []}
+    for _ in range(round_count):
+        times["save"].append(await save(rig, source))
+        times["write"].append(device.write(memory, to_write))
+        await rig.cache.sessions.demote(TENANT, SESSION)
+        times["read"].append(device.read(memory, to_read))
+        times["promote"].append(await promote(rig))
+    return {
+        "session_bytes": rig.size_bytes, "segment_bytes": rig.layout.size_bytes,
+        "read": {"way": str(to_read), **summary(times["read"], times["promote"], rig.size_bytes)},
+        "save": {"way": str(to_write), **summary(times["write"], times["save"], rig.size_bytes)},
+    }  # fmt: skip
+
+
+async def paths_add_up(
+    directory: Path, shape: Shape, session_bytes: int, *, path_bps: float = 100e6, round_count: int = 3
+) -> dict[str, object]:
+    """Speed of one session's promotion and save over 1, 2 and 4 throttled paths, as multiples of one path's."""
+    times: dict[int, tuple[list[float], list[float]]] = {1: ([], []), 2: ([], []), 4: ([], [])}
+    for path_count, (reads, saves) in times.items():
+        async with opened(
+            directory / "cache", shape, session_bytes, path_count=path_count,
+            wrap=lambda tier: ThrottledTier(tier, path_bps),
+        ) as rig:  # fmt: skip
+            source = memoryview(mmap.mmap(-1, rig.size_bytes))
+            for _ in range(round_count):
+                saves.append(await save(rig, source))
+                reads.append(await promote(rig))
+    one_read, one_save = (median(one) for one in times[1])
+    return {
+        "path_mbps": round(path_bps / 1e6),
+        "read": {n: round(one_read / median(reads), 2) for n, (reads, _) in times.items()},
+        "save": {n: round(one_save / median(saves), 2) for n, (_, saves) in times.items()},
+    }
+
+
+async def into_huge_pages(
+    directory: Path, *, size_bytes: int = 64 * MIB, round_count: int = 15
+) -> dict[str, object]:
+    """The tier's reads into memory of 2 MiB pages beside the same into shared memory of 4 KiB pages.
+
+    Needs `size_bytes` of reserved huge pages (vm.nr_hugepages), or raises OSError.
+    """
+    ssd = SsdFiles([SsdPath(str(directory / "ssd"), size_bytes)])
+    arena = _arena(size_bytes + ALIGN_BYTES)
+    fd = os.memfd_create("ctxcache-bench", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+    os.ftruncate(fd, size_bytes)
+    huge = mmap.mmap(fd, size_bytes)
+    os.close(fd)
+    slot, step = Slot(0, 0, size_bytes), 4 * MIB
+    buffers = {
+        "4 KiB": arena.view(Slot(0, ALIGN_BYTES, size_bytes)),
+        "2 MiB": memoryview(huge),
+    }
+    times: dict[str, list[float]] = {name: [] for name in buffers}
+    try:
+        for buffer in buffers.values():
+            np.frombuffer(buffer, np.uint8)[:] = 1
+        await ssd.write(slot, 0, buffers["4 KiB"])
+        for _ in range(round_count):
+            for name, buffer in buffers.items():
+                begin = time.perf_counter()
+                parts = range(0, size_bytes, step)
+                await asyncio.gather(*(ssd.read(slot, at, buffer[at : at + step]) for at in parts))
+                times[name].append(time.perf_counter() - begin)
+    finally:
+        ssd.close()
+        arena.close()
+        shutil.rmtree(directory / "ssd")
+    return summary(times["4 KiB"], times["2 MiB"], size_bytes)
+
+
+async def small_flushes(directory: Path, shape: Shape, *, round_count: int = 128) -> dict[str, object]:
+    """One token per durable commit, as a decoding engine would at worst: latency, and bytes written per new byte."""
+    async with opened(
+        directory / "cache", shape, 8 * MIB + 2 * 64 * shape.layer_count * shape.row_bytes
+    ) as rig:
+        await rig.create()
+        source = memoryview(mmap.mmap(-1, rig.layout.size_bytes))
+        taken, before = [], _written_bytes()
+        for index in range(round_count):
+            begin = time.perf_counter()
+            reservation = await rig.cache.writing.reserve(
+                TENANT, SESSION, fingerprint=rig.model.fingerprint(), write_offset=index, generation=None,
+                token_count=1,
+            )  # fmt: skip
+            _copy(rig, reservation, source, lambda _: None)
+            await rig.cache.writing.commit(reservation, index + 1, is_durable=True, keep_open=False)
+            taken.append(time.perf_counter() - begin)
+        written = _written_bytes() - before
+    new_bytes = round_count * rig.layout.token_bytes
+    return {
+        "segment_bytes": rig.layout.size_bytes, "token_bytes": rig.layout.token_bytes,
+        "p50_ms": round(median(taken) * 1e3, 2), "p90_ms": round(quantiles(taken, n=10)[-1] * 1e3, 2),
+        "written_per_new_byte": round(written / new_bytes, 1),
+        "of_whole_segments": round(rig.layout.size_bytes / rig.layout.token_bytes, 1),
+    }  # fmt: skip
+
+
+def _written_bytes() -> int:
+    """What this process has had written to disks so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["write_bytes"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print one line of JSON per shape and size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="on the disk to measure; emptied")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--mib", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--what", choices=["device", "paths", "tails", "pages"], default="device")
+    options = parser.parse_args(arguments)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    if options.what == "pages":
+        found = asyncio.run(into_huge_pages(options.directory, round_count=options.rounds))
+        sys.stdout.write(json.dumps(found) + "\n")
+        return 0
+    if options.what != "device":
+        for name in options.shapes:
+            work = (
+                paths_add_up(options.directory, SHAPES[name], 64 * MIB)
+                if options.what == "paths"
+                else small_flushes(options.directory, SHAPES[name])
+            )
+            sys.stdout.write(json.dumps({"shape": name, **asyncio.run(work)}) + "\n")
+        return 0
+    for name in options.shapes:
+        for size in options.mib:
+            found = asyncio.run(
+                compare(options.directory, SHAPES[name], size * MIB, round_count=options.rounds)
+            )
+            sys.stdout.write(json.dumps({"shape": name, **found}) + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""What a reader asks for, and what that means for the session as it is at the moment. Never waits."""
+
+from dataclasses import dataclass
+
+from ctxcache.cache.state import State
+from ctxcache.core.budget import Budget, Client
+from ctxcache.core.session import Piece, Session
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model.
+
+    `client` is whose share of the arena the rows are counted in.
+    """
+
+    tenant: str
+    session_id: str
+    fingerprint: bytes
+    generation: int | None
+    begin: int = 0
+    end: int | None = None
+    client: Client = None
+
+
+class Asked:
+    """What a request means for the session as it is now; `look` again after every await."""
+
+    session: Session
+    end: int
+    pieces: tuple[Piece, ...]
+    sizes_bytes: dict[int, int]
+
+    def __init__(self, state: State, request: Request) -> None:
+        self.request = request
+        self._state = state
+
+    def look(self) -> dict[int, int]:
+        """Bytes to be pinned, by segment id. Raises what is wrong with the request."""
+        request = self.request
+        session = self._state.session(request.tenant, request.session_id)
+        session.check_fingerprint(request.fingerprint)
+        session.check_generation(request.generation)
+        self.end = session.token_count if request.end is None else request.end
+        session.check_range(request.begin, self.end)
+        self.session, self.pieces = session, tuple(session.pieces(request.begin, self.end))
+        segment_ids = (piece.segment.segment_id for piece in self.pieces)
+        self.sizes_bytes = dict.fromkeys(segment_ids, session.layout.size_bytes)
+        return self.sizes_bytes
+
+    def look_for_stream(self, budget: Budget) -> dict[int, int]:
+        """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""
+        if not budget.has_room(self.request.client, self.look()):
+            size_bytes = self.session.layout.size_bytes
+            resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.dram)
+            kept = list(resident)[: budget.limit_bytes // size_bytes]
+            self.sizes_bytes = dict.fromkeys(kept, size_bytes)
+        return self.sizes_bytes

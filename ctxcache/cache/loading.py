@@ -1,0 +1,125 @@
+"""Loading: the records of a metadata store become the cache's state, as they fit together.
+
+A segment nobody lists is dropped, and a session's tokens from the first segment that is missing.
+A million segments take some seconds; what would be made anew for every session or segment and is the
+same, layouts, names and identities, is made once.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+from ctxcache.cache.state import State, record_of
+from ctxcache.core.expiry import Expiration
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import Stream
+from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
+
+log = logging.getLogger(__name__)
+
+
+def load(state: State, metadata: MetadataStore) -> Changes:
+    """Fill an empty state; returns the changes that make the records whole again, to be committed.
+
+    Raises CorruptMetadata.
+    """
+    return _Loader(state, metadata).load()
+
+
+class _Loader:
+    def __init__(self, state: State, metadata: MetadataStore) -> None:
+        self._state = state
+        self._metadata = metadata
+        self._repairs = Changes()
+        self._layouts: dict[tuple[bytes, tuple[Stream, ...]], SegmentLayout] = {}
+        self._fingerprints: dict[tuple[str, str], bytes] = {}
+
+    def load(self) -> Changes:
+        """See the module's."""
+        state = self._state
+        state.models = {(m.tenant, m.spec.model_id): m for m in self._metadata.models()}
+        self._fingerprints = {key: model.spec.fingerprint() for key, model in state.models.items()}
+        listings = list(self._sessions())
+        self._load_segments({i: session for session, segment_ids in listings for i in segment_ids})
+        for session, segment_ids in listings:
+            session.segments = [state.segments[i] for i in segment_ids if i in state.segments]
+            self._add(session)
+        if self._repairs.sessions:
+            self._forget_unlisted()
+        return self._repairs
+
+    def _sessions(self) -> Iterator[tuple[Session, tuple[int, ...]]]:
+        """The sessions, without segments, and the ids of those that each lists."""
+        for record in self._metadata.sessions():
+            model = self._state.models.get((record.tenant, record.model_id))
+            if model is None:
+                log.error("session_without_model session=%s model=%s", record.session_id, record.model_id)
+                self._repairs.deleted_session_uids.append(record.uid)
+            else:
+                yield self._session(record, model), record.segment_ids
+
+    def _load_segments(self, listed_by: Mapping[int, Session]) -> None:
+        last = 0
+        for record in self._metadata.segments():
+            last = record.segment_id
+            session = listed_by.get(last)
+            if session is None:
+                self._repairs.deleted_segment_ids.append(last)
+            else:
+                self._state.segments[last] = _segment(record, session)
+        if self._repairs.deleted_segment_ids:
+            # A session and its segments are recorded and removed in one commit.
+            log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))
+        self._state.skip_segment_ids(last)
+
+    def _add(self, session: Session) -> None:
+        gap = session.first_gap()
+        if gap is not None:
+            self._cut(session, gap)
+        self._state.add(session)
+
+    def _forget_unlisted(self) -> None:
+        unlisted = [i for i, segment in self._state.segments.items() if not segment.residences]
+        for segment_id in unlisted:
+            del self._state.segments[segment_id]
+        self._repairs.deleted_segment_ids += unlisted
+
+    def _cut(self, session: Session, gap: int) -> None:
+        log.error("tokens_without_segment session=%s position=%d", session.name, gap)
+        self._state.counters.corrupt_segment_count += 1
+        session.drop_positions(((gap, session.log_end),))
+        self._repairs.sessions.append(record_of(session))
+
+    def _session(self, record: SessionRecord, model: ModelRecord) -> Session:
+        fingerprint = self._fingerprints[model.tenant, model.spec.model_id]
+        return Session(
+            uid=record.uid, tenant=model.tenant, session_id=record.session_id, model_id=model.spec.model_id,
+            model_fingerprint=fingerprint, layout=self._layout(record, model, fingerprint),
+            expiration=Expiration(record.ttl_ns, record.expire_time_ns),
+            create_time_ns=record.create_time_ns, access_time_ns=record.access_time_ns,
+            expire_time_ns=record.expire_time_ns, is_pinned=record.is_pinned, live=record.live,
+            generation=max(record.generation, self._state.least_generation),
+            log_end=record.log_end, recorded_end=record.log_end, durable_end=record.log_end,
+        )  # fmt: skip
+
+    def _layout(self, record: SessionRecord, model: ModelRecord, fingerprint: bytes) -> SegmentLayout:
+        key = (fingerprint, record.layout)
+        if key not in self._layouts:
+            self._layouts[key] = SegmentLayout(model.spec.resolve(record.layout))
+        return self._layouts[key]
+
+
+def _segment(record: SegmentRecord, session: Session) -> Segment:
+    identity = record.identity
+    is_writer = identity.session_uid == session.uid
+    is_same_model = identity.model_fingerprint == session.model_fingerprint
+    return Segment(
+        segment_id=record.segment_id,
+        tenant=session.tenant if identity.tenant == session.tenant else identity.tenant,
+        writer_uid=session.uid if is_writer else identity.session_uid,
+        generation=identity.generation, begin=identity.begin,
+        model_fingerprint=session.model_fingerprint if is_same_model else identity.model_fingerprint,
+        layout=session.layout, row_count=identity.token_count, is_open=False, ssd=record.slot,
+        header_checksum=record.header_checksum,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Moves: tasks that run to their end, whoever stops waiting for them. Owned by the event loop.
+
+Knows nothing of what they move. Worst case: a move that a device never answers, which `drain` waits for.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Moves:
+    """The moves under way."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin a move; its failure is for whoever waits for it, and for nobody else."""
+        task = asyncio.get_running_loop().create_task(move)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    async def drain(self) -> None:
+        """Wait for every move under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _end(self, move: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(move)
+        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting.
+        if not move.cancelled():
+            move.exception()
+
+
+async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: int) -> None:
+    """Start moves in order, never more than `count` under way, and raise the first failure.
+
+    After a failure none is started any more; those under way end first. A cancellation leaves them to it.
+    """
+    pending: set[asyncio.Task[None]] = set()
+    failure: BaseException | None = None
+    for move in moves:
+        if len(pending) >= count:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failure = _failure(done)
+        if failure is not None:
+            break
+        pending.add(move())
+    if pending:
+        done, _ = await asyncio.wait(pending)
+        failure = failure or _failure(done)
+    if failure is not None:
+        raise failure
+
+
+def _failure(done: Iterable["asyncio.Task[None]"]) -> BaseException | None:
+    return next(filter(None, (task.exception() for task in done)), None)

@@ -1,0 +1,64 @@
+"""`ctxcache rebuild`: metadata made anew from the SSD directories, while no server runs.
+
+Takes the options of `serve`, to speak of the same directories. Worst case: there is nothing to make it
+from, which is one sentence and an exit code; what was there stays beside the new in any case.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxcache.cli.call import CONTEXT, OutputOption, call_of
+from ctxcache.cli.settings import load_settings, setting_options
+from ctxcache.cli.signature import option, with_signature
+from ctxcache.cli.units import human_size
+
+if TYPE_CHECKING:
+    from ctxcache.cli.plain import Plain
+    from ctxcache.rebuild import Rebuilt
+
+_DRY_RUN = Annotated[bool | None, typer.Option("--dry-run", help="Say what would come back; change nothing.")]
+
+
+def rebuild_command() -> Callable[..., None]:
+    """Return `rebuild` with an option for every setting."""
+    parameters = [CONTEXT, option("dry_run", _DRY_RUN), *setting_options()]
+    parameters.append(option("output", OutputOption))
+    return with_signature(rebuild, parameters, name="rebuild", doc=rebuild.__doc__)
+
+
+def rebuild(context: typer.Context, **given: Any) -> None:
+    """Make damaged or deleted metadata anew from the SSD directories, while no server runs.
+
+    The old metadata is kept beside it. Exits with 0 also when some sessions end earlier than they did.
+    """
+    from ctxcache.rebuild import rebuild as make_anew  # noqa: PLC0415  it imports RocksDB
+
+    is_dry_run = bool(given.pop("dry_run"))
+    settings = load_settings(given)
+    call = call_of(context, given)
+    directories = settings.ssd_directories or (settings.data_directory / "ssd",)
+    found = make_anew(
+        settings.data_directory,
+        directories,
+        created_by=f"ctxcache {version('ctxcache')}",
+        is_dry_run=is_dry_run,
+    )
+    facts: dict[str, Plain] = {**asdict(found), "is_complete": found.is_complete, "is_dry_run": is_dry_run}
+    call.show_facts(facts, _text(found, is_dry_run=is_dry_run))
+
+
+def _text(found: "Rebuilt", *, is_dry_run: bool) -> str:
+    verb = "would bring" if is_dry_run else "brought"
+    kept = f"{found.token_count} tokens in {found.segment_count} segments"
+    lines = [
+        f"{verb} back {found.session_count} sessions with {kept}, as of commit {found.commit}",
+        f"  {found.lost_token_count} tokens and {found.lost_segment_count} segments are not there any more",
+        f"  {human_size(found.scanned_bytes)} scanned in {found.scan_duration_s:.1f} s",
+    ]
+    if found.missing_commit_count:
+        lines.append(f"  {found.missing_commit_count} commits that were on disk are unknown")
+    return "\n".join([*lines, *(f"  {problem}" for problem in found.problems)])

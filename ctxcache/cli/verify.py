@@ -1,0 +1,108 @@
+"""`ctxcache verify`: every record and every segment, of a running server or of a directory without one.
+
+Worst case: something is bad, which is listed, and the exit code is that of DATA_LOSS.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ctxcache.cli.call import Call, online
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.names import parsed
+from ctxcache.cli.units import human_size
+
+if TYPE_CHECKING:
+    from ctxcache.cli.plain import Plain
+    from ctxcache.v1.admin_pb2 import VerifyResponse
+
+
+@online
+def verify(
+    call: Call,
+    rate_limit: Annotated[
+        str, typer.Option("--rate-limit", metavar="SIZE", help="Most bytes a second, such as 100MiB.")
+    ] = "0",
+    *,
+    release: Annotated[
+        bool, typer.Option("--release", help="First test quarantined places, and use the good ones again.")
+    ] = False,
+    data_directory: Annotated[
+        str, typer.Option("--data-directory", metavar="DIR", help="This one, which no server holds.")
+    ] = "",
+    ssd_directories: Annotated[
+        list[str] | None, typer.Option("--ssd-directories", metavar="DIR", help="Of that data directory.")
+    ] = None,
+) -> None:
+    """Verify every record and every segment; sessions end before what is bad.
+
+    Exits with 0 when all is well, with 8 when something is not.
+    """
+    rate = parsed(_size, rate_limit, "--rate-limit")
+    if data_directory:
+        reports = _offline(data_directory, ssd_directories or [], rate)
+        facts = _follow(reports, call)
+    else:
+        with call.client() as client:
+            facts = _follow(client.verify(bytes_per_second=rate, release=release), call)
+    if facts["bad"]:
+        raise typer.Exit(ExitCode.DATA_LOSS)
+
+
+def _size(text: str) -> int:
+    from ctxcache.config import parse_size  # noqa: PLC0415  pydantic is slow to import
+
+    return int(str(parse_size(text)))
+
+
+def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> "Iterator[VerifyResponse]":
+    from ctxcache.config import load  # noqa: PLC0415  it builds a server's parts
+    from ctxcache.offline import verify_directory  # noqa: PLC0415
+    from ctxcache.service.admin import verify_message  # noqa: PLC0415
+
+    settings = load({"data_directory": data_directory, "ssd_directories": tuple(ssd_directories) or None})
+    with asyncio.Runner() as runner:
+        reports = verify_directory(settings, bytes_per_second=rate)
+        while (report := runner.run(anext(reports, None))) is not None:
+            yield verify_message(report)
+
+
+def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain]":
+    from ctxcache.cli.plain import to_plain  # noqa: PLC0415  it imports protobuf
+
+    bad: list[Plain] = []
+    last: VerifyResponse | None = None
+    released = 0
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("verifying")
+        for last in reports:
+            released += last.released_slot_count
+            bad += [to_plain(found) for found in last.bad]
+            bar.update(task, total=last.segment_count, completed=last.checked_segment_count)
+    facts: dict[str, Plain] = {
+        "checked_segment_count": last.checked_segment_count if last else 0,
+        "checked_bytes": last.checked_bytes if last else 0,
+        "record_count": last.record_count if last else 0,
+        "released_slot_count": released,
+        "bad": bad,
+    }
+    call.show_facts(facts, _text(facts, bad))
+    return facts
+
+
+def _text(facts: "dict[str, Plain]", bad: "list[Plain]") -> str:
+    size = human_size(int(str(facts["checked_bytes"])))
+    counts = f"{facts['record_count']} records and {facts['checked_segment_count']} segments ({size})"
+    return "\n".join([f"{counts} verified, {len(bad)} bad", *(_line(found) for found in bad)])
+
+
+def _line(found: "Plain") -> str:
+    if not isinstance(found, dict):
+        raise TypeError("a message is a dictionary")
+    where = f"positions {found['position_begin']} to {found['position_end']}"
+    return f"  segment {found['segment_id']} of {found['sessions']}, tenant {found['tenant']!r}, {where}: {found['problem']}"

@@ -1,0 +1,105 @@
+"""Connecting to the control socket: the greeting, and the arena's descriptor that comes with it.
+
+Trusts a server of this user or of root alone. Worst case: nobody answers within the deadline, or the
+socket is another server's; then there is no control socket, and gRPC carries the operations.
+"""
+
+import os
+import socket
+import struct
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
+
+from ctxcache.client.socket_access import ANSWER_LIMIT_BYTES, SocketAccess
+from ctxcache.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from ctxcache.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.status import from_status
+from ctxcache.v1.arena_pb2 import Arena, ControlHello, ControlWelcome
+
+_PEER_CREDENTIALS = struct.Struct("3i")
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A greeted control socket: the arena, a descriptor of it that is the caller's to close, and the operations."""
+
+    arena: Arena
+    arena_fd: int
+    stream: SocketAccess
+
+
+def connect_control(path: str, target: str, timeout_s: float) -> Control | None:
+    """Connect and greet; None where no socket of a trusted server is.
+
+    Raises what the server refuses with (TooManyRequests, Draining, Unauthenticated), DeadlineExceeded, Unavailable.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            return None
+        if not _is_trusted(connection):
+            connection.close()
+            return None
+        return _greet(connection, target, timeout_s)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _greet(connection: socket.socket, target: str, timeout_s: float) -> Control:
+    with ExitStack() as received:
+        reader = FrameReader(ANSWER_LIMIT_BYTES)
+        fds: list[int] = []
+        received.callback(_close, fds)
+        try:
+            frame = _first_frame(connection, reader, fds, time.monotonic() + timeout_s)
+            arena = _welcomed(frame, fds, target).arena
+        except TimeoutError as error:
+            raise DeadlineExceeded(target=target, timeout_s=f"{timeout_s:g}") from error
+        except (OSError, InvalidArgument, DecodeError) as error:
+            raise Unavailable(target=target, problem=f"control socket: {error}") from error
+        received.pop_all()
+    return Control(arena, fds[0], SocketAccess(connection, reader, target, timeout_s))
+
+
+def _welcomed(frame: Frame, fds: list[int], target: str) -> ControlWelcome:
+    if frame.kind == Kind.END:
+        raise from_status(status_pb2.Status.FromString(frame.message), target)
+    welcome = ControlWelcome.FromString(frame.message)
+    if frame.kind != Kind.HELLO or welcome.protocol_version != PROTOCOL_VERSION or len(fds) != 1:
+        raise Unavailable(target=target, problem="its control socket answers with another greeting")
+    return welcome
+
+
+def _first_frame(connection: socket.socket, reader: FrameReader, fds: list[int], deadline_s: float) -> Frame:
+    hello = ControlHello(protocol_version=PROTOCOL_VERSION).SerializeToString()
+    # Refused before the hello: why is there to be read all the same.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(encode_frame(Kind.HELLO, hello))
+    while (frame := reader.next()) is None:
+        connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
+        data, received, _, _ = socket.recv_fds(connection, _READ_BYTES, 4)
+        fds += received
+        if not data:
+            raise ConnectionResetError("it was closed")
+        reader.feed(data)
+    return frame
+
+
+def _is_trusted(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return _PEER_CREDENTIALS.unpack(credentials)[1] in (0, os.geteuid())
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

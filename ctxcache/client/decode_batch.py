@@ -1,0 +1,270 @@
+"""Decode-time appends: one token of many sessions per step, written in place and committed in one message.
+
+Room is reserved for many steps at once. Not thread-safe. Worst case: a session fails, by itself; its
+lane is left out from then on, and the others go on.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxcache.client.arena import Bytes
+from ctxcache.client.attach import Attachment
+from ctxcache.client.hold import Moment
+from ctxcache.client.shapes import check_complete, view_rows
+from ctxcache.client.slots import Chunk, SlotLayout
+from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound
+from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.format.streams import Stream
+from ctxcache.v1.arena_pb2 import (
+    CommitReservations,
+    Operation,
+    OperationResult,
+    ReleaseReservation,
+    Reserve,
+    Runs,
+)
+from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
+
+Numbers = npt.NDArray[np.int64]
+LANES_LIMIT = 1000
+"""Sessions of one batch: a step's commits and its new reservations fit into one message."""
+ROOM_TOKENS = 64
+"""Steps that room is reserved for, by default: a segment's tokens."""
+
+
+class DecodeBatch:
+    """Appends to B sessions of one model and layout in lockstep. Lane i is the i-th session. A context manager.
+
+    Each step: `write` every stream's [B, row_bytes], then `commit`. Rows of lanes that failed are ignored.
+    """
+
+    def __init__(
+        self, attachment: Attachment, arena: Bytes, sessions: Sequence[Session], row_sizes: Mapping[Stream, int],
+        room_tokens: int,
+    ) -> None:  # fmt: skip
+        count = len(sessions)
+        _check_alike(sessions)
+        self.failures: dict[int, CacheError] = {}
+        """Why a lane is left out, by lane."""
+        self.token_counts: Numbers = np.array([s.token_count for s in sessions], np.int64)
+        """Committed tokens of each lane's session."""
+        self.generations: Numbers = np.array([s.generation for s in sessions], np.int64)
+        """Each session's generation after its last commit."""
+        self._stream, self._arena, self._row_sizes = attachment.stream, arena, row_sizes
+        self._layouts = attachment.layouts
+        self._chunks: Mapping[Stream, Chunk] = {}
+        self._sessions, self._room_tokens = sessions, room_tokens
+        self._lanes: Numbers = np.arange(count)
+        self._reservation_ids: Numbers = np.zeros(count, np.int64)
+        self._slots: Numbers = np.zeros(count, np.int64)
+        self._rows: Numbers = np.zeros(count, np.int64)
+        self._row_ends: Numbers = np.zeros(count, np.int64)
+        self._runs: list[Iterator[tuple[int, int, int]]] = [iter(())] * count
+        self._steps_left = 0
+        self._deadline_ns = self._renew_ns = 0
+        self._written: set[Stream] = set()
+        self._places: dict[int, Numbers] = {}
+        sent = Moment.now()
+        self._take_reservations(self._stream.call(self._reserves()), sent)
+
+    @property
+    def session_count(self) -> int:
+        """B, failed lanes included."""
+        return len(self._sessions)
+
+    def write(self, stream: Stream, rows: npt.NDArray[np.generic]) -> None:
+        """Write this step's row of every lane, [B, row_bytes] or any C-contiguous array of B rows' bytes.
+
+        May be repeated before the commit. Raises InvalidArgument, ReservationNotFound when the room was taken back.
+        """
+        view = view_rows(stream, rows, self._row_sizes)
+        if len(view) != self.session_count:
+            raise InvalidArgument(
+                field="rows", problem=f"{len(view)} rows of {stream} for {self.session_count} lanes"
+            )
+        self._check_held()
+        self._written.add(stream)
+        if len(self._lanes):
+            is_all = len(self._lanes) == self.session_count
+            self._scatter(self._chunks[stream], view if is_all else view[self._lanes])
+
+    def commit(self, durability: Durability.ValueType = DURABILITY_MEMORY) -> Numbers:
+        """Make the step's token visible in every lane's session, in one message; returns the lanes that have it.
+
+        What fails for one lane is in `failures` afterwards. Raises IncompleteAppend for a stream that was not
+        written, DeadlineExceeded and Unavailable when it is not known what was committed.
+        """
+        check_complete(dict.fromkeys(self._written, 1), self._row_sizes, 1)
+        self._check_held()
+        if not len(self._lanes):
+            return self._lanes
+        is_last = self._steps_left == 1 or time.monotonic_ns() >= self._renew_ns
+        self.token_counts[self._lanes] += 1
+        commit = CommitReservations(
+            reservation_ids=self._reservation_ids[self._lanes].tolist(),
+            token_counts=self.token_counts[self._lanes].tolist(),
+            durability=durability,
+            keep_open=not is_last,
+        )
+        sent = Moment.now()
+        try:
+            first, *others = self._stream.call(
+                [Operation(commit_many=commit), *(self._reserves() if is_last else ())]
+            )
+            self._take_commits(first)
+        except BaseException:
+            # What the answer would have said is lost: no row has a known place any more.
+            self.close()
+            raise
+        self._written.clear()
+        self._places.clear()
+        done = self._without_failed()
+        if is_last:
+            self._take_reservations(others, sent)
+        else:
+            self._lanes = done
+            self._advance()
+        return done
+
+    def close(self) -> None:
+        """Give back the room that was not used, without waiting."""
+        lanes, self._lanes = self._lanes.tolist(), self._lanes[:0]
+        self._release(lanes)
+
+    def _release(self, lanes: Sequence[int]) -> None:
+        """Give lanes' reservations back, without waiting; those that have ended are nobody's loss."""
+        self._stream.send(
+            Operation(release_reservation=ReleaseReservation(reservation_id=int(self._reservation_ids[lane])))
+            for lane in lanes
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _scatter(self, chunk: Chunk, rows: Bytes) -> None:
+        # Slots and chunks begin on page boundaries, so every row does on a multiple of this.
+        unit = math.gcd(ALIGN_BYTES, chunk.row_bytes)
+        first = self._first_units(chunk.row_bytes, unit) + chunk.offset_bytes // unit
+        units = self._arena.reshape(-1, unit)
+        if unit == chunk.row_bytes:
+            units[first] = rows
+        else:
+            count = chunk.row_bytes // unit
+            units[first[:, None] + np.arange(count)] = rows.reshape(len(rows), count, unit)
+
+    def _first_units(self, row_bytes: int, unit: int) -> Numbers:
+        """Where this step's rows of that size would begin in a chunk at the slots' begin: once per step and size."""
+        found = self._places.get(row_bytes)
+        if found is None:
+            offsets = self._slots[self._lanes] + self._rows[self._lanes] * row_bytes
+            found = self._places[row_bytes] = offsets // unit
+        return found
+
+    def _advance(self) -> None:
+        self._steps_left -= 1
+        self._rows[self._lanes] += 1
+        for lane in self._lanes[self._rows[self._lanes] == self._row_ends[self._lanes]].tolist():
+            self._next_run(lane)
+
+    def _next_run(self, lane: int) -> None:
+        self._slots[lane], self._rows[lane], self._row_ends[lane] = next(self._runs[lane])
+
+    def _check_held(self) -> None:
+        if len(self._lanes) and (self._stream.has_failed or time.monotonic_ns() >= self._deadline_ns):
+            raise ReservationNotFound(reservation_id=int(self._reservation_ids[self._lanes[0]]))
+
+    def _without_failed(self) -> Numbers:
+        if not self.failures:
+            return self._lanes
+        return self._lanes[np.isin(self._lanes, list(self.failures), invert=True)]
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _take_commits(self, result: OperationResult) -> None:
+        if result.HasField("error"):
+            raise self._stream.error_of(result.error)
+        answer = result.committed_many
+        generations = np.array(answer.generations, np.int64)
+        for failed in answer.failures:
+            lane = int(self._lanes[failed.index])
+            self.failures[lane] = self._stream.error_of(failed.error)
+            # What has a generation is visible, and not as durable as was asked for.
+            self.token_counts[lane] -= not generations[failed.index]
+        self._release([int(self._lanes[failed.index]) for failed in answer.failures])
+        self.generations[self._lanes] = np.where(generations > 0, generations, self.generations[self._lanes])
+
+    def _reserves(self) -> list[Operation]:
+        return [
+            Operation(
+                reserve=Reserve(
+                    session=self._sessions[lane].name,
+                    model_fingerprint=self._sessions[lane].model_fingerprint,
+                    write_offset=int(self.token_counts[lane]),
+                    token_count=self._room_tokens,
+                    is_brief=True,
+                )
+            )
+            for lane in self._lanes.tolist()
+        ]
+
+    def _take_reservations(self, results: Sequence[OperationResult], sent: Moment) -> None:
+        deadlines_ns = []
+        for lane, result in zip(self._lanes.tolist(), results, strict=True):
+            if result.HasField("error"):
+                self.failures.setdefault(lane, self._stream.error_of(result.error))
+                continue
+            made = result.reservation
+            if lane in self.failures:
+                # Its commit failed: nothing of it belongs at the place that was reserved.
+                release = ReleaseReservation(reservation_id=made.reservation_id)
+                self._stream.send([Operation(release_reservation=release)])
+                continue
+            layout = self._layouts.of(made.session_uid, made.layout)
+            if {stream: chunk.row_bytes for stream, chunk in layout.chunks.items()} != self._row_sizes:
+                raise CorruptSegment(segment_id="?", problem="its layout is not the session's")
+            self._chunks = layout.chunks
+            self._reservation_ids[lane] = made.reservation_id
+            self._runs[lane] = iter(_checked(made.runs, layout, self._arena.size))
+            self._next_run(lane)
+            deadlines_ns.append(sent.deadline_ns(made.expire_time))
+        # The first one's: the server may have waited for room before the others.
+        self._deadline_ns = min(deadlines_ns, default=self._deadline_ns)
+        self._lanes = self._without_failed()
+        self._steps_left = self._room_tokens
+        self._renew_ns = (self._deadline_ns + sent.monotonic_ns) // 2
+
+
+def _check_alike(sessions: Sequence[Session]) -> None:
+    if not 1 <= len(sessions) <= LANES_LIMIT:
+        raise InvalidArgument(field="sessions", problem=f"{len(sessions)} are not within [1, {LANES_LIMIT}]")
+    first = sessions[0]
+    for other in sessions:
+        if other.model_fingerprint != first.model_fingerprint or other.layout != first.layout:
+            raise InvalidArgument(
+                field="sessions", problem=f"{other.name} has another layout than {first.name}"
+            )
+
+
+def _checked(runs: Runs, layout: SlotLayout, arena_bytes: int) -> list[tuple[int, int, int]]:
+    found = list(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True))
+    for offset, begin, end in found:
+        is_inside = 0 <= begin < end and 0 <= offset <= arena_bytes - layout.end_bytes(end)
+        if not is_inside or offset % ALIGN_BYTES:
+            raise CorruptSegment(segment_id="?", problem="lies outside the arena")
+    return found

@@ -1,0 +1,119 @@
+"""The access stream: batches of arena operations over one long-lived call of gRPC.
+
+One daemon thread receives; its state is guarded by
+`_lock`. The queue of requests is bounded by the callers that wait, plus one release per answer.
+Worst case: the stream breaks, every waiter gets its error at once, and all that was held is gone.
+"""
+
+import itertools
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import grpc
+
+from ctxcache.client.access import AccessStream, again, as_break, releases
+from ctxcache.client.wire import Wire
+from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
+from ctxcache.status import from_rpc_error
+from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, Operation
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+class GrpcAccess(AccessStream):
+    """One Access call."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire.target, wire.timeout_s)
+        self._lock = threading.Lock()
+        self._request_ids = itertools.count(1)
+        self._waiting: dict[int, Future[AccessResponse]] = {}
+        self._failure: CacheError | None = None
+        self._requests: SimpleQueue[AccessRequest | None] = SimpleQueue()
+        with wire.errors():
+            self._call = wire.arena.Access(iter(self._requests.get, None))
+        self._thread = threading.Thread(target=self._receive, name="ctxcache-access", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        """See AccessStream. The thread that receives notices it at once."""
+        return self._failure is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """See AccessStream."""
+        return self._failure is not None
+
+    def exchange(self, batch: list[Operation]) -> AccessResponse:
+        """See AccessStream."""
+        request_id, answer = self._submit(batch)
+        try:
+            return answer.result(self.timeout_s)
+        except TimeoutError as error:
+            self._abandon(request_id, answer)
+            raise DeadlineExceeded(target=self.target, timeout_s=f"{self.timeout_s:g}") from error
+        except BaseException:
+            self._abandon(request_id, answer)
+            raise
+
+    def send(self, operations: Iterable[Operation]) -> None:
+        """See AccessStream."""
+        batch = list(operations)
+        with self._lock:
+            if batch and self._failure is None:
+                self._requests.put(AccessRequest(request_id=next(self._request_ids), operations=batch))
+
+    def close(self) -> None:
+        """See AccessStream."""
+        self._break(Unavailable(target=self.target, problem="the client is closed"))
+        self._call.cancel()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _submit(self, batch: list[Operation]) -> tuple[int, Future[AccessResponse]]:
+        answer: Future[AccessResponse] = Future()
+        with self._lock:
+            if self._failure is not None:
+                raise again(self._failure)
+            request_id = next(self._request_ids)
+            self._waiting[request_id] = answer
+            self._requests.put(AccessRequest(request_id=request_id, operations=batch))
+        return request_id, answer
+
+    def _abandon(self, request_id: int, answer: Future[AccessResponse]) -> None:
+        with self._lock:
+            self._waiting.pop(request_id, None)
+        if answer.done() and answer.exception() is None:
+            self.send(releases(answer.result()))
+
+    def _receive(self) -> None:
+        failure: CacheError = Unavailable(target=self.target, problem="the access stream ended")
+        try:
+            for response in self._call:
+                self._deliver(response)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, self.target)
+        finally:
+            self._break(failure)
+            self._call.cancel()
+
+    def _deliver(self, response: AccessResponse) -> None:
+        with self._lock:
+            answer = self._waiting.pop(response.request_id, None)
+            if answer is not None:
+                answer.set_result(response)
+        if answer is None:
+            # Its caller gave up waiting: what the late answer holds would be held by nobody.
+            self.send(releases(response))
+
+    def _break(self, failure: CacheError) -> None:
+        failure = as_break(failure, self.target)
+        with self._lock:
+            self._failure = self._failure or failure
+            waiting, self._waiting = self._waiting, {}
+            # Ends the thread in which gRPC draws requests.
+            self._requests.put(None)
+        for answer in waiting.values():
+            answer.set_exception(again(self._failure))

@@ -1,0 +1,26 @@
+"""Limits: how much of everything the cache takes on at a time. Facts; who checks them is elsewhere."""
+
+from dataclasses import dataclass
+
+SECOND_NS = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Counts, and shares of the arena in (0, 1]. What goes beyond is refused, with a delay to retry after.
+
+    `lease_share`, `reservation_share`: of the arena's bytes that all readers, or all writers, may keep
+    from being evicted; `client_share`: that one local client may, as a reader and again as a writer.
+    `room_wait_ns`: how long a caller waits for others to let go before it is refused.
+    """
+
+    session_count: int = 1 << 20
+    model_count: int = 1 << 12
+    lease_count: int = 1 << 16
+    lease_share: float = 0.75
+    reservation_share: float = 0.75
+    client_share: float = 0.5
+    room_wait_ns: int = SECOND_NS // 4
+
+
+DEFAULT_LIMITS = Limits()

@@ -1,0 +1,175 @@
+"""Unwritten: rows that only DRAM has. Whose they are, since when, and how many bytes of slots they take.
+
+Kept where rows are committed, written and dropped, so that nobody has to look for them. Reserved
+segments count as well, for what is reserved will be committed without asking again. Every operation
+takes logarithmic time. Worst case: memory for every segment that is unwritten, as many as DRAM holds.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from heapq import heapify, heappop, heappush
+
+from ctxcache.core.eviction import SLACK, Ranking
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+
+
+class Unwritten:
+    """Sessions whose log goes on behind what is durable. Owned by the event loop.
+
+    A dirty segment is listed by one session: what is shared was made durable before.
+    """
+
+    def __init__(self, rank: Callable[[bytes], int | None]) -> None:
+        self.ranking = Ranking(rank)
+        """The sessions, the one that leaves first first."""
+        self.changed: dict[bytes, None] = {}
+        """Sessions that may have got a dirty segment that grows no more since somebody looked."""
+        self.dirty_bytes = 0
+        """Slots of dirty segments."""
+        self.claimed_bytes = 0
+        """Slots of segments that are dirty or reserved, and slots promised to reservations."""
+        self._segments: dict[bytes, dict[Segment, int]] = {}
+        self._dirty: set[Segment] = set()
+        self._reserved: set[Segment] = set()
+        self._since_ns: dict[bytes, int] = {}
+        self._queued: dict[bytes, int] = {}
+        self._ages: list[tuple[int, bytes]] = []
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._segments
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def uids(self) -> Iterable[bytes]:
+        """The sessions, in no order."""
+        return self._segments.keys()
+
+    def is_queued(self, uid: bytes) -> bool:
+        """Whether `take_oldest` would come to the session."""
+        return uid in self._queued
+
+    def segments(self, uid: bytes) -> Collection[Segment]:
+        """A session's dirty segments, in the order of their positions."""
+        return self._segments.get(uid, {}).keys()
+
+    def has_full(self, session: Session) -> bool:
+        """Whether a session has a dirty segment that grows no more."""
+        segments = self._segments.get(session.uid, {})
+        return len(segments) > (session.growing_tail in segments)
+
+    # -- what happens to rows ----------------------------------------------------------------------
+
+    def add(self, session: Session, segment: Segment, now_ns: int) -> None:
+        """Rows of the segment were committed."""
+        uid = session.uid
+        segments = self._segments.get(uid)
+        if segments is None:
+            segments = self._segments[uid] = {}
+            self.ranking.add(uid)
+            self._age(uid, now_ns)
+        self.changed[uid] = None
+        if segment not in segments:
+            segments[segment] = now_ns
+            self._count(segment, 1, self._dirty)
+            self.dirty_bytes += segment.layout.size_bytes
+
+    def settle(self, session: Session, written: Iterable[Segment], begun_ns: int) -> None:
+        """These were written as they were at `begun_ns`; the session's record may be on disk too."""
+        uid = session.uid
+        segments = self._segments.get(uid)
+        if segments is None:
+            return
+        for segment in written:
+            if not segment.is_dirty:
+                self._remove(segments, segment)
+            elif segment in segments:
+                segments[segment] = begun_ns
+        if not segments and session.durable_end >= session.log_end:
+            self.forget(uid)
+        elif segments:
+            self._age(uid, next(iter(segments.values())))
+
+    def drop(self, uid: bytes, segment: Segment) -> None:
+        """The session lists the segment no more."""
+        self._remove(self._segments.get(uid, {}), segment)
+
+    def look_again(self, session: Session) -> None:
+        """The session's last segment may grow no more, though nothing was committed."""
+        if session.uid in self._segments:
+            self.changed[session.uid] = None
+
+    def forget(self, uid: bytes) -> None:
+        """Everything of the session is written, or it is gone."""
+        segments = self._segments.pop(uid, {})
+        for segment in list(segments):
+            self._remove(segments, segment)
+        for by_uid in (self._since_ns, self._queued, self.changed):
+            by_uid.pop(uid, None)
+        self.ranking.discard(uid)
+
+    # -- reservations ------------------------------------------------------------------------------
+
+    def promise(self, size_bytes: int) -> None:
+        """Count slots of segments that are still to be made; negative when they are, or will not be."""
+        self.claimed_bytes += size_bytes
+
+    def reserve(self, segment: Segment) -> None:
+        """A writer has room in the segment."""
+        self._count(segment, 1, self._reserved)
+
+    def release(self, segment: Segment) -> None:
+        """No writer has room in the segment any more."""
+        self._count(segment, -1, self._reserved)
+
+    def new_bytes(self, segment: Segment) -> int:
+        """What a reservation of the segment would add to what is claimed."""
+        return 0 if segment in self._dirty or segment in self._reserved else segment.layout.size_bytes
+
+    # -- age ---------------------------------------------------------------------------------------
+
+    def take_oldest(self, until_ns: int) -> bytes | None:
+        """The session that has had unwritten rows for longest, if since `until_ns` or before.
+
+        It is not shown again; one that is not written after all must be put back.
+        """
+        while self._ages and self._ages[0][0] <= until_ns:
+            since_ns, uid = heappop(self._ages)
+            if self._queued.get(uid) == since_ns:
+                del self._queued[uid]
+                return uid
+        return None
+
+    def put_back(self, session: Session) -> None:
+        """What was taken to be written is still unwritten, or some of it."""
+        if session.uid in self._segments:
+            self._age(session.uid, self._since_ns[session.uid])
+            if self.has_full(session):
+                self.changed[session.uid] = None
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _age(self, uid: bytes, since_ns: int) -> None:
+        self._since_ns[uid] = since_ns
+        if self._queued.get(uid) != since_ns:
+            self._queued[uid] = since_ns
+            heappush(self._ages, (since_ns, uid))
+            if len(self._ages) > 2 * len(self._queued) + SLACK:
+                self._ages = [(since_ns, uid) for uid, since_ns in self._queued.items()]
+                heapify(self._ages)
+
+    def _remove(self, segments: dict[Segment, int], segment: Segment) -> None:
+        if segments.pop(segment, None) is not None:
+            self._count(segment, -1, self._dirty)
+            self.dirty_bytes -= segment.layout.size_bytes
+
+    def _count(self, segment: Segment, step: int, among: set[Segment]) -> None:
+        """The segment comes to be among the dirty or the reserved ones, or is no more."""
+        if (segment in among) == (step > 0):
+            return
+        other = self._reserved if among is self._dirty else self._dirty
+        self.claimed_bytes += step * segment.layout.size_bytes * (segment not in other)
+        if step > 0:
+            among.add(segment)
+        else:
+            among.discard(segment)

@@ -1,0 +1,86 @@
+"""Frames of the control socket: what tells one message from the next.
+
+    | length of the message, u32 little endian | kind, u8 | message |
+
+Knows kinds and lengths, not messages. Worst case: a frame whose length is out of bounds raises
+InvalidArgument when its first five bytes are there.
+"""
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from ctxcache.errors import InvalidArgument
+
+PROTOCOL_VERSION = 1
+MESSAGE_LIMIT_BYTES = 4 << 20
+"""Largest message taken, as of the gRPC services."""
+_HEAD = struct.Struct("<IB")
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    HELLO = 1
+    """ControlHello from the client, ControlWelcome from the server."""
+    ACCESS = 2
+    """AccessRequest from the client, AccessResponse from the server."""
+    END = 3
+    """From the client nothing: it has finished. From the server a google.rpc.Status: why it ends; empty for OK."""
+
+
+class Frame(NamedTuple):
+    """One frame. `kind` is any number that the other side may send."""
+
+    kind: int
+    message: bytes
+
+
+def encode_frame(kind: Kind, message: bytes) -> bytes:
+    """Put a message into a frame."""
+    return _HEAD.pack(len(message), kind) + message
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames. Holds at most one frame and what was fed behind it."""
+
+    def __init__(self, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._rest = b""
+        self._begin = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take what came."""
+        self._rest = self._rest[self._begin :] + data if self.held_bytes else data
+        self._begin = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes fed and not yet returned."""
+        return len(self._rest) - self._begin
+
+    def is_last(self, kind: Kind) -> bool:
+        """Whether what is held is whole frames, the last of them an empty one of that kind."""
+        begin, found = self._begin, False
+        while len(self._rest) - begin >= _HEAD.size:
+            length, found_kind = _HEAD.unpack_from(self._rest, begin)
+            found = (length, found_kind) == (0, kind)
+            begin += _HEAD.size + length
+        return found and begin == len(self._rest)
+
+    def next(self) -> Frame | None:
+        """Return the next whole frame. Raises InvalidArgument when it is too large."""
+        begin = self._begin + _HEAD.size
+        if len(self._rest) < begin:
+            return None
+        length, kind = _HEAD.unpack_from(self._rest, self._begin)
+        if length > self._limit_bytes:
+            raise InvalidArgument(field="frame", problem=f"{length} B are more than {self._limit_bytes}")
+        end = begin + length
+        if len(self._rest) < end:
+            return None
+        frame = Frame(kind, self._rest[begin:end])
+        self._begin = end
+        if not self.held_bytes:
+            self._rest, self._begin = b"", 0
+        return frame

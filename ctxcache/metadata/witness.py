@@ -1,0 +1,91 @@
+"""The witness: how far commits were on disk, said by files that the metadata store does not write.
+
+One small file in each SSD directory. A store that ends before its witness has lost what was
+acknowledged, whatever it thinks of itself: a log file deleted, a manifest damaged, an older copy put
+back. It is written in place behind each sync and not synced itself until the end: after the death of
+the process it is exact, after a power cut it may lag by what the kernel had not written back, half a
+minute, and never runs ahead. Worst case: it is gone or damaged itself, which is logged.
+
+    two places, at bytes 0 and 4096, written in turn:
+    magic 8 | store id u64 | sequence u64 | XXH3-64 of what is before it u64
+"""
+
+import contextlib
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from ctxcache.errors import DataDirectoryUnusable
+
+NAME = "WITNESS"
+_MAGIC = b"CTXCWIT\0"
+_BODY = struct.Struct("<8sQQ")
+_CHECKSUM = struct.Struct("<Q")
+_PLACES = (0, 4096)
+log = logging.getLogger(__name__)
+
+
+class Witness:
+    """The witnesses of one store. Owned by the thread that syncs the store."""
+
+    def __init__(
+        self, directories: Sequence[str | Path], instance_id: str, *, is_read_only: bool = False
+    ) -> None:
+        """Open or create a file in each directory; with `is_read_only` look at those that are there.
+
+        Raises DataDirectoryUnusable.
+        """
+        self._store_id = xxh3_64_intdigest(instance_id.encode())
+        self._fds: list[int] = []
+        self.sequence = 0
+        """The last commit that is known to have been on disk."""
+        for directory in directories:
+            path = Path(directory) / NAME
+            if not is_read_only or path.exists():
+                self._open(path)
+        if is_read_only:
+            self.close()
+
+    def note(self, sequence: int) -> None:
+        """Every commit up to this one is on disk now. Costs a write to the page cache per file."""
+        body = _BODY.pack(_MAGIC, self._store_id, sequence)
+        place = _PLACES[sequence % len(_PLACES)]
+        for fd in self._fds:
+            # Nobody's data is lost with it: the store itself has what it says.
+            with contextlib.suppress(OSError):
+                os.pwrite(fd, body + _CHECKSUM.pack(xxh3_64_intdigest(body)), place)
+        self.sequence = sequence
+
+    def close(self) -> None:
+        """Sync and give up the files."""
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                os.fdatasync(fd)
+            os.close(fd)
+        self._fds.clear()
+
+    def _open(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o600)
+        except OSError as error:
+            raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
+        self._fds.append(fd)
+        found = [self._read(fd, place) for place in _PLACES]
+        if None in found:
+            log.error("witness_damaged path=%s", path)
+        self.sequence = max(self.sequence, *(sequence or 0 for sequence in found))
+
+    def _read(self, fd: int, place: int) -> int | None:
+        """What one place says; 0 where nothing was ever written, None where it cannot be read."""
+        raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
+        if not any(raw):
+            return 0
+        if len(raw) < _BODY.size + _CHECKSUM.size:
+            return None
+        magic, store_id, sequence = _BODY.unpack_from(raw)
+        is_whole = xxh3_64_intdigest(raw[: _BODY.size]) == _CHECKSUM.unpack_from(raw, _BODY.size)[0]
+        return int(sequence) if is_whole and magic == _MAGIC and store_id == self._store_id else None

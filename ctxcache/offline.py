@@ -1,0 +1,34 @@
+"""Verifying a data directory that no server holds: the server's own parts, without rpcs.
+
+Worst case: a server holds it, or it cannot be opened, which is refused as `serve` would refuse it.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+
+from ctxcache.cache import Cache
+from ctxcache.cache.scrubbing import Scrubbed
+from ctxcache.clock import SystemClock
+from ctxcache.config import Settings
+from ctxcache.core.eviction import LeastRecentlyUsed
+from ctxcache.core.expiry import Expiration
+from ctxcache.server import open_storage
+
+ARENA_BYTES = 1 << 20
+"""Nothing is brought into it."""
+
+
+async def verify_directory(settings: Settings, *, bytes_per_second: int) -> AsyncGenerator[Scrubbed, None]:
+    """Verify everything, as the server's Verify does. Raises as `Server.start` and `Scrubbing.run` do."""
+    with ExitStack() as files:
+        storage = open_storage(settings.model_copy(update={"arena_size_bytes": ARENA_BYTES}), files)
+        cache = Cache(
+            arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata, clock=SystemClock(),
+            policy=LeastRecentlyUsed(), default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
+            crash_count=storage.directory.crash_count,
+        )  # fmt: skip
+        await cache.open()
+        async with aclosing(cache.scrubbing.run(bytes_per_second=bytes_per_second)) as reports:
+            async for report in reports:
+                yield report
+        await cache.close()

@@ -1,0 +1,84 @@
+"""Scanning: what segments an SSD file holds, found without metadata.
+
+Reads the file once, in order, holes left out; a segment may begin at every 4 KiB. Knows no session and
+no record. Worst case: bytes that are no segment, which are passed over.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ctxcache.errors import CorruptSegment
+from ctxcache.format.header import MAGIC, SegmentHeader, decode_header, header_checksum
+from ctxcache.format.identity import chunk_checksum
+from ctxcache.format.layout import ALIGN_BYTES, HEADER_FIXED_BYTES, HEADER_STREAM_BYTES
+
+BLOCK_BYTES = 8 << 20
+_STREAM_COUNT_OFFSET = 96
+_MAGIC_WORD = int.from_bytes(MAGIC, "little")
+_WORDS_PER_PAGE = ALIGN_BYTES // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A segment whose header is whole; of its chunks nothing is known yet."""
+
+    offset_bytes: int
+    header: SegmentHeader
+    header_checksum: int
+
+
+def scan(path: Path) -> Iterator[Found]:
+    """Every whole header of a file, ascending. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        block = memoryview(bytearray(BLOCK_BYTES))
+        for begin, end in _extents(fd):
+            for offset in range(begin, end, BLOCK_BYTES):
+                count = os.preadv(fd, [block[: min(BLOCK_BYTES, end - offset)]], offset)
+                yield from _headers(fd, offset, block[: count // 8 * 8])
+    finally:
+        os.close(fd)
+
+
+def is_whole(path: Path, found: Found) -> bool:
+    """Whether every chunk of a found segment is what its header says. Raises OSError."""
+    layout, identity = found.header.layout, found.header.identity
+    with path.open("rb", buffering=0) as file:
+        data = memoryview(os.pread(file.fileno(), layout.size_bytes, found.offset_bytes))
+    seed = identity.seed()
+    return all(
+        chunk_checksum(seed, spec.stream, data[offset : offset + spec.row_bytes * identity.token_count])
+        == checksum
+        for spec, offset, checksum in zip(layout.specs, layout.offsets, found.header.checksums, strict=True)
+    )
+
+
+def _extents(fd: int) -> Iterator[tuple[int, int]]:
+    """Where something was ever written, page-aligned."""
+    size_bytes, offset = os.fstat(fd).st_size, 0
+    while offset < size_bytes:
+        try:
+            begin = os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError:
+            # Only holes are left; or the filesystem does not tell, and says so by another number.
+            return
+        offset = os.lseek(fd, begin, os.SEEK_HOLE)
+        yield begin // ALIGN_BYTES * ALIGN_BYTES, offset
+
+
+def _headers(fd: int, offset: int, block: memoryview) -> Iterator[Found]:
+    words = np.frombuffer(block, "<u8")[::_WORDS_PER_PAGE]
+    for page in np.flatnonzero(words == _MAGIC_WORD):
+        begin = offset + int(page) * ALIGN_BYTES
+        fixed = os.pread(fd, HEADER_FIXED_BYTES, begin)
+        stream_count = int.from_bytes(fixed[_STREAM_COUNT_OFFSET : _STREAM_COUNT_OFFSET + 4], "little")
+        raw = os.pread(fd, HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * min(stream_count, 1 << 16), begin)
+        try:
+            yield Found(begin, decode_header(raw), header_checksum(raw))
+        except CorruptSegment:
+            continue

@@ -1,0 +1,231 @@
+"""The bulk channel: where it listens, who may connect, and the end of it.
+
+Owned by the event loop; each connection runs in a thread of a bounded pool. Worst case: as many
+connections as there may be; more are closed at once, and their clients use the streams of gRPC.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctxcache.cache import Cache
+from ctxcache.clock import Clock
+from ctxcache.errors import AddressUnusable
+from ctxcache.framed_socket import PIECE_TIMEOUT_S, FramedSocket
+from ctxcache.service import convert
+from ctxcache.service.bulk_connection import BulkConnection
+from ctxcache.service.bulk_transfers import Transfers
+from ctxcache.service.edge import Admission, Context
+from ctxcache.service.tenant import tenant_of
+from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
+from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 64
+ACCEPT_PAUSE_S = 1.0
+"""After a connection that could not be taken: whatever was lacking is still, and it is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BulkPlaces:
+    """Where to listen: a host and a port (0 takes a free one), a Unix socket's path, or neither."""
+
+    host: str | None = None
+    port: int = 0
+    unix_path: str = ""
+
+
+class BulkChannel:
+    """Listens and serves. Use `open`, then `drain`."""
+
+    def __init__(
+        self, cache: Cache, calls: Admission, *, connection_limit: int, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.tickets = Tickets(cache.state.clock)
+        self.tcp_port = 0
+        self.unix_path = ""
+        self.addresses: tuple[str, ...] = ()
+        self._transfers = Transfers(cache, calls, self.tickets)
+        self._limit = connection_limit
+        self._tls = tls
+        self._threads = ThreadPoolExecutor(connection_limit, "bulk")
+        self._listening: list[socket.socket] = []
+        self._running: dict[asyncio.Future[None], _Accepted] = {}
+
+    @property
+    def connection_count(self) -> int:
+        """Connections open now."""
+        return len(self._running)
+
+    def open(self, places: BulkPlaces) -> None:
+        """Listen. Raises AddressUnusable; nothing listens then."""
+        try:
+            if places.host is not None:
+                listening = self._listen_tcp(places.host, places.port)
+                self.tcp_port = listening.getsockname()[1]
+                self.addresses += (f"{places.host}:{self.tcp_port}",)
+            if places.unix_path:
+                self._listen_unix(places.unix_path)
+                self.unix_path = places.unix_path
+                self.addresses += (f"unix:{places.unix_path}",)
+        except BaseException:
+            self.close()
+            raise
+        for listening in self._listening:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more, let requests under way finish until the time is over, end every connection."""
+        self.close()
+        for accepted in self._running.values():
+            accepted.drain()
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
+        for accepted in self._running.values():
+            accepted.framed_shut()
+        if self._running:
+            await asyncio.wait(self._running)
+        self._threads.shutdown()
+
+    def close(self) -> None:
+        """Listen no more."""
+        for listening in self._listening:
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        if self.unix_path and self._listening:
+            with contextlib.suppress(OSError):
+                Path(self.unix_path).unlink()
+        self._listening.clear()
+
+    def _listen_tcp(self, host: str, port: int) -> socket.socket:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listening = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise _unusable(f"{host}:{port}", error) from error
+        self._listening.append(listening)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return _bound(listening, address, f"{host}:{port}")
+
+    def _listen_unix(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                Path(path).unlink()
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.append(listening)
+        _bound(listening, path, f"unix:{path}")
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connected, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            # It has gone again.
+            return
+        except OSError as error:
+            log.warning("bulk_accept_failed error=%s", error)
+            loop.remove_reader(listening)
+            loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
+            return
+        if len(self._running) >= self._limit:
+            connected.close()
+            return
+        accepted = _Accepted(connected, self._tls, self._transfers, loop)
+        running = loop.run_in_executor(self._threads, accepted.serve)
+        self._running[running] = accepted
+        running.add_done_callback(self._running.pop)
+
+
+class _Accepted:
+    """A connection from its first byte on: TLS, where there is any, is its thread's to agree on."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        tls: ssl.SSLContext | None,
+        transfers: Transfers,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._connected, self._tls, self._transfers, self._loop = connected, tls, transfers, loop
+        self._connection: BulkConnection | None = None
+        self._is_draining = False
+
+    def serve(self) -> None:
+        """Run to the end; raises nothing."""
+        try:
+            if self._tls is not None and self._connected.family != socket.AF_UNIX:
+                self._connected.settimeout(PIECE_TIMEOUT_S)
+                self._connected = self._tls.wrap_socket(self._connected, server_side=True)
+            framed = FramedSocket(self._connected)
+        except OSError as error:
+            log.info("bulk_connection_ended problem=%s", error)
+            self._connected.close()
+            return
+        self._connection = BulkConnection(framed, self._transfers, self._loop)
+        self._connection.is_draining = self._is_draining
+        self._connection.serve()
+
+    def drain(self) -> None:
+        """Let it end after the request that it answers; at once when it answers none."""
+        self._is_draining = True
+        if self._connection is not None:
+            self._connection.is_draining = True
+        if self._connection is None or not self._connection.is_busy:
+            self.framed_shut()
+
+    def framed_shut(self) -> None:
+        """End it now."""
+        with contextlib.suppress(OSError):
+            # Past the TLS layer, which may be in use by the thread.
+            socket.socket.shutdown(self._connected, socket.SHUT_RDWR)
+
+
+class BulkService(bulk_pb2_grpc.BulkServiceServicer):
+    """See proto/ctxcache/v1/bulk.proto."""
+
+    def __init__(self, channel: BulkChannel, clock: Clock) -> None:
+        self._channel = channel
+        self._clock = clock
+
+    async def OpenBulk(  # noqa: N802
+        self,
+        request: bulk_pb2.OpenBulkRequest,  # noqa: ARG002
+        context: Context,
+    ) -> bulk_pb2.BulkTicket:
+        """See the proto."""
+        if not self._channel.addresses:
+            return bulk_pb2.BulkTicket()
+        return bulk_pb2.BulkTicket(
+            ticket=self._channel.tickets.issue(tenant_of(context)),
+            tcp_port=self._channel.tcp_port,
+            unix_path=self._channel.unix_path,
+            expire_time=convert.timestamp(self._clock.now_ns() + TICKET_LIFETIME_NS),
+        )
+
+
+def _bound(listening: socket.socket, address: object, name: str) -> socket.socket:
+    try:
+        listening.bind(address)  # type: ignore[arg-type]  # as getaddrinfo says, or a path
+        listening.listen(BACKLOG)
+    except OSError as error:
+        raise _unusable(name, error) from error
+    listening.setblocking(False)  # noqa: FBT003  # positional alone
+    return listening
+
+
+def _unusable(address: str, error: OSError) -> AddressUnusable:
+    return AddressUnusable(address=address, problem=error.strerror or str(error))

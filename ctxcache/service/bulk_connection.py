@@ -1,0 +1,278 @@
+"""One connection of the bulk channel, in a thread of its own: frames in, frames out, rows in place.
+
+Touches only what the event loop has lent it. Every wait has a deadline. Worst case: the peer stalls
+or speaks no frames; the connection ends, and with it all that it held.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from ctxcache.cache.writing import Room
+from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument
+from ctxcache.format.identity import chunk_seed, wire_checksum
+from ctxcache.format.streams import Stream
+from ctxcache.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
+from ctxcache.service import convert, validate
+from ctxcache.service.appending import CHUNK_BYTES_LIMIT
+from ctxcache.service.bulk_transfers import AppendTransfer, ReadTransfer, Transfers
+from ctxcache.service.streams import MESSAGE_BYTES
+from ctxcache.status import to_status
+from ctxcache.v1 import bulk_pb2, session_pb2
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 120
+"""How long a connection may wait for its next request."""
+SILENCE_TIMEOUT_S = 300.0
+"""How long a writer may be silent between two frames: as long as a reservation lasts."""
+RENEW_INTERVAL_S = 60.0
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+
+class BulkConnection:
+    """Serves requests one after the other until the peer ends."""
+
+    def __init__(self, framed: FramedSocket, transfers: Transfers, loop: asyncio.AbstractEventLoop) -> None:
+        self._framed, self._transfers, self._loop = framed, transfers, loop
+        self.is_draining = False
+        self.is_busy = False
+        self._is_unfinished = False
+
+    def serve(self) -> None:
+        """Run to the end; raises nothing."""
+        try:
+            tenant = self._greet()
+            while tenant is not None and (frame := self._next_request()) is not None:
+                self._answer(frame, tenant)
+        except FrameError as error:
+            log.info("bulk_connection_ended problem=%s", error)
+        except Exception:  # the edge: nothing may end a thread in silence
+            log.exception("bulk_connection_broken")
+        finally:
+            self._framed.close()
+
+    def _greet(self) -> str | None:
+        if not self._framed.wait(HELLO_TIMEOUT_S) or (frame := self._framed.receive()) is None:
+            return None
+        try:
+            tenant = self._check_hello(frame)
+        except CacheError as error:
+            self._refuse(error)
+            return None
+        welcome = bulk_pb2.BulkWelcome(version=VERSION)
+        welcome.idle_timeout.FromSeconds(IDLE_TIMEOUT_S)
+        self._framed.send(Kind.WELCOME, welcome.SerializeToString())
+        return tenant
+
+    def _check_hello(self, frame: Frame) -> str:
+        if frame.kind is not Kind.HELLO:
+            raise InvalidArgument(field="hello", problem="the first frame must be HELLO")
+        hello = _parse(bulk_pb2.BulkHello, frame)
+        tenant = self._await(self._transfers.tenant_of(hello.ticket))
+        if hello.version != VERSION:
+            raise InvalidArgument(field="version", problem=f"{hello.version} is not {VERSION}")
+        return tenant
+
+    def _next_request(self) -> Frame | None:
+        self.is_busy = False
+        if self.is_draining or not self._framed.wait(IDLE_TIMEOUT_S):
+            return None
+        self.is_busy = True
+        return self._framed.receive()
+
+    def _answer(self, frame: Frame, tenant: str) -> None:
+        self._is_unfinished = frame.kind is Kind.APPEND
+        try:
+            self._carry_out(frame, tenant)
+        except CacheError as error:
+            self._refuse(error)
+            self._skip()
+        except FrameError:
+            raise
+        except Exception:
+            self._refuse(CacheError())
+            raise
+
+    def _carry_out(self, frame: Frame, tenant: str) -> None:
+        if frame.kind is Kind.READ:
+            self._read(_parse(session_pb2.ReadSessionRequest, frame), tenant)
+        elif frame.kind is Kind.APPEND:
+            self._append(_parse(session_pb2.AppendHeader, frame), tenant)
+        else:
+            raise InvalidArgument(field="frame", problem=f"{frame.kind.name} is no request")
+
+    def _refuse(self, error: CacheError) -> None:
+        self._framed.send(Kind.ERROR, to_status(error).SerializeToString())
+
+    def _skip(self) -> None:
+        """After an append failed: pass over what the peer had on its way, up to FINISH."""
+        deadline = time.monotonic() + SILENCE_TIMEOUT_S
+        while self._is_unfinished:
+            if time.monotonic() > deadline:
+                raise FrameError("an append that failed is not finished")
+            self._next_part()
+
+    # -- reads ---------------------------------------------------------------------------------------
+
+    def _read(self, request: session_pb2.ReadSessionRequest, tenant: str) -> None:
+        transfer = self._await(self._transfers.read(request, tenant))
+        with self._closing(transfer.close):
+            self._framed.send(Kind.READ_HEADER, transfer.header.SerializeToString())
+            renewed = time.monotonic()
+            for stream in transfer.streams:
+                for message in _messages(self._parts(transfer, stream)):
+                    data = [part.data for part in message.parts]
+                    self._framed.send(Kind.CHUNK, message.encode(stream), data)
+                    if time.monotonic() - renewed > RENEW_INTERVAL_S:
+                        self._await(transfer.renew())
+                        renewed = time.monotonic()
+        self._framed.send(Kind.END)
+
+    def _parts(self, transfer: ReadTransfer, stream: Stream) -> Iterator["_Part"]:
+        for lent in transfer.pieces:
+            piece, layout = lent.piece, lent.piece.segment.layout
+            if lent.view is None:
+                data = self._await(transfer.read_past(lent, stream))
+            else:
+                data = lent.view[layout.rows(stream, piece.row_begin, piece.row_end)]
+            index = layout.index[stream]
+            known = (chunk_seed(lent.seed, stream), lent.checksums[index]) if lent.checksums else None
+            part = _Part(piece.token_begin, data, known, is_passing=lent.view is None)
+            yield from part.cut(layout.row_bytes(stream))
+
+    # -- appends -------------------------------------------------------------------------------------
+
+    def _append(self, header: session_pb2.AppendHeader, tenant: str) -> None:
+        transfer = self._await(self._transfers.append(header, tenant))
+        with self._closing(transfer.close):
+            room: Room | None = None
+            renewed = time.monotonic()
+            while (frame := self._next_part()).kind is not Kind.FINISH:
+                if time.monotonic() - renewed > RENEW_INTERVAL_S:
+                    room, renewed = None, time.monotonic()
+                if frame.kind is Kind.CHUNK:
+                    room = self._receive(transfer, room, frame)
+                elif frame.kind is Kind.COMMIT:
+                    room = None
+                    self._await(transfer.commit(_parse(session_pb2.AppendCommit, frame)))
+                else:
+                    raise InvalidArgument(field="frame", problem=f"{frame.kind.name} is not expected here")
+            answer = self._await(transfer.finish())
+        self._framed.send(Kind.APPENDED, answer.SerializeToString())
+
+    def _next_part(self) -> Frame:
+        if not self._framed.wait(SILENCE_TIMEOUT_S):
+            raise FrameError("the writer is silent")
+        frame = self._framed.receive()
+        if frame is None:
+            raise FrameError("the connection ended before the append did")
+        self._is_unfinished = frame.kind is not Kind.FINISH
+        return frame
+
+    def _receive(self, transfer: AppendTransfer, room: Room | None, frame: Frame) -> Room:
+        chunk = _parse(bulk_pb2.BulkChunk, frame)
+        stream = validate.stream(chunk.stream, "chunk.stream")
+        end = transfer.append.check(stream, chunk.token_begin, frame.data_bytes)
+        parts = _parts_of(chunk, frame.data_bytes)
+        places = room.places(stream, chunk.token_begin, end) if room else None
+        if room is None or places is None:
+            room = self._await(transfer.room(end))
+            places = room.places(stream, chunk.token_begin, end)
+        if not self._framed.receive_into(places or (), parts):
+            raise ChecksumMismatch(field="chunk.data")
+        transfer.append.received[stream] = end
+        return room
+
+    # -- the event loop ------------------------------------------------------------------------------
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    @contextlib.contextmanager
+    def _closing(self, close: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._await(close())
+
+
+class _Message(NamedTuple):
+    """Parts of one stream that travel as one frame."""
+
+    token_begin: int
+    parts: list["_Part"]
+
+    def encode(self, stream: Stream) -> bytes:
+        """The frame's message. Parts that have no checksum yet get one here."""
+        checks = [part.known or (0, wire_checksum(part.data)) for part in self.parts]
+        return bulk_pb2.BulkChunk(
+            stream=convert.stream_name(stream),
+            token_begin=self.token_begin,
+            part_sizes=[len(part.data) for part in self.parts],
+            seeds=[seed for seed, _ in checks],
+            checksums=[checksum for _, checksum in checks],
+        ).SerializeToString()
+
+
+class _Part(NamedTuple):
+    """Rows as they lie. `known`: seed and checksum; `is_passing`: valid until the next ones are made."""
+
+    token_begin: int
+    data: memoryview
+    known: tuple[int, int] | None
+    is_passing: bool
+
+    def cut(self, row_bytes: int) -> Iterator["_Part"]:
+        """This, or what it is cut into where one frame cannot carry it."""
+        if len(self.data) <= CHUNK_BYTES_LIMIT and (self.known or len(self.data) <= MESSAGE_BYTES):
+            yield self
+            return
+        row_count = max(MESSAGE_BYTES // row_bytes, 1)
+        for row in range(0, len(self.data) // row_bytes, row_count):
+            data = self.data[row * row_bytes : (row + row_count) * row_bytes]
+            yield _Part(self.token_begin + row, data, None, self.is_passing)
+
+
+def _messages(parts: Iterator[_Part]) -> Iterator[_Message]:
+    """Parts put together into frames of about 1 MiB."""
+    gathered: list[_Part] = []
+    size_bytes = 0
+    for part in parts:
+        if gathered and (size_bytes + len(part.data) > MESSAGE_BYTES or len(gathered) == PARTS_LIMIT):
+            yield _Message(gathered[0].token_begin, gathered)
+            gathered, size_bytes = [], 0
+        if part.is_passing:
+            if gathered:
+                yield _Message(gathered[0].token_begin, gathered)
+            gathered, size_bytes = [], 0
+            yield _Message(part.token_begin, [part])
+            continue
+        gathered.append(part)
+        size_bytes += len(part.data)
+    if gathered:
+        yield _Message(gathered[0].token_begin, gathered)
+
+
+def _parts_of(chunk: bulk_pb2.BulkChunk, data_bytes: int) -> list[Part]:
+    sizes = chunk.part_sizes
+    validate.within(len(sizes), 1, PARTS_LIMIT, "chunk.part_sizes")
+    if not len(sizes) == len(chunk.seeds) == len(chunk.checksums):
+        raise InvalidArgument(field="chunk.part_sizes", problem="every part has a seed and a checksum")
+    if min(sizes) < 1 or sum(sizes) != data_bytes:
+        raise InvalidArgument(field="chunk.part_sizes", problem=f"are not together {data_bytes} bytes")
+    return [Part(*part) for part in zip(sizes, chunk.seeds, chunk.checksums, strict=True)]
+
+
+def _parse(message_class: type[M], frame: Frame) -> M:
+    try:
+        return message_class.FromString(frame.message)
+    except DecodeError as error:
+        raise InvalidArgument(field="request", problem="is not a message of this frame") from error

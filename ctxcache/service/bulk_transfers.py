@@ -1,0 +1,117 @@
+"""What a connection of the bulk channel has done for it on the event loop, which owns the cache.
+
+Everything here is a coroutine that the connection's thread waits for; between two of them the thread
+touches only what was lent to it. Worst case: a connection that breaks ends what it held, here.
+"""
+
+from contextlib import AsyncExitStack, ExitStack
+
+from ctxcache.cache import Cache
+from ctxcache.cache.reading import Bounce, Lease, Lent, Reading
+from ctxcache.cache.writing import Room
+from ctxcache.format.streams import Stream
+from ctxcache.service import convert
+from ctxcache.service.appending import Append, begin_append
+from ctxcache.service.edge import Admission
+from ctxcache.service.streams import read_header, read_request
+from ctxcache.service.tickets import Tickets
+from ctxcache.v1 import session_pb2
+
+
+class ReadTransfer:
+    """A read under way: its lease, and pieces lent until `close`."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._held = AsyncExitStack()
+        self._bounce = Bounce()
+        self._lease: Lease
+        self.header: session_pb2.ReadHeader
+        self.streams: tuple[Stream, ...]
+        self.pieces: tuple[Lent, ...]
+
+    async def open(self, request: session_pb2.ReadSessionRequest, tenant: str, calls: Admission) -> None:
+        """Hold what is asked for. Raises what ReadSession raises."""
+        async with AsyncExitStack() as held:
+            held.enter_context(calls.enter())
+            asked, streams = read_request(request, tenant)
+            lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
+            self._lease, self.streams = lease, tuple(chosen)
+            self.pieces = held.enter_context(self._reading.lend(lease))
+            self.header = read_header(lease, chosen)
+            self._held = held.pop_all()
+
+    async def read_past(self, lent: Lent, stream: Stream) -> memoryview:
+        """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Reading.read_past`."""
+        return await self._reading.read_past(self._lease, lent.piece, stream, self._bounce)
+
+    async def renew(self) -> None:
+        """Let it live on. Raises DeadlineExceeded."""
+        self._reading.renew(self._lease)
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        await self._held.aclose()
+
+
+class AppendTransfer:
+    """An append under way: its reservation, and the room lent of it until the next commit."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._writing = cache.writing
+        self._held = ExitStack()
+        self._lent = ExitStack()
+        self.append: Append
+
+    async def open(self, header: session_pb2.AppendHeader, tenant: str, calls: Admission) -> None:
+        """Begin. Raises what AppendSession raises for its header."""
+        with ExitStack() as held:
+            held.enter_context(calls.enter())
+            self.append = await begin_append(self._writing, header, tenant)
+            held.callback(self.append.release)
+            self._held = held.pop_all()
+
+    async def room(self, token_end: int) -> Room:
+        """Room up to that token at least; what was lent before is not any more. Raises as `Append.make_room`."""
+        self._lent.close()
+        await self.append.make_room(token_end)
+        return self._lent.enter_context(self._writing.lend(self.append.reservation))
+
+    async def commit(self, request: session_pb2.AppendCommit) -> None:
+        """See Append.commit. Takes the room back."""
+        self._lent.close()
+        await self.append.commit(request)
+
+    async def close(self) -> None:
+        """Give back what was not committed."""
+        self._lent.close()
+        self._held.close()
+
+    async def finish(self) -> session_pb2.AppendSessionResponse:
+        """Close, and answer. Raises IncompleteAppend."""
+        await self.close()
+        self.append.check_finished()
+        return session_pb2.AppendSessionResponse(session=convert.session_message(self.append.view))
+
+
+class Transfers:
+    """Begins transfers. Owned by the event loop."""
+
+    def __init__(self, cache: Cache, calls: Admission, tickets: Tickets) -> None:
+        self._cache, self._calls, self._tickets = cache, calls, tickets
+
+    async def tenant_of(self, ticket: bytes) -> str:
+        """Whose ticket it is; it is used up. Raises Unauthenticated."""
+        return self._tickets.use(ticket)
+
+    async def read(self, request: session_pb2.ReadSessionRequest, tenant: str) -> ReadTransfer:
+        """Begin a read. Raises what ReadSession raises."""
+        transfer = ReadTransfer(self._cache.reading)
+        await transfer.open(request, tenant, self._calls)
+        return transfer
+
+    async def append(self, header: session_pb2.AppendHeader, tenant: str) -> AppendTransfer:
+        """Begin an append. Raises what AppendSession raises for its header."""
+        transfer = AppendTransfer(self._cache)
+        await transfer.open(header, tenant, self._calls)
+        return transfer

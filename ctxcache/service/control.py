@@ -1,0 +1,307 @@
+"""The control socket: local clients' operations without gRPC, one connection each.
+
+The same messages, limits, errors and ends as ArenaService.Access; docs/clients.md has the framing.
+What is answered without waiting is answered within the read that brought it. Worst case: a client
+that sends without reading is not read any more until its answers have gone.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from ctxcache.cache import Cache
+from ctxcache.errors import AddressUnusable, CacheError, InvalidArgument, Unauthenticated
+from ctxcache.frames import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.service.eager import Suspended, begin
+from ctxcache.service.edge import Admission, known_error
+from ctxcache.service.holder import Holder
+from ctxcache.service.tenant import DEFAULT_TENANT
+from ctxcache.status import to_status
+from ctxcache.v1 import arena_pb2
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+UNSENT_LIMIT_BYTES = 1 << 18
+"""Answers that a client leaves unread beyond this stop its operations; one batch's may come on top."""
+UNREAD_LIMIT_BYTES = MESSAGE_LIMIT_BYTES + (1 << 16)
+"""Requests waiting behind a batch beyond this stay in the socket: room for one of the largest."""
+M = TypeVar("M", bound=Message)
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+class ControlSocket:
+    """Listens for local clients. Owned by the event loop."""
+
+    def __init__(self, cache: Cache, arena: arena_pb2.Arena, arena_fd: int, admission: Admission) -> None:
+        self.cache = cache
+        self.admission = admission
+        self.arena_fd = arena_fd
+        self.welcome = arena_pb2.ControlWelcome(
+            protocol_version=PROTOCOL_VERSION, arena=arena, message_limit_bytes=MESSAGE_LIMIT_BYTES
+        )
+        self.connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._path = ""
+        self._drain: asyncio.Task[None] | None = None
+
+    async def start(self, path: str) -> None:
+        """Listen at `path`, for this user alone; a socket that nobody listens to is replaced. Raises AddressUnusable."""
+        try:
+            listener = _bind(path)
+        except OSError as error:
+            raise AddressUnusable(address=f"unix:{path}", problem=error.strerror or str(error)) from error
+        self._path = path
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Connection(self), sock=listener)
+        self._drain = loop.create_task(self._end_idle())
+
+    async def stop(self, timeout_s: float) -> None:
+        """Take no more, let connections that hold something end, cut off those that have not by the deadline."""
+        if self._server is None or self._drain is None:
+            return
+        self._server.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)  # noqa: PTH108  # pathlib is taken for blocking
+        left = {connection.ended for connection in self.connections}
+        if left:
+            await asyncio.wait(left, timeout=timeout_s)
+        for connection in list(self.connections):
+            connection.cut_off()
+        if left:
+            await asyncio.wait(left)
+        self._drain.cancel()
+
+    async def _end_idle(self) -> None:
+        await self.admission.drained()
+        for connection in list(self.connections):
+            connection.drain()
+
+
+class _Connection(asyncio.Protocol):
+    """One client. Frames are dealt with in order, one at a time."""
+
+    def __init__(self, control: ControlSocket) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection is gone and nothing is held for it any more."""
+        self._control = control
+        self._holder = Holder(control.cache, DEFAULT_TENANT)
+        self._frames = FrameReader()
+        self._admitted = ExitStack()
+        self._transport: asyncio.Transport | None = None
+        self._batch: asyncio.Task[None] | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._is_greeted = self._is_draining = self._is_over = self._is_stalled = False
+
+    # -- the loop's calls ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101  # a socket's is one
+        self._transport = transport
+        transport.set_write_buffer_limits(high=UNSENT_LIMIT_BYTES)
+        self._control.connections.add(self)
+        try:
+            _check_peer(transport)
+            self._admitted.enter_context(self._control.admission.enter())
+        except CacheError as error:
+            self._end(error)
+        else:
+            loop = asyncio.get_running_loop()
+            self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self._end, _bad("hello", "is missing"))
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._frames.feed(data)
+        self._go_on()
+
+    def eof_received(self) -> bool:
+        """See asyncio.Protocol. An end without an END is a client that died: whatever it asked for is cancelled."""
+        return self._frames.is_last(Kind.END)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._is_stalled = True
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._is_stalled = False
+        self._go_on()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        del error
+        self._is_over = True
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if self._batch is None:
+            self._let_go()
+        else:
+            # Not at once: a task that is cancelled before its first step takes no step at all.
+            asyncio.get_running_loop().call_soon(self._batch.cancel)
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """End it as soon as it holds nothing."""
+        self._is_draining = True
+        self._go_on()
+
+    def cut_off(self) -> None:
+        """End it now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self, error: CacheError | None) -> None:
+        """Say why, and close; without an error the client has finished in order."""
+        if self._is_over or self._transport is None:
+            return
+        self._is_over = True
+        self._holder.end(is_abandoned=error is not None)
+        status = b"" if error is None else to_status(error).SerializeToString()
+        self._transport.write(encode_frame(Kind.END, status))
+        self._transport.close()
+
+    def _let_go(self) -> None:
+        self._holder.end(is_abandoned=True)
+        self._admitted.close()
+        self._control.connections.discard(self)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    # -- frames --------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Deal with what has come, up to where something must be waited for."""
+        try:
+            while self._is_ready() and (frame := self._frames.next()) is not None:
+                self._take(frame)
+            if self._is_draining and self._is_ready():
+                self._holder.check_empty()
+        except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
+            self._end(known_error(error))
+        self._throttle()
+
+    def _is_ready(self) -> bool:
+        return not (self._is_over or self._is_stalled or self._batch is not None)
+
+    def _throttle(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if self._is_stalled or self._frames.held_bytes > UNREAD_LIMIT_BYTES:
+            transport.pause_reading()
+        else:
+            transport.resume_reading()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.ACCESS and self._is_greeted:
+            self._carry_out(_read(arena_pb2.AccessRequest.FromString, frame.message))
+        elif frame.kind == Kind.HELLO and not self._is_greeted:
+            self._greet(_read(arena_pb2.ControlHello.FromString, frame.message))
+        elif frame.kind == Kind.END and self._is_greeted:
+            self._end(None)
+        else:
+            raise _bad("frame", f"of kind {frame.kind} cannot come here")
+
+    def _greet(self, hello: arena_pb2.ControlHello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise _bad("protocol_version", f"{hello.protocol_version} is not {PROTOCOL_VERSION}")
+        self._is_greeted = True
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        assert self._transport is not None  # noqa: S101  # frames come after it was made
+        # By itself and first: a descriptor comes with the byte that it was sent with.
+        with self._transport.get_extra_info("socket").dup() as raw:
+            message = encode_frame(Kind.HELLO, self._control.welcome.SerializeToString())
+            socket.send_fds(raw, [message], [self._control.arena_fd])
+
+    def _carry_out(self, request: arena_pb2.AccessRequest) -> None:
+        begun = begin(self._holder.carry_out(request))
+        if isinstance(begun, Suspended):
+            self._batch = asyncio.get_running_loop().create_task(self._finish(begun))
+        else:
+            self._answer(begun)
+
+    async def _finish(self, begun: Suspended[arena_pb2.AccessResponse]) -> None:
+        try:
+            response = await begun
+        except asyncio.CancelledError:
+            self._batch = None
+            self._let_go()
+            raise
+        except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
+            self._batch = None
+            known = known_error(error)
+            if self._is_over:
+                self._let_go()
+            self._end(known)
+            return
+        self._batch = None
+        if self._is_over:
+            # Gone while the last step was done: nobody is there to take what was acquired.
+            self._let_go()
+            return
+        self._answer(response)
+        self._go_on()
+
+    def _answer(self, response: arena_pb2.AccessResponse) -> None:
+        assert self._transport is not None  # noqa: S101  # frames come after it was made
+        self._transport.write(encode_frame(Kind.ACCESS, response.SerializeToString()))
+
+
+def _read(parse: Callable[[bytes], M], message: bytes) -> M:
+    try:
+        return parse(message)
+    except DecodeError as error:
+        raise _bad("request", "is not a message of this rpc") from error
+
+
+def _bad(field: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(field=field, problem=problem)
+
+
+def _check_peer(transport: asyncio.Transport) -> None:
+    raw = transport.get_extra_info("socket")
+    _, uid, _ = _PEER_CREDENTIALS.unpack(
+        raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    )
+    if uid not in (0, os.geteuid()):
+        raise Unauthenticated(f"user {uid} may not use the arena of user {os.geteuid()}", uid=uid)
+
+
+def _bind(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        listener.bind(path)
+        # Nobody can connect before it listens.
+        Path(path).chmod(0o600)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            # A socket that nobody listens to; anything else that has the name stays, and is in the way.
+            if Path(path).is_socket():
+                Path(path).unlink()
+        except FileNotFoundError:
+            return
+        else:
+            raise OSError(errno.EADDRINUSE, "another process listens there")

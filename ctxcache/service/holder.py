@@ -1,0 +1,212 @@
+"""What one local client holds: its leases and reservations, and the operations on them.
+
+Knows no transport: the stream of ArenaService and the control socket both end in one of these. What
+it does not own does not exist for it. Owned by the event loop.
+"""
+
+import asyncio
+import itertools
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ctxcache.cache import Cache
+from ctxcache.cache.asked import Request
+from ctxcache.cache.writing import Reservation
+from ctxcache.errors import CacheError, Draining, InvalidArgument, LeaseNotFound, ReservationNotFound
+from ctxcache.service import convert, validate
+from ctxcache.status import code_of, message_of, wire_facts
+from ctxcache.v1 import arena_pb2
+
+OPERATIONS_LIMIT = 1024
+RESERVE_LIMIT = 1 << 20
+COMMITS_LIMIT = 1 << 16
+_CLIENTS = itertools.count(1)
+
+
+class Holder:
+    """One client's leases and reservations. `end` it when the client is gone."""
+
+    def __init__(self, cache: Cache, tenant: str) -> None:
+        self._cache = cache
+        self._tenant = tenant
+        self._client = next(_CLIENTS)
+        self._leases: set[int] = set()
+        self._reservations: set[int] = set()
+
+    async def carry_out(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
+        """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch."""
+        validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
+        response = arena_pb2.AccessResponse(request_id=request.request_id)
+        for operation in request.operations:
+            result = response.results.add()
+            try:
+                await self._do(operation, result)
+            except CacheError as error:
+                result.Clear()
+                _fill_error(result.error, error)
+        return response
+
+    def check_empty(self) -> None:
+        """Raise Draining unless something is still held."""
+        self._prune()
+        if not self._leases and not self._reservations:
+            raise Draining
+
+    def end(self, *, is_abandoned: bool) -> None:
+        """End everything that is still held. `is_abandoned`: nobody can say that the client has stopped writing."""
+        for lease_id in self._leases:
+            with suppress(LeaseNotFound):
+                self._cache.reading.release(lease_id)
+        for reservation_id in self._reservations:
+            with suppress(ReservationNotFound):
+                reservation = self._cache.writing.get(reservation_id)
+                self._cache.writing.release(reservation, is_abandoned=is_abandoned)
+        self._leases.clear()
+        self._reservations.clear()
+
+    async def _do(self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult) -> None:
+        match operation.WhichOneof("operation"):
+            case "acquire_lease":
+                await self._acquire(operation.acquire_lease, result.lease)
+            case "release_lease":
+                self._release_lease(operation.release_lease.lease_id)
+                result.released.SetInParent()
+            case "reserve":
+                await self._reserve(operation.reserve, result.reservation)
+            case "commit":
+                await self._commit(operation.commit, result)
+            case "release_reservation":
+                self._release_reservation(operation.release_reservation.reservation_id)
+                result.released.SetInParent()
+            case "mark_written":
+                mark = operation.mark_written
+                self._cache.writing.mark_written(self._own(mark.reservation_id), mark.token_count)
+                result.marked.SetInParent()
+            case "commit_many":
+                await self._commit_many(operation.commit_many, result.committed_many)
+            case _:
+                raise InvalidArgument(field="operation", problem="is required")
+
+    def _prune(self) -> None:
+        """Forget what ended by itself."""
+        self._leases = {i for i in self._leases if self._cache.reading.is_held(i)}
+        self._reservations = {i for i in self._reservations if self._cache.writing.is_open(i)}
+
+    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
+        has_range = request.HasField("range")
+        lease = await self._cache.reading.acquire(
+            Request(
+                self._tenant,
+                validate.session_id(request.session, "session"),
+                validate.fingerprint(request.model_fingerprint),
+                request.if_generation_match if request.HasField("if_generation_match") else None,
+                request.range.begin if has_range else 0,
+                request.range.end if has_range else None,
+                self._client,
+            )
+        )
+        self._leases.add(lease.lease_id)
+        if len(self._leases) > self._cache.reading.lease_count:
+            self._prune()
+        convert.fill_lease(message, lease, self._wall_time(lease.deadline_ns), is_brief=request.is_brief)
+
+    def _release_lease(self, lease_id: int) -> None:
+        if lease_id not in self._leases:
+            raise LeaseNotFound(lease_id=lease_id)
+        self._leases.discard(lease_id)
+        self._cache.reading.release(lease_id)
+
+    async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
+        reservation = await self._cache.writing.reserve(
+            self._tenant,
+            validate.session_id(request.session, "session"),
+            fingerprint=validate.fingerprint(request.model_fingerprint),
+            write_offset=request.write_offset,
+            generation=request.if_generation_match if request.HasField("if_generation_match") else None,
+            token_count=validate.within(request.token_count, 1, RESERVE_LIMIT, "token_count"),
+            client=self._client,
+        )
+        self._reservations.add(reservation.reservation_id)
+        if len(self._reservations) > self._cache.writing.reservation_count:
+            self._prune()
+        expire_time_ns = self._wall_time(reservation.deadline_ns)
+        convert.fill_reservation(message, reservation, expire_time_ns, is_brief=request.is_brief)
+
+    async def _commit(self, request: arena_pb2.CommitReservation, result: arena_pb2.OperationResult) -> None:
+        try:
+            view = await self._cache.writing.commit(
+                self._own(request.reservation_id),
+                request.token_count,
+                is_durable=validate.is_durable(request.durability),
+                keep_open=request.keep_open,
+            )
+        finally:
+            self._forget_if_ended(request.reservation_id)
+        result.committed.CopyFrom(convert.session_message(view))
+
+    async def _commit_many(
+        self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations
+    ) -> None:
+        count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
+        if len(request.token_counts) != count:
+            raise InvalidArgument(field="token_counts", problem=f"{count} expected")
+        is_durable = validate.is_durable(request.durability)
+        if len(set(request.reservation_ids)) != count:
+            raise InvalidArgument(field="reservation_ids", problem="names one twice")
+        pairs = zip(request.reservation_ids, request.token_counts, strict=True)
+        outcomes = [self._commit_one(i, n, keep_open=request.keep_open) for i, n in pairs]
+        if is_durable:
+            await asyncio.gather(*map(self._flush, outcomes))
+        message.generations.extend(one.generation for one in outcomes)
+        for index, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                _fill_error(message.failures.add(index=index).error, outcome.error)
+
+    def _commit_one(self, reservation_id: int, token_count: int, *, keep_open: bool) -> "_Outcome":
+        try:
+            reservation = self._own(reservation_id)
+            self._cache.writing.commit_in_memory(reservation, token_count, keep_open=keep_open)
+        except CacheError as error:
+            return _Outcome(error=error)
+        finally:
+            self._forget_if_ended(reservation_id)
+        return _Outcome(reservation, reservation.session.generation)
+
+    async def _flush(self, outcome: "_Outcome") -> None:
+        if outcome.reservation is not None:
+            try:
+                await self._cache.writing.flush(outcome.reservation)
+            except CacheError as error:
+                outcome.error = error
+
+    def _own(self, reservation_id: int) -> Reservation:
+        if reservation_id not in self._reservations:
+            raise ReservationNotFound(reservation_id=reservation_id)
+        return self._cache.writing.get(reservation_id)
+
+    def _forget_if_ended(self, reservation_id: int) -> None:
+        if not self._cache.writing.is_open(reservation_id):
+            self._reservations.discard(reservation_id)
+
+    def _release_reservation(self, reservation_id: int) -> None:
+        reservation = self._own(reservation_id)
+        self._cache.writing.release(reservation)
+        self._reservations.discard(reservation_id)
+
+    def _wall_time(self, deadline_ns: int) -> int:
+        clock = self._cache.state.clock
+        return clock.now_ns() + deadline_ns - clock.monotonic_ns()
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What came of one of several commits. `generation`: of its session afterwards, 0 when nothing became visible."""
+
+    reservation: Reservation | None = None
+    generation: int = 0
+    error: CacheError | None = None
+
+
+def _fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:
+    message.code, message.reason, message.message = code_of(error).value[0], error.reason, message_of(error)
+    message.metadata.update(wire_facts(error))

@@ -1,0 +1,42 @@
+"""Turns: one piece of bulk work per few turns of the event loop, so that small calls get in between.
+
+gRPC takes on one call of each method per few turns of the loop, and a call takes several: where
+every stream moved a message of 1 MiB in each of them, calls waited for seconds. Knows nothing of
+the work. Worst case of whoever waits: one piece of each of the others.
+"""
+
+import asyncio
+from collections import deque
+
+TURNS_BETWEEN = 4
+"""Turns of the loop that belong to others after each piece: what gRPC needs to take on a call."""
+
+
+class Turns:
+    """Whose turn it is, in the order of coming. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False
+
+    async def take(self) -> None:
+        """Wait until nobody else has had a turn for a few turns of the loop; what follows, up to the next await, is in it."""
+        if not self._is_taken:
+            self._is_taken = True
+            self._rest(TURNS_BETWEEN)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _rest(self, count: int) -> None:
+        asyncio.get_running_loop().call_soon(*((self._rest, count - 1) if count else (self._next,)))
+
+    def _next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._rest(TURNS_BETWEEN)
+                return
+        self._is_taken = False

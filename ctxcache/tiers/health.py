@@ -1,0 +1,82 @@
+"""Health: what a path's device has answered, and whether the path still takes writes.
+
+Knows no file and no slot. A device that refuses a write or a sync is not asked again: its path is
+fenced until a restart. What only lacks room or memory rests, and is tried again. Reads never end:
+the worst case is a path whose every read fails, each of them said so.
+"""
+
+import errno
+import logging
+import threading
+
+from ctxcache.clock import Clock
+from ctxcache.errors import TierFailure
+from ctxcache.tiers.base import Refusal
+
+log = logging.getLogger(__name__)
+
+REST_NS = 2 * 10**9
+"""How long a path that lacked room takes no writes."""
+READ_FAILURE_LIMIT = 3
+"""Reads failing one after the other, none that succeeds between, until the path takes no more writes."""
+_LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
+
+
+class PathHealth:
+    """Of one path. Told by the threads that do its I/O, asked by the event loop."""
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._fence = ""
+        self._lack = ""
+        self._rest_ends_ns = 0
+        self._read_failure_count = 0
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why it takes no writes now; None while it does."""
+        if self._fence:
+            return Refusal(self._fence, is_final=True)
+        if self._clock.monotonic_ns() < self._rest_ends_ns:
+            return Refusal(self._lack, is_final=False)
+        return None
+
+    def check(self) -> None:
+        """Raise TierFailure unless it takes writes."""
+        if refusal := self.refusal:
+            raise TierFailure(path=self._path, problem=str(refusal))
+
+    def check_fence(self) -> None:
+        """Raise TierFailure once it is fenced. What was written before a rest may be synced in it."""
+        if self._fence:
+            self.check()
+
+    def read_succeeded(self) -> None:
+        """A read was answered."""
+        self._read_failure_count = 0
+
+    def read_failed(self, problem: str) -> None:
+        """A read was not."""
+        with self._lock:
+            self._read_failure_count += 1
+            is_last = self._read_failure_count == READ_FAILURE_LIMIT
+        if is_last:
+            self.fence(f"{READ_FAILURE_LIMIT} reads failed in a row, the last: {problem}")
+
+    def write_failed(self, problem: str, number: int | None) -> None:
+        """A write was refused with that error number, if it has one."""
+        if number not in _LACKING:
+            self.fence(problem)
+            return
+        with self._lock:
+            self._lack, self._rest_ends_ns = problem, self._clock.monotonic_ns() + REST_NS
+        log.warning("path_rests path=%s problem=%s", self._path, problem)
+
+    def fence(self, problem: str) -> None:
+        """Take no more writes."""
+        with self._lock:
+            is_first, self._fence = not self._fence, self._fence or problem
+        if is_first:
+            log.error("path_fenced path=%s problem=%s", self._path, problem)

@@ -1,0 +1,166 @@
+"""Shared memory for an arena: a file on a tmpfs, or huge pages of the kernel's pool.
+
+Knows sizes and nothing of what lies inside. Worst case: there is no memory for all of it, which is
+found out here, never by a SIGBUS later: a file's pages are allocated, huge pages are reserved.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
+
+HugePages = Literal["auto", "on", "off"]
+HUGE_PAGE_BYTES = 2 << 20
+SMALL_PAGE_BYTES = 4096
+MEMFD_NAME = "ctxcache-arena"
+_POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_MFD_HUGE_2MB = 21 << 26
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedMemory:
+    """Memory that others map through `fd`, and by `path` unless that is empty. `reason`: why these pages."""
+
+    map: mmap.mmap
+    fd: int
+    path: str
+    page_bytes: int
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The path, or what /proc calls it."""
+        return self.path or f"memfd:{MEMFD_NAME}"
+
+    def close(self) -> None:
+        """Remove the name and the mapping; what others have mapped or still view lives on."""
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        os.close(self.fd)
+        if self.path:
+            # What cannot be removed now the next start removes.
+            with contextlib.suppress(OSError):
+                Path(self.path).unlink()
+
+
+def create_shared(path: str, size_bytes: int, huge_pages: HugePages) -> SharedMemory:
+    """Create memory of that size: a fresh file at `path`, or huge pages where `huge_pages` and the pool allow it.
+
+    Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
+    """
+    problem = "not asked for" if huge_pages == "off" else _pool_problem(size_bytes)
+    if huge_pages == "on" and size_bytes % HUGE_PAGE_BYTES:
+        raise InvalidConfiguration(source="arena_huge_pages", problem=problem)
+    if huge_pages != "off":
+        # What stands behind a stale name is memory too, and nobody's any more.
+        with contextlib.suppress(OSError):
+            _remove_stale(path)
+    if not problem and (memory := _create_huge(size_bytes)) is not None:
+        return memory
+    if huge_pages == "on":
+        raise CapacityExceeded(
+            tier="huge pages",
+            needed_bytes=size_bytes,
+            free_bytes=free_huge_bytes(),
+            limit_bytes=_pool_bytes(),
+        )
+    return _create_file(path, size_bytes, f"4 KiB pages: huge pages {problem or 'went while we asked'}")
+
+
+def free_huge_bytes() -> int:
+    """Bytes of 2 MiB pages in the kernel's pool that nobody uses or has reserved."""
+    return max(_pool("free_hugepages") - _pool("resv_hugepages"), 0) * HUGE_PAGE_BYTES
+
+
+def _pool_bytes() -> int:
+    return _pool("nr_hugepages") * HUGE_PAGE_BYTES
+
+
+def _pool(name: str) -> int:
+    try:
+        return int((_POOL / name).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _pool_problem(size_bytes: int) -> str:
+    """Say why the pool cannot give that much; empty when it can."""
+    if size_bytes % HUGE_PAGE_BYTES:
+        return f"need a size that is a multiple of 2 MiB, not {size_bytes} B"
+    free_bytes = free_huge_bytes()
+    if free_bytes < size_bytes:
+        return f"needed: {size_bytes // HUGE_PAGE_BYTES}, free: {free_bytes // HUGE_PAGE_BYTES}"
+    return ""
+
+
+def _create_huge(size_bytes: int) -> SharedMemory | None:
+    """Reserve huge pages; None when another process was faster."""
+    try:
+        fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB | _MFD_HUGE_2MB)
+    except OSError:
+        return None
+    try:
+        os.ftruncate(fd, size_bytes)
+        # Reserves every page: a touch cannot fail afterwards.
+        return SharedMemory(mmap.mmap(fd, size_bytes), fd, "", HUGE_PAGE_BYTES, "2 MiB pages")
+    except OSError:
+        os.close(fd)
+        return None
+
+
+def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
+    try:
+        _remove_stale(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, mode=0o600)
+    except OSError as error:
+        raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
+    try:
+        _claim(fd, path)
+        mapping = _allocate(fd, path, size_bytes)
+        # Not the claimed description: who is given this one must not keep our claim alive.
+        shared_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        return SharedMemory(mapping, shared_fd, path, SMALL_PAGE_BYTES, reason)
+    except BaseException:
+        Path(path).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _claim(fd: int, path: str) -> None:
+    """Say that the owner lives: the mapping keeps the file description, and so the lock, until it goes."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if not os.fstat(fd).st_nlink:
+        raise TierFailure(path=path, problem="another server took the new arena for a stale one; start again")
+
+
+def _remove_stale(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EEXIST, "something that is not a file has that name")
+        Path(path).unlink()
+
+
+def _allocate(fd: int, path: str, size_bytes: int) -> mmap.mmap:
+    space = os.fstatvfs(fd)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    except OSError as error:
+        if error.errno not in _NO_MEMORY:
+            raise TierFailure(path=path, problem=f"cannot allocate the arena: {error.strerror}") from error
+        raise CapacityExceeded(
+            tier=f"DRAM {path}",
+            needed_bytes=size_bytes,
+            free_bytes=space.f_bavail * space.f_frsize,
+            limit_bytes=space.f_blocks * space.f_frsize,
+        ) from error

@@ -1,0 +1,118 @@
+"""Scrubbing: everything bad is found in one pass, and its place is kept from use until it is tested."""
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+from cache_rig import LAYOUT, SEGMENT_TOKENS, DiskRig, Writer, expected
+
+from ctxcache.cache.scrubbing import Bad
+from ctxcache.core.segment import Segment
+from ctxcache.errors import TooManyRequests
+
+PLANTED = 100
+SEGMENTS = 120
+
+
+async def scrub(rig: DiskRig, *, bytes_per_second: int = 0) -> list[Bad]:
+    """One pass; returns what was bad."""
+    found: list[Bad] = []
+    async for report in rig.cache.scrubbing.run(bytes_per_second=bytes_per_second):
+        found += report.bad
+    return found
+
+
+def damage(rig: DiskRig, segment: Segment, at: int) -> None:
+    """Flip a bit of what SSD has."""
+    assert segment.ssd is not None
+    fd = os.open(rig.ssd.paths[segment.ssd.path_index], os.O_RDWR)
+    offset = segment.ssd.offset_bytes + at
+    os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 4]), offset)
+    os.close(fd)
+
+
+async def test_a_hundred_of_a_hundred_are_found_in_one_pass(tmp_path: Path) -> None:
+    """Headers and chunks of every layer; what is before the first bad segment of a session is still right."""
+    rig = DiskRig(tmp_path, ssd_segments=(64, 80))
+    await rig.open()
+    draw, written = random.Random(1), {}
+    for tag in range(12):
+        await rig.create(f"s{tag}")
+        written[f"s{tag}"] = Writer(tag).make(10 * SEGMENT_TOKENS)
+        for begin in range(0, 10 * SEGMENT_TOKENS, SEGMENT_TOKENS):
+            await rig.append(f"s{tag}", written[f"s{tag}"][begin : begin + SEGMENT_TOKENS])
+        await rig.demote(f"s{tag}")
+    segments = list(rig.cache.state.segments.values())
+    bad = draw.sample(segments, PLANTED)
+    for segment in bad:
+        stream = draw.randrange(len(LAYOUT.specs))
+        inside = draw.randrange(LAYOUT.specs[stream].row_bytes * SEGMENT_TOKENS)
+        damage(rig, segment, draw.choice((draw.randrange(256), LAYOUT.offsets[stream] + inside)))
+    found = await scrub(rig)
+    again = await scrub(rig)
+    for name, tokens in written.items():
+        count = rig.token_count(name)
+        assert await rig.read(name) == expected(tokens[:count])
+    await rig.check()
+    await rig.close()
+
+    assert len(segments) == SEGMENTS
+    assert {item.segment_id for item in found} == {segment.segment_id for segment in bad}
+    assert again == []
+    assert all(item.sessions for item in found)
+
+
+async def test_a_bad_place_is_kept_from_use_until_it_is_tested(disk_rig: DiskRig) -> None:
+    """Over a restart too; a place that gives back what it is given is used again."""
+    await disk_rig.create("a")
+    await disk_rig.append("a", Writer(1).make(100), is_durable=True)
+    await disk_rig.demote("a")
+    victim = next(s for s in disk_rig.cache.state.segments.values() if s.begin == SEGMENT_TOKENS)
+    slot = victim.ssd
+    damage(disk_rig, victim, LAYOUT.offsets[1])
+    (bad,) = await scrub(disk_rig)
+    kept = set(disk_rig.cache.residency.quarantined)
+    await disk_rig.close()
+    await disk_rig.open()
+    kept_too = set(disk_rig.cache.residency.quarantined)
+    await disk_rig.check()
+    used_bytes = disk_rig.cache.residency.ssd.used_bytes
+    released = await disk_rig.cache.scrubbing.release()
+    await disk_rig.check()
+
+    assert (bad.sessions, bad.begin, bad.end) == (("a",), SEGMENT_TOKENS, 100)
+    assert "layer 0 hidden" in bad.problem
+    assert kept == kept_too == {slot}
+    assert released == (1, 0)
+    assert not disk_rig.cache.residency.quarantined
+    assert disk_rig.cache.residency.ssd.used_bytes == used_bytes - LAYOUT.size_bytes
+
+
+async def test_one_pass_at_a_time(disk_rig: DiskRig) -> None:
+    """A second one is refused; when the first is given up, the next may begin."""
+    first = disk_rig.cache.scrubbing.run()
+    await anext(first)
+    with pytest.raises(TooManyRequests):
+        await anext(disk_rig.cache.scrubbing.run())
+    await first.aclose()
+
+    assert await scrub(disk_rig) == []
+
+
+async def test_two_who_release_do_not_test_what_is_in_use_again(disk_rig: DiskRig) -> None:
+    """A place is tested, and given back, by one of them: what it holds since stays as it is."""
+    tokens = Writer(1).make(4 * SEGMENT_TOKENS)
+    await disk_rig.create("a")
+    await disk_rig.append("a", tokens, is_durable=True)
+    await disk_rig.demote("a")
+    first = min(disk_rig.cache.state.segments.values(), key=lambda segment: segment.begin)
+    damage(disk_rig, first, LAYOUT.offsets[1])
+    await scrub(disk_rig)
+    release = disk_rig.cache.scrubbing.release
+    released, refused = await asyncio.gather(release(), release(), return_exceptions=True)
+    await disk_rig.check()
+
+    assert released == (1, 0)
+    assert isinstance(refused, TooManyRequests)

@@ -1,0 +1,277 @@
+"""The client's ways to rows over sockets, against a real server: the same rows, errors and mending by each."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES, SPEC, Connect, FarSide, make_rows
+from server_process import ServerProcess
+
+from ctxcache.client import Client
+from ctxcache.client.bulk_channel import host_of
+from ctxcache.errors import (
+    CacheError,
+    GenerationMismatch,
+    InvalidArgument,
+    SessionNotFound,
+    Unavailable,
+    WriteOffsetMismatch,
+)
+from ctxcache.format.streams import TOKENS
+from ctxcache.v1.session_pb2 import DURABILITY_DISK
+
+NAME = "sessions/a"
+TOKEN_COUNT = 200
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server process."""
+    with ServerProcess(tmp_path_factory.mktemp("server") / "data") as process:
+        yield process
+
+
+@pytest.fixture(params=["tcp-bulk", "unix-bulk", "tcp-grpc", "tcp-remote"])
+def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Client]:
+    """A client by each way, and a session `a` that is empty."""
+    transport, access = request.param.split("-")
+    target = server.target if transport == "tcp" else server.unix_target
+    with Client(target, access=access) as client:
+        client.register_model(SPEC)
+        client.create_session("models/tiny", session_id="a", layout=LAYOUT)
+        yield client
+        client.delete_session(NAME)
+
+
+def append(client: Client, begin: int, end: int) -> None:
+    """Append rows of these tokens."""
+    client.append(NAME, make_rows(end - begin, first=begin), durability=DURABILITY_DISK)
+
+
+def check_rows(client: Client, token_count: int) -> None:
+    """Fail unless every stream has its rows."""
+    expected = make_rows(token_count)
+    with client.read(NAME) as rows:
+        assert not rows.is_local
+        for stream in LAYOUT:
+            np.testing.assert_array_equal(rows.array(stream), expected[stream])
+
+
+def test_rows_come_back_as_they_went_in(client: Client) -> None:
+    """In pieces, into buffers, in ranges: by every way."""
+    append(client, 0, 70)
+    append(client, 70, TOKEN_COUNT)
+    expected = make_rows(TOKEN_COUNT)
+    check_rows(client, TOKEN_COUNT)
+
+    with client.read(NAME, begin=3, end=150, streams=[KV, TOKENS]) as rows:
+        assert rows.streams == (TOKENS, KV)
+        out = np.empty((147, ROW_SIZES[KV]), np.uint8)
+        assert rows.array(KV, out=out) is out
+        np.testing.assert_array_equal(out, expected[KV][3:150])
+        np.testing.assert_array_equal(rows.array(TOKENS), expected[TOKENS][3:150])
+    with client.read(NAME) as rows:
+        assert not any(piece.rows.flags.writeable for piece in rows.chunks())
+
+
+def test_rows_longer_than_a_piece_come_back(client: Client) -> None:
+    """Many frames of many parts."""
+    token_count = 40_000
+    rows = make_rows(token_count)
+    client.append(NAME, rows)
+    with client.read(NAME) as found:
+        for stream in LAYOUT:
+            np.testing.assert_array_equal(found.array(stream), rows[stream])
+
+
+def test_a_writer_commits_in_parts(client: Client) -> None:
+    """Layer by layer, the rest of the room kept."""
+    rows = make_rows(100)
+    with client.writer(NAME, 100) as writer:
+        for begin, end in ((0, 60), (60, 100)):
+            for stream in LAYOUT:
+                writer.write(stream, begin, rows[stream][begin:end])
+            writer.commit(end, keep_open=True)
+
+    check_rows(client, 100)
+
+
+def test_errors_are_the_servers_own(client: Client) -> None:
+    """Class and facts are the same by every way, and the client goes on."""
+    append(client, 0, 10)
+    stale = client.get_session(NAME)
+    append(client, 10, 20)
+    with pytest.raises(WriteOffsetMismatch) as caught:
+        client.append(stale, make_rows(5))
+    with pytest.raises(GenerationMismatch):
+        client.append(NAME, make_rows(5), if_generation_match=1)
+    with pytest.raises(GenerationMismatch):
+        client.read(NAME, if_generation_match=1)
+    with pytest.raises(SessionNotFound):
+        client.read("sessions/none")
+
+    assert caught.value.facts["token_count"] == 20
+    check_rows(client, 20)
+
+
+def test_an_append_that_fails_early_stops_early(client: Client) -> None:
+    """The error comes while rows are still on their way, and the connection is in step afterwards."""
+    append(client, 0, 10)
+    stale = client.get_session(NAME)
+    append(client, 10, 20)
+    for _ in range(3):
+        with pytest.raises(WriteOffsetMismatch):
+            client.append(stale, make_rows(100_000))
+
+    check_rows(client, 20)
+
+
+def test_a_read_that_is_left_costs_only_its_connection(client: Client) -> None:
+    """The next one is as whole as ever."""
+    client.append(NAME, make_rows(40_000))
+    for _ in range(3):
+        with client.read(NAME) as rows:
+            next(rows.chunks())
+    with client.read(NAME, begin=0, end=7) as rows:
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(7)[HIDDEN])
+
+
+def test_a_closed_client_says_so(server: ServerProcess) -> None:
+    """Whatever way it would have taken."""
+    for access in ("bulk", "grpc"):
+        client = Client(server.target, access=access)
+        client.register_model(SPEC)
+        session = client.create_session("models/tiny", layout=LAYOUT)
+        client.close()
+        with pytest.raises(Unavailable):
+            client.read(session)
+
+
+# -- the bulk channel alone ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bulk(server: ServerProcess) -> Iterator[Client]:
+    """A client of the bulk channel and a session of many messages."""
+    with Client(server.target, access="bulk") as client:
+        client.register_model(SPEC)
+        client.create_session("models/tiny", session_id="a", layout=LAYOUT)
+        client.append(NAME, make_rows(60_000), durability=DURABILITY_DISK)
+        yield client
+        client.delete_session(NAME)
+
+
+def break_connections(client: Client) -> None:
+    """Break what is in use, as a network would."""
+    for connection in list(client._bulk._in_use):
+        connection.shut()
+
+
+@pytest.mark.parametrize("piece_count", [0, 1, 3, 5])
+def test_a_broken_read_goes_on_where_it_broke(bulk: Client, piece_count: int) -> None:
+    """On another connection, and nothing that arrived is lost or comes twice."""
+    expected = make_rows(60_000)
+    with bulk.read(NAME) as rows:
+        pieces = rows.chunks()
+        arrived = [next(pieces) for _ in range(piece_count)]
+        break_connections(bulk)
+        arrived += list(pieces)
+
+    for stream in LAYOUT:
+        parts = [piece.rows for piece in arrived if piece.stream == stream]
+        np.testing.assert_array_equal(np.concatenate(parts), expected[stream])
+
+
+def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
+    """What was half received is received again."""
+    expected = make_rows(60_000)
+    with bulk.read(NAME) as rows:
+        rows.array(TOKENS, out=np.empty(expected[TOKENS].shape, np.uint8))
+        break_connections(bulk)
+        np.testing.assert_array_equal(
+            rows.array(KV, out=np.empty(expected[KV].shape, np.uint8)), expected[KV]
+        )
+
+
+def test_a_kept_connection_that_ended_is_not_used_again(bulk: Client) -> None:
+    """The next request opens another one and never notices."""
+    with bulk.read(NAME, end=3) as rows:
+        rows.array(KV)
+    assert bulk._bulk._idle
+    for connection in bulk._bulk._idle:
+        connection.shut()
+
+    assert bulk.append(NAME, make_rows(2)).token_count == 60_002
+
+
+def test_a_connection_is_used_again(bulk: Client) -> None:
+    """One ticket and one connection for many requests."""
+    for _ in range(5):
+        with bulk.read(NAME, end=3) as rows:
+            for stream in LAYOUT:
+                rows.array(stream)
+        bulk.append(NAME, make_rows(1))
+
+    assert len(bulk._bulk._idle) == 1
+    assert not bulk._bulk._in_use
+
+
+def test_without_a_bulk_channel_rows_travel_by_grpc(tmp_path: Path) -> None:
+    """Unless only the bulk channel would do: then that is an error, not silence."""
+    with ServerProcess(tmp_path / "data", "--bulk-listen", "") as process:
+        with Client(process.target, access="remote") as client:
+            client.register_model(SPEC)
+            client.create_session("models/tiny", session_id="a", layout=LAYOUT)
+            append(client, 0, 10)
+            check_rows(client, 10)
+        with Client(process.target, access="bulk") as client, pytest.raises(Unavailable):
+            client.read(NAME)
+
+
+def test_a_full_bulk_channel_leaves_grpc(tmp_path: Path) -> None:
+    """A server that takes no more connections is still a server."""
+    with (
+        ServerProcess(tmp_path / "data", "--max-bulk-connections", "1") as process,
+        Client(process.target, access="bulk") as first,
+        Client(process.target, access="remote") as second,
+    ):
+        first.register_model(SPEC)
+        first.create_session("models/tiny", session_id="a", layout=LAYOUT)
+        append(first, 0, 10)
+        check_rows(second, 10)
+
+
+def test_a_server_of_an_earlier_version_is_read_by_grpc(connect: Connect, far_side: FarSide) -> None:
+    """It knows no bulk channel, which is no error."""
+    far_side.add(NAME, 5)
+    with connect(access="remote").read(NAME) as rows:
+        np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+    with pytest.raises(CacheError):
+        connect(access="bulk").read(NAME)
+
+
+@pytest.mark.parametrize(
+    ("target", "host"),
+    [
+        ("127.0.0.1:7420", "127.0.0.1"),
+        ("cache.internal:7420", "cache.internal"),
+        ("dns:///cache:7420", "cache"),
+        ("[::1]:7420", "::1"),
+        ("ipv6:[::1]:7420", "::1"),
+        ("ipv4:10.0.0.1:7420", "10.0.0.1"),
+        ("ipv4:10.0.0.1:1,10.0.0.2:1", None),
+        ("unix:/run/socket", None),
+        ("dns://resolver/cache:7420", None),
+        ("cache", None),
+    ],
+)
+def test_the_host_of_a_target(target: str, host: str | None) -> None:
+    """A target that names no one host is left to gRPC."""
+    assert host_of(target) == host
+
+
+def test_an_access_that_does_not_exist_is_refused() -> None:
+    """A typing error does not become a slow way."""
+    with pytest.raises(InvalidArgument):
+        Client(access="bulky")  # type: ignore[arg-type]  # on purpose

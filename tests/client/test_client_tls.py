@@ -1,0 +1,167 @@
+"""TLS on both TCP ports, against a real server, with certificates made here."""
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from far_side import KV, LAYOUT, SPEC, make_rows
+from server_process import ServerDidNotStart, ServerProcess
+
+from ctxcache.client import Client
+from ctxcache.client.client import Access
+from ctxcache.client.tls import ClientTls
+from ctxcache.errors import InvalidConfiguration, Unavailable
+
+
+@dataclass(frozen=True)
+class Pki:
+    """Files that openssl made."""
+
+    directory: Path
+
+    def authority(self, name: str) -> Path:
+        """Make an authority; its certificate."""
+        self._run(
+            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+            "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem",
+        )  # fmt: skip
+        return self.directory / f"{name}.pem"
+
+    def issue(self, name: str, authority: str, *, days: int = 2) -> tuple[Path, Path]:
+        """Make a certificate for 127.0.0.1; it and its key. Negative days: it has expired."""
+        self._run(
+            "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
+            "-keyout", f"{name}.key", "-out", f"{name}.csr",
+        )  # fmt: skip
+        (self.directory / "san").write_text("subjectAltName=IP:127.0.0.1\n")
+        self._run(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
+            "-CAcreateserial", "-days", str(days), "-extfile", "san", "-out", f"{name}.pem",
+        )  # fmt: skip
+        return self.directory / f"{name}.pem", self.directory / f"{name}.key"
+
+    def _run(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self.directory, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    """An authority and certificates of it, and one that nobody knows."""
+    made = Pki(tmp_path_factory.mktemp("pki"))
+    made.authority("ca")
+    made.authority("other")
+    made.issue("server", "ca")
+    made.issue("client", "ca")
+    made.issue("stranger", "other")
+    made.issue("expired", "ca", days=-1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(pki: Pki) -> Iterator[ServerProcess]:
+    """A server that asks for certificates."""
+    files = {"--tls-certificate": "server.pem", "--tls-key": "server.key", "--tls-client-ca": "ca.pem"}
+    options = [part for option, name in files.items() for part in (option, str(pki.directory / name))]
+    with ServerProcess(pki.directory / "data", *options) as process:
+        yield process
+
+
+def tls_of(pki: Pki, ca: str = "ca", name: str | None = "client") -> ClientTls:
+    """A client's files."""
+    own = (pki.directory / f"{name}.pem", pki.directory / f"{name}.key") if name else (None, None)
+    return ClientTls(pki.directory / f"{ca}.pem", *own)
+
+
+@pytest.mark.parametrize("access", ["bulk", "grpc"])
+def test_rows_travel_by_tls(pki: Pki, server: ServerProcess, access: Access) -> None:
+    """By either way, many frames of them."""
+    rows = make_rows(40_000)
+    with Client(server.target, access=access, tls=tls_of(pki)) as client:
+        client.register_model(SPEC)
+        session = client.create_session("models/tiny", layout=LAYOUT)
+        session = client.append(session, rows)
+        for _ in range(2):
+            with client.read(session) as found:
+                for stream in LAYOUT:
+                    np.testing.assert_array_equal(found.array(stream), rows[stream])
+
+
+@pytest.mark.parametrize(
+    ("ca", "name", "words"),
+    [("other", "client", "CERTIFICATE_VERIFY_FAILED"), ("ca", None, ""), ("ca", "stranger", "")],
+)
+def test_a_certificate_that_is_not_known_is_refused(
+    pki: Pki, server: ServerProcess, ca: str, name: str | None, words: str
+) -> None:
+    """Either side's; the client is told what it can know."""
+    with (
+        Client(server.target, timeout_s=5, tls=tls_of(pki, ca, name)) as client,
+        pytest.raises(Unavailable) as caught,
+    ):
+        client.stats()
+    assert words in str(caught.value)
+
+
+def test_plaintext_is_refused(server: ServerProcess) -> None:
+    """A client that forgot TLS moves nothing."""
+    with Client(server.target, timeout_s=5) as client, pytest.raises(Unavailable):
+        client.stats()
+
+
+def test_the_unix_socket_needs_none(pki: Pki, server: ServerProcess) -> None:
+    """Its directory says who may use it; rows by its bulk socket too."""
+    with Client(server.unix_target, access="bulk") as client:
+        client.register_model(SPEC)
+        session = client.append(client.create_session("models/tiny", layout=LAYOUT), make_rows(5))
+        with client.read(session) as rows:
+            np.testing.assert_array_equal(rows.array(KV), make_rows(5)[KV])
+
+
+def test_an_expired_certificate_is_refused(pki: Pki, tmp_path: Path) -> None:
+    """The client says so."""
+    files = (
+        "--tls-certificate",
+        str(pki.directory / "expired.pem"),
+        "--tls-key",
+        str(pki.directory / "expired.key"),
+    )
+    with (
+        ServerProcess(tmp_path / "data", *files) as process,
+        Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client,
+        pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        client.stats()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--listen", "0.0.0.0:0"), "insecure_listen"),
+        (("--bulk-listen", "0.0.0.0:0"), "insecure_listen"),
+        (("--tls-certificate", "/none.pem", "--tls-key", "/none.key"), "/none.pem"),
+        (("--tls-certificate", "/none.pem"), "tls_key"),
+        (("--tls-client-ca", "/none.pem"), "tls_certificate"),
+    ],
+)
+def test_a_server_that_would_be_open_or_has_no_key_does_not_start(
+    tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    """In words, with the exit code of a wrong configuration."""
+    process = ServerProcess(tmp_path / "data", *options)
+    with pytest.raises(ServerDidNotStart) as caught:
+        process.start()
+    process.close()
+
+    assert caught.value.returncode == 11
+    assert words in caught.value.stderr
+
+
+def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:
+    """When the client is made, not at its first call."""
+    (tmp_path / "ca.pem").write_text("rubbish")
+    for ca in ("ca.pem", "none.pem"):
+        with pytest.raises(InvalidConfiguration):
+            Client(tls=ClientTls(ca=tmp_path / ca))

@@ -1,0 +1,131 @@
+"""Writes directory-v1.tar.xz: a data directory as the first version leaves it when it is killed.
+
+    python tests/golden/make_directory.py
+
+Made once, by the last commit whose directories have format 1; kept to prove that they open for good.
+A later version writes a later format and is refused. Two SSD files; some records are in tables, some
+in the log alone; sessions that were truncated, forked, and grown after a fork. Rows are those of
+`tests.faults.rows`, with the number in the session's name as owner; token ids too. The SSD files are
+sparse where nothing was ever written.
+"""
+
+import io
+import json
+import os
+import tarfile
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.v1.session_pb2 import DURABILITY_DISK
+from tests.faults.rows import rows_of
+from tests.server_process import ServerProcess
+
+ARCHIVE = Path(__file__).parent / "directory-v1.tar.xz"
+SSD_SIZE_BYTES = 2 << 20
+SSD_NAMES = ("ssd-a", "ssd-b")
+# Nothing in it may ever expire.
+EXPIRE_TIME = datetime(2200, 1, 1, tzinfo=UTC)
+MODEL = ModelSpec(
+    model_id="golden", architecture="GoldenForCausalLM", revision="1", weights_digest="w",
+    tokenizer_digest="t", dtype=DType.FLOAT16, layer_count=2, hidden_size=24, kv_head_count=1, head_size=12,
+    rope="theta=10000", norm="rms", is_relocatable=True, settings="{}",
+    streams=(
+        StreamSpec(Stream(0, StateKind.HIDDEN), 48, DType.FLOAT16),
+        StreamSpec(Stream(1, StateKind.KV), 48, DType.FLOAT16),
+    ),
+)  # fmt: skip
+STREAMS = (TOKENS_SPEC, *MODEL.streams)
+SESSIONS = {
+    "s1": [(0, 200)],
+    "s2": [(0, 4), (100, 150)],
+    "s3": [(0, 64)],
+    "s4": [(0, 70)],
+    "s5": [],
+}
+"""The tokens that each session has, by their indexes when they were appended; s4 is a fork of s1."""
+FORKED_TOKENS = 50
+
+
+def owner_of(session_id: str, index: int) -> int:
+    """Who wrote the token of that index."""
+    return 1 if session_id == "s4" and index < FORKED_TOKENS else int(session_id[1:])
+
+
+def append(client: Client, name: str, begin: int, end: int) -> None:
+    """Append self-describing rows, durable; `[begin, end)` are the tokens' indexes."""
+    owner = int(name.rpartition("s")[2])
+    rows = {spec.stream: rows_of(owner, spec.stream, begin, end, spec.row_bytes) for spec in STREAMS}
+    client.append(name, dict(rows), durability=DURABILITY_DISK)
+
+
+def fill(client: Client) -> None:
+    """Make what lies in tables after a restart."""
+    client.register_model(MODEL)
+    for session_id in ("s1", "s2", "s3", "s5", "s6"):
+        layout = [spec.stream for spec in MODEL.streams]
+        client.create_session("models/golden", session_id=session_id, layout=layout, expire_time=EXPIRE_TIME)
+    append(client, "sessions/s1", 0, 130)
+    append(client, "sessions/s2", 0, 150)
+    append(client, "sessions/s3", 0, 100)
+    append(client, "sessions/s6", 0, 100)
+
+
+def go_on(client: Client) -> None:
+    """Make what lies in the log alone."""
+    append(client, "sessions/s1", 130, 200)
+    client.drop_ranges("sessions/s2", [(4, 100)])
+    client.keep_first("sessions/s3", 64)
+    client.fork_session("sessions/s1", session_id="s4", token_count=FORKED_TOKENS)
+    append(client, "sessions/s4", FORKED_TOKENS, 70)
+    client.delete_session("sessions/s6")
+
+
+def pack(directory: Path) -> bytes:
+    """Archive the directories, holes left out: GNU tar's own sparse members cannot be written by Python."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:xz", preset=9) as archive:
+        for path in sorted(directory.rglob("*")):
+            if path.is_file() and path.name != "ctxcache.sock":
+                archive.add(path, str(path.relative_to(directory)), filter=anonymous)
+    return packed.getvalue()
+
+
+def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave out who made it and when."""
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def main() -> None:
+    """Make the directory with a real server, kill it, and archive what is left."""
+    with tempfile.TemporaryDirectory() as scratch:
+        data = Path(scratch) / "golden" / "data"
+        data.parent.mkdir()
+        ssd = [part for name in SSD_NAMES for part in ("--ssd-directories", str(data.parent / name))]
+        server = ServerProcess(data, *ssd, "--ssd-size-bytes", str(SSD_SIZE_BYTES))
+        with server:
+            with Client(server.target, access="remote") as client:
+                fill(client)
+            server.terminate()
+            server.start()
+            with Client(server.target, access="remote") as client:
+                go_on(client)
+            server.kill9()
+        facts = json.loads((data / "FORMAT").read_text())
+        if facts["format"] != 1:
+            raise SystemExit(f"this version writes format {facts['format']}")
+        for log in (data / "metadata").glob("LOG*"):
+            log.unlink()
+        os.sync()
+        for stray in data.parent.glob("*.stderr"):
+            stray.unlink()
+        ARCHIVE.write_bytes(pack(data.parent))
+
+
+if __name__ == "__main__":
+    main()

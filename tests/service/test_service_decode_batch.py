@@ -1,0 +1,192 @@
+"""Decode-time appends against a real server: steps of many sessions, each session by itself."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server_process import ServerProcess
+
+from ctxcache.client import Client, DecodeBatch
+from ctxcache.errors import (
+    CapacityExceeded,
+    IncompleteAppend,
+    InvalidArgument,
+    ReservationNotFound,
+    WriteInProgress,
+)
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
+from ctxcache.v1.session_pb2 import DURABILITY_DISK
+
+KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
+ROW_BYTES = {TOKENS: 4, KV: 4096, HIDDEN: 12288, ODD: 6}
+SPEC = ModelSpec(
+    model_id="tiny", architecture="Tiny", revision="", weights_digest="w", tokenizer_digest="t",
+    dtype=DType.FLOAT16, layer_count=3, hidden_size=4, kv_head_count=1, head_size=4, rope="", norm="",
+    is_relocatable=True,
+    streams=tuple(StreamSpec(stream, ROW_BYTES[stream], DType.FLOAT16) for stream in (KV, HIDDEN, ODD)),
+)  # fmt: skip
+LANES = 5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for all."""
+    with ServerProcess(tmp_path_factory.mktemp("decode") / "data") as running:
+        yield running
+
+
+@pytest.fixture(params=["local-socket", "local-grpc"])
+def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Client]:
+    """A client by either way."""
+    with ExitStack() as stack:
+        made = stack.enter_context(Client(server.target, access=request.param))
+        made.register_model(SPEC)
+        yield made
+        for session in list(made.list_sessions()):
+            made.delete_session(session.name)
+
+
+def rows(step: int, stream: Stream, lanes: Sequence[int]) -> np.ndarray:
+    """Rows that tell step, lane and stream."""
+    size = ROW_BYTES[stream]
+    spelt = [np.arange(size) + step * 7 + lane * 31 + stream.layer * 3 for lane in lanes]
+    return np.array(spelt).astype(np.uint8)
+
+
+def create(client: Client, count: int = LANES) -> list[str]:
+    """Sessions of different lengths, so that their segments end at different steps."""
+    names = []
+    for lane in range(count):
+        session = client.create_session("models/tiny", session_id=f"s{lane}", layout=list(ROW_BYTES))
+        names.append(session.name)
+        if lane:
+            first = {s: np.concatenate([rows(i, s, [lane]) for i in range(-lane * 9, 0)]) for s in ROW_BYTES}
+            client.append(session, first)
+    return names
+
+
+def step(batch: DecodeBatch, number: int) -> None:
+    """Write every stream of one step."""
+    for stream in ROW_BYTES:
+        batch.write(stream, rows(number, stream, range(batch.session_count)))
+
+
+def check(client: Client, name: str, lane: int, steps: int) -> None:
+    """Every row of a session is what was written."""
+    with client.read(name) as found:
+        assert found.end == lane * 9 + steps
+        for stream in ROW_BYTES:
+            expected = np.concatenate([rows(i, stream, [lane]) for i in range(-lane * 9, steps)])
+            np.testing.assert_array_equal(found.array(stream), expected)
+
+
+def test_steps_arrive_across_segments_and_rooms(client: Client) -> None:
+    """Room for 50 steps at a time, segments of 64 tokens, 120 steps: each row is where it belongs."""
+    names = create(client)
+    with client.decode_batch(names, room_tokens=50) as batch:
+        for number in range(120):
+            step(batch, number)
+            assert batch.commit().tolist() == list(range(LANES))
+        counts, generations = batch.token_counts.tolist(), batch.generations.tolist()
+
+    sessions = [client.get_session(name) for name in names]
+    assert counts == [session.token_count for session in sessions]
+    assert generations == [session.generation for session in sessions]
+    for lane, name in enumerate(names):
+        check(client, name, lane, 120)
+    # What was not used is given back: another writer may come at once.
+    client.append(names[0], {s: rows(120, s, [0]) for s in ROW_BYTES})
+
+
+def test_a_session_that_fails_leaves_the_others_alone(client: Client, server: ServerProcess) -> None:
+    """Its lane is left out from then on, with its reason."""
+    names = create(client)
+    with (
+        Client(server.target, access="local") as other,
+        other.writer(names[1], 1),
+        client.decode_batch(names, room_tokens=10) as batch,
+    ):
+        assert isinstance(batch.failures[1], WriteInProgress)
+        for number in range(15):
+            if number == 5:
+                _lose_reservation(client, batch, 3)
+            step(batch, number)
+            expected = [0, 2, 4] if number >= 5 else [0, 2, 3, 4]
+            assert batch.commit().tolist() == expected
+        assert isinstance(batch.failures[3], ReservationNotFound)
+        assert batch.token_counts.tolist() == [15, 9, 33, 32, 51]
+    for lane, steps in ((0, 15), (1, 0), (2, 15), (3, 5), (4, 15)):
+        check(client, names[lane], lane, steps)
+
+
+def _lose_reservation(client: Client, batch: DecodeBatch, lane: int) -> None:
+    release = ReleaseReservation(reservation_id=int(batch._reservation_ids[lane]))
+    attachment = client._attach()
+    assert attachment is not None
+    attachment.stream.carry_out(Operation(release_reservation=release))
+
+
+def test_a_step_can_be_durable(client: Client) -> None:
+    """The commit waits for the disk when it is asked to."""
+    names = create(client, 3)
+    with client.decode_batch(names) as batch:
+        step(batch, 0)
+        batch.commit(DURABILITY_DISK)
+
+    sessions = [client.get_session(name) for name in names]
+    assert [session.durable_token_count for session in sessions] == [1, 10, 19]
+
+
+def test_a_step_without_a_stream_is_not_committed(client: Client) -> None:
+    """Nothing becomes visible that nobody wrote; the step may be completed then."""
+    names = create(client, 2)
+    with client.decode_batch(names) as batch:
+        batch.write(TOKENS, rows(0, TOKENS, range(2)))
+        with pytest.raises(IncompleteAppend):
+            batch.commit()
+        with pytest.raises(InvalidArgument, match="lanes"):
+            batch.write(KV, rows(0, KV, range(3)))
+        step(batch, 0)
+        batch.commit()
+
+    check(client, names[1], 1, 1)
+
+
+def test_sessions_that_differ_are_no_batch(client: Client) -> None:
+    """One write fits all or none."""
+    client.create_session("models/tiny", session_id="a", layout=[TOKENS, KV])
+    client.create_session("models/tiny", session_id="b", layout=[TOKENS, HIDDEN])
+    for sessions in ([], ["sessions/a", "sessions/b"]):
+        with pytest.raises(InvalidArgument, match="sessions"):
+            client.decode_batch(sessions)
+    assert client.stats().reservation_count == 0
+
+
+def test_a_lane_that_cannot_be_durable_leaves_its_session_free(tmp_path: Path) -> None:
+    """Its step is visible and not on disk, as its failure says; another writer may come at once."""
+    with (
+        ServerProcess(tmp_path / "data", "--ssd-size-bytes=4194304") as server,
+        Client(server.target, access="local") as client,
+    ):
+        client.register_model(SPEC)
+        names = [
+            client.create_session("models/tiny", layout=list(ROW_BYTES), is_pinned=True).name
+            for _ in range(LANES)
+        ]
+        with client.decode_batch(names) as batch:
+            step(batch, 0)
+            done = batch.commit(DURABILITY_DISK).tolist()
+            failed = sorted(batch.failures)
+            counts = batch.token_counts.tolist()
+            for lane in failed:
+                assert isinstance(batch.failures[lane], CapacityExceeded)
+                client.append(names[lane], {s: rows(1, s, [lane]) for s in ROW_BYTES})
+
+        assert done
+        assert failed
+        assert sorted([*done, *failed]) == list(range(LANES))
+        assert counts == [1] * LANES

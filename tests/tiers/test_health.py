@@ -1,0 +1,65 @@
+"""When a path stops taking writes, and when it takes them again."""
+
+import errno
+
+import pytest
+
+from ctxcache.errors import TierFailure
+from ctxcache.testing.fakes import FakeClock
+from ctxcache.tiers.base import Refusal
+from ctxcache.tiers.health import READ_FAILURE_LIMIT, REST_NS, PathHealth
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EBADF, None])
+def test_a_refused_write_fences(number: int | None) -> None:
+    """A device that refuses a write is not asked again, however long one waits."""
+    health, clock = _health()
+    health.write_failed("write: no", number)
+    clock.advance(ns=10 * REST_NS)
+
+    assert health.refusal == Refusal("write: no", is_final=True)
+    with pytest.raises(TierFailure, match="/ssd: fenced until a restart: write: no"):
+        health.check()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN])
+def test_what_lacks_room_rests(number: int) -> None:
+    """A path without room is tried again after its rest; what it took before may be synced in it."""
+    health, clock = _health()
+    health.write_failed("write: full", number)
+    health.check_fence()
+    during = health.refusal
+    clock.advance(ns=REST_NS)
+
+    assert during == Refusal("write: full", is_final=False)
+    assert health.refusal is None
+    health.check()
+
+
+def test_reads_that_fail_in_a_row_fence() -> None:
+    """A device whose reads fail one after the other gets no more writes; a success between begins anew."""
+    health, _ = _health()
+    for _ in range(READ_FAILURE_LIMIT - 1):
+        health.read_failed("read: no")
+    health.read_succeeded()
+    for _ in range(READ_FAILURE_LIMIT - 1):
+        health.read_failed("read: no")
+    before = health.refusal
+    health.read_failed("read: no")
+
+    assert before is None
+    assert health.refusal == Refusal("3 reads failed in a row, the last: read: no", is_final=True)
+
+
+def test_the_first_reason_stays() -> None:
+    """What is told of a fenced path is what happened first."""
+    health, _ = _health()
+    health.fence("fdatasync: no")
+    health.write_failed("write: full", errno.ENOSPC)
+
+    assert health.refusal == Refusal("fdatasync: no", is_final=True)
+
+
+def _health() -> tuple[PathHealth, FakeClock]:
+    clock = FakeClock()
+    return PathHealth("/ssd", clock), clock
