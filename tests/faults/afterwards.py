@@ -1,0 +1,118 @@
+"""After a restart: compare a server with the ledger, and see that space adds up.
+
+Asks the server as any client would, before anyone works on it. Worst case: it does not answer, which
+the caller sees as Unavailable.
+"""
+
+import time
+from contextlib import suppress
+
+from ctxcache.client import Client
+from ctxcache.errors import CapacityExceeded, SessionNotFound
+from ctxcache.v1.admin_pb2 import Stats
+from ctxcache.v1.session_pb2 import TIER_DRAM, TIER_SSD, Session, Tier
+from tests.faults.expected import Expected
+from tests.faults.ledger import Ledger
+from tests.faults.workload import Terms
+
+EMPTYING_TIMEOUT_S = 20.0
+
+
+def compare(client: Client, ledger: Ledger, terms: Terms) -> None:
+    """Judge every session there is and every one there should be; what is found is what is expected from now on.
+
+    `client` reads by stream, so that an arena smaller than a session does not matter.
+    """
+    _check_books(ledger, client.stats(), is_fresh=True)
+    asked_ns = time.time_ns()
+    present = {session.name: session for session in client.list_sessions()}
+    answered_ns = time.time_ns()
+    for name in present.keys() - ledger.sessions.keys():
+        ledger.find(f"{name} is there: it was deleted, or never created")
+        _remove(client, name)
+    for session in list(ledger.sessions.values()):
+        if (view := present.get(session.name)) is None:
+            _check_absence(ledger, session, answered_ns, terms)
+        elif session.expire_times_ns()[1] <= asked_ns:
+            ledger.find(f"{session.name} is there, and has expired")
+        else:
+            _check_session(client, ledger, session, view)
+    _check_books(ledger, client.stats(), is_fresh=False)
+
+
+def empty(client: Client, ledger: Ledger) -> None:
+    """Delete everything and see every byte come back."""
+    for session in list(client.list_sessions()):
+        _remove(client, session.name)
+    ledger.sessions.clear()
+    # What has expired is removed when upkeep comes by, and its bytes come back behind its record.
+    deadline_s = time.monotonic() + EMPTYING_TIMEOUT_S
+    while (left := _left(client.stats())) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    if left:
+        ledger.find(f"all was deleted, and there are {left}")
+
+
+def _left(stats: Stats) -> str:
+    used = [f"{tier.used_bytes} B in {tier.path}" for tier in stats.tiers if tier.used_bytes]
+    counts = ((stats.session_count, "sessions"), (stats.segment_count, "segments"))
+    return ", ".join([f"{count} {what}" for count, what in counts if count] + used)
+
+
+def _remove(client: Client, name: str) -> None:
+    with suppress(SessionNotFound):  # it has expired
+        client.delete_session(name)
+
+
+def _check_absence(ledger: Ledger, session: Expected, now_ns: int, terms: Terms) -> None:
+    may_evict = terms.may_evict and not session.is_pinned
+    if not may_evict and not session.is_gone_allowed(now_ns):
+        ledger.find(f"{session.name} is lost with {len(session.live)} tokens")
+    del ledger.sessions[session.name]
+
+
+def _check_session(client: Client, ledger: Ledger, session: Expected, view: Session) -> None:
+    if view.durable_token_count != view.token_count:
+        ledger.find(f"{session.name}: {view.token_count} tokens after a restart, not all durable")
+    expire_time_ns = view.expire_time.ToNanoseconds()
+    has_sliding_expiry = view.HasField("ttl")
+    if not has_sliding_expiry and expire_time_ns not in session.expire_times_ns():
+        ledger.find(f"{session.name} expires at {expire_time_ns}, not at one of {session.expire_times_ns()}")
+    try:
+        with client.read(view) as rows:
+            tags, problem = ledger.read_tags(rows)
+    except SessionNotFound:
+        _check_absence(ledger, session, time.time_ns(), Terms())
+        return
+    except CapacityExceeded as error:
+        ledger.find(f"{session.name} cannot be read: {error}")
+        return
+    except Exception as error:
+        if type(error).__name__ in ("Unavailable", "DeadlineExceeded"):
+            raise
+        ledger.find(f"{session.name} cannot be read: {type(error).__name__}: {error}")
+        del ledger.sessions[session.name]
+        _remove(client, session.name)
+        return
+    ledger.count("verified_token_count", len(tags))
+    ledger.find(problem)
+    ledger.find(session.judge(tags))
+    session.adopt(tags, session.expire_time_ns if has_sliding_expiry else expire_time_ns)
+    session.is_done = False
+    ledger.find(session.note(view.uid, view.generation))
+
+
+def _check_books(ledger: Ledger, stats: Stats, *, is_fresh: bool) -> None:
+    for tier, name in ((TIER_DRAM, "DRAM"), (TIER_SSD, "SSD")):
+        used_bytes, segment_count = _use(stats, tier)
+        if used_bytes != segment_count * ledger.shape.slot_bytes:
+            ledger.find(f"{name}: {used_bytes} B are taken by {segment_count} segments")
+    if is_fresh and _use(stats, TIER_DRAM) != (0, 0):
+        ledger.find("DRAM is taken right after a start")
+    if is_fresh and _use(stats, TIER_SSD)[1] != stats.segment_count:
+        ledger.find(f"{stats.segment_count} segments, {_use(stats, TIER_SSD)[1]} of them on SSD")
+
+
+def _use(stats: Stats, tier: Tier.ValueType) -> tuple[int, int]:
+    uses = [use for use in stats.tiers if use.tier == tier]
+    return sum(use.used_bytes for use in uses), sum(use.segment_count for use in uses)

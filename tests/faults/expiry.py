@@ -1,0 +1,214 @@
+"""Expiry: many sessions end at the same moment, and nobody else notices.
+
+Sessions with rows in them expire at one instant. From then on none of them can be read, looked up
+or found in a listing, whatever upkeep has come to; their space is back within seconds; and what
+others read meanwhile takes hardly longer than before. Worst case: a busy machine, which makes the
+reads before the instant slow as well; --untimed leaves them out.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ctxcache.client import Client
+from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
+from tests.faults.harness import Harness, Report, progress
+from tests.faults.planted import command
+from tests.faults.rows import rows_of
+from tests.faults.soak import STORED, model
+from tests.server_process import COMMAND_LINE, ServerProcess
+
+STAYS, STAYS_TOKENS = "sessions/stays", 1000
+WITH_ROWS, AT_A_TIME, SAMPLED = 50, 64, 100
+LEAD_S, CALM_S, GONE_S = 3.0, 3.0, 60.0
+P99_LIMIT_S, STALL_LIMIT_S = 0.05, 0.25
+"""What a small call and a resident read of 3 MB may take at most while sessions expire: p99, and the longest."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """Repeats a call in a thread of its own, and notes when each began and how long it took."""
+
+    target: str
+    is_read: bool
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> threading.Thread:
+        """Begin."""
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        """No more."""
+        self._ended.set()
+
+    def between(self, begin_s: float, end_s: float) -> list[float]:
+        """Latencies of calls that were under way within the time, ascending."""
+        return sorted(took for began, took in self.latencies if began + took > begin_s and began < end_s)
+
+    def _run(self) -> None:
+        with Client(self.target, access="local" if self.is_read else "remote") as client:
+            while not self._ended.wait(0.005):
+                began_s = time.monotonic()
+                try:
+                    self._once(client)
+                except CacheError as error:
+                    self.failures.append(str(error))
+                self.latencies.append((began_s, time.monotonic() - began_s))
+
+    def _once(self, client: Client) -> None:
+        if not self.is_read:
+            client.get_session(STAYS)
+            return
+        with client.read(STAYS) as rows:
+            rows.array(STORED[1].stream)
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """See the module."""
+    program = command([options.control]) if options.control else COMMAND_LINE
+    with tempfile.TemporaryDirectory(prefix="ctxcache-expiry-") as folder:
+        server = ServerProcess(Path(folder) / "data", "--max-concurrent-rpcs", "256", program=program)
+        with server, Client(server.target) as client:
+            client.register_model(model(0))
+            _fill(client, STAYS, STAYS_TOKENS)
+            used_bytes = [tier.used_bytes for tier in client.stats().tiers]
+            first = datetime.now(UTC) + timedelta(seconds=LEAD_S + CALM_S + options.sessions / options.rate)
+            asyncio.run(_create_many(server.target, options.sessions, first))
+            for number in range(min(WITH_ROWS, options.sessions)):
+                _fill(client, f"sessions/ends-{number}", 64, is_new=False)
+            _expire(options, report, server, client, first)
+            after = [tier.used_bytes for tier in client.stats().tiers]
+            if any(now > before for now, before in zip(after, used_bytes, strict=True)):
+                report.find(f"space is not back: {used_bytes} B before, {after} B after")
+
+
+def _fill(client: Client, name: str, token_count: int, *, is_new: bool = True) -> None:
+    if is_new:
+        layout = [spec.stream for spec in STORED[1:]]
+        client.create_session("models/soak-0", session_id=name.removeprefix("sessions/"), layout=layout)
+    client.append(name, {s.stream: rows_of(1, s.stream, 0, token_count, s.row_bytes) for s in STORED})
+    client.flush_session(name)
+
+
+async def _create_many(target: str, count: int, at: datetime) -> None:
+    """Create sessions that expire at `at`."""
+    expire_time = Timestamp()
+    expire_time.FromDatetime(at)
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        kv = model_pb2.STATE_KIND_KV
+        layout = [model_pb2.StreamName(layer=spec.stream.layer, kind=kv) for spec in STORED[1:]]
+
+        async def create(first: int) -> None:
+            for number in range(first, count, AT_A_TIME):
+                request = session_pb2.CreateSessionRequest(
+                    session_id=f"ends-{number}", model="models/soak-0", layout=layout, expire_time=expire_time
+                )
+                await stub.CreateSession(request)
+                if number % 5000 == 0:
+                    progress(number, count, "sessions created")
+
+        await asyncio.gather(*(create(first) for first in range(AT_A_TIME)))
+
+
+def _expire(
+    options: argparse.Namespace, report: Report, server: ServerProcess, client: Client, at: datetime
+) -> None:
+    left_s = (at - datetime.now(UTC)).total_seconds()
+    if left_s < CALM_S:
+        raise RuntimeError(f"the sessions were made too slowly: {left_s:.1f} s are left")
+    time.sleep(left_s - CALM_S)
+    watches = {"get": Watch(server.target, is_read=False), "read": Watch(server.unix_target, is_read=True)}
+    threads = [watch.start() for watch in watches.values()]
+    calm_s = time.monotonic()
+    time.sleep(max(0.0, (at - datetime.now(UTC)).total_seconds()))
+    instant_s = time.monotonic()
+    _check_gone(options, report, client)
+    gone_s = _wait_until_gone(report, client)
+    for watch in watches.values():
+        watch.end()
+    for thread in threads:
+        thread.join()
+    report.figures |= {"session_count": options.sessions, "removed_after_s": round(gone_s - instant_s, 2)}
+    for name, watch in watches.items():
+        report.findings += [f"{name} of a session that stays: {failure}" for failure in watch.failures[:3]]
+        _judge(options, report, name, watch.between(calm_s, instant_s), watch.between(instant_s, gone_s))
+
+
+def _check_gone(options: argparse.Namespace, report: Report, client: Client) -> None:
+    """From the instant on, at once."""
+    for number in random.Random(options.seed).sample(range(options.sessions), min(SAMPLED, options.sessions)):
+        try:
+            client.get_session(f"sessions/ends-{number}")
+        except SessionNotFound:
+            continue
+        report.find(f"sessions/ends-{number} is there after its time")
+    listed = [session.name for session in client.list_sessions(page_size=100)]
+    if listed != [STAYS]:
+        report.find(f"{len(listed) - 1} sessions are listed after their time")
+
+
+def _wait_until_gone(report: Report, client: Client) -> float:
+    deadline_s = time.monotonic() + GONE_S
+    while client.stats().session_count > 1:
+        if time.monotonic() > deadline_s:
+            report.find(f"{client.stats().session_count - 1} sessions are not removed after {GONE_S} s")
+            break
+        time.sleep(0.02)
+    return time.monotonic()
+
+
+def _judge(
+    options: argparse.Namespace, report: Report, name: str, calm_s: list[float], during_s: list[float]
+) -> None:
+    if not calm_s or not during_s:
+        report.find(f"no {name} was measured")
+        return
+    p99_s = during_s[int(len(during_s) * 0.99)]
+    report.figures |= {
+        f"{name}_p99_before_ms": round(1e3 * calm_s[int(len(calm_s) * 0.99)], 1),
+        f"{name}_p99_during_ms": round(1e3 * p99_s, 1),
+        f"{name}_longest_during_ms": round(1e3 * during_s[-1], 1),
+    }
+    if not options.untimed and p99_s > P99_LIMIT_S:
+        report.find(f"the p99 of a {name} was {1e3 * p99_s:.0f} ms while sessions expired")
+    if not options.untimed and during_s[-1] > STALL_LIMIT_S:
+        report.find(f"a {name} took {1e3 * during_s[-1]:.0f} ms while sessions expired")
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sessions", type=int, default=5000, help="that expire at one moment; long run 100000"
+    )
+    parser.add_argument("--rate", type=int, default=500, help="at least so many are created per second")
+    parser.add_argument("--untimed", action="store_true", help="do not judge how long calls took")
+
+
+HARNESS = Harness(
+    "expiry",
+    "Lets many sessions expire at the same moment, and looks at who notices.",
+    run,
+    {
+        "seen_until_removed": "a session is there until upkeep comes to it",
+        "space_kept": "what expires keeps its slots",
+        "all_at_once": "every session that is due is removed in one step (found with --sessions 100000)",
+    },
+    _options,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(HARNESS.main())

@@ -1,0 +1,122 @@
+"""What every fault harness has in common: a command line, a report, and controls that it must catch.
+
+    python -m tests.faults.NAME [--seed N] [--json] [--control BUG]
+
+A harness provokes one class of faults on real parts and lists what broke a promise: its findings.
+A control is a bug planted on purpose; with `--control` the run is good when it finds something.
+Exit codes: 0 good, 1 not good, 2 usage, 77 skipped because the machine lacks what it needs.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+GOOD, NOT_GOOD, SKIPPED = 0, 1, 77
+FINDINGS_SHOWN = 20
+
+
+class Unsupported(Exception):
+    """This machine lacks what the harness needs; the sentence says what, and how to get it."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did and found. `figures` have units in their names."""
+
+    harness: str
+    seed: int
+    control: str | None = None
+    figures: dict[str, object] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """No findings; with a control, at least one."""
+        return bool(self.findings) == (self.control is not None)
+
+    def count(self, figure: str, by: int = 1) -> None:
+        """Add to a figure that counts."""
+        before = self.figures.get(figure, 0)
+        if not isinstance(before, int):
+            raise TypeError(f"{figure} is no count")
+        self.figures[figure] = before + by
+
+    def find(self, finding: str) -> None:
+        """Note a broken promise."""
+        self.findings.append(finding)
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """A harness as its module declares it.
+
+    `run` gets the options and a fresh report to fill. `controls`: name to what is planted. `options`
+    adds the harness's own arguments; every one has a default that ends within a minute.
+    """
+
+    name: str
+    description: str
+    run: Callable[[argparse.Namespace, Report], None]
+    controls: dict[str, str]
+    options: Callable[[argparse.ArgumentParser], None] = lambda _: None
+
+    def execute(self, arguments: Sequence[str]) -> Report:
+        """Run as the command line says. Raises Unsupported, SystemExit for arguments it does not take."""
+        chosen = self._parser().parse_args(arguments)
+        report = Report(self.name, chosen.seed, chosen.control)
+        began_s = time.monotonic()
+        self.run(chosen, report)
+        report.duration_s = round(time.monotonic() - began_s, 2)
+        return report
+
+    def main(self) -> int:
+        """Run from the command line and print the report; returns the exit code."""
+        try:
+            report = self.execute(sys.argv[1:])
+        except Unsupported as reason:
+            sys.stderr.write(f"SKIPPED {self.name}: {reason}\n")
+            return SKIPPED
+        as_json = "--json" in sys.argv[1:]
+        sys.stdout.write((_json(report) if as_json else _text(report)) + "\n")
+        return GOOD if report.is_good else NOT_GOOD
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m tests.faults.{self.name}",
+            description=self.description,
+            epilog="controls: " + "; ".join(f"{name}: {bug}" for name, bug in self.controls.items()),
+        )
+        parser.add_argument("--seed", type=int, default=1, help="what random choices begin with (default 1)")
+        parser.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+        parser.add_argument(
+            "--control", choices=sorted(self.controls), help="plant this bug: it must be found"
+        )
+        self.options(parser)
+        return parser
+
+
+def progress(done: int, total: int, what: str) -> None:
+    """Show how far a long run is, where a person is looking."""
+    if sys.stderr.isatty():
+        end = "\n" if done >= total else ""
+        sys.stderr.write(f"\r{done}/{total} {what}{end}")
+        sys.stderr.flush()
+
+
+def _json(report: Report) -> str:
+    return json.dumps(asdict(report) | {"is_good": report.is_good})
+
+
+def _text(report: Report) -> str:
+    verdict = "good" if report.is_good else "NOT GOOD"
+    planted = f", planted: {report.control}" if report.control else ""
+    lines = [f"{report.harness}: {verdict} in {report.duration_s:.1f} s (seed {report.seed}{planted})"]
+    lines += [f"  {name:<32} {value}" for name, value in report.figures.items()]
+    lines += [f"  found: {finding}" for finding in report.findings[:FINDINGS_SHOWN]]
+    if len(report.findings) > FINDINGS_SHOWN:
+        lines.append(f"  ... and {len(report.findings) - FINDINGS_SHOWN} more")
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""Bugs that the client harness must find."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ctxcache.cache import writing
+from ctxcache.service import streams
+from tests.faults.planted import plant
+
+
+@plant
+def append_outlives_stream(_: int) -> None:
+    """Whoever stops half-way keeps the room, and the session's turn to write."""
+    release = writing.Writing.release
+
+    def forgetful(self: writing.Writing, reservation: writing.Reservation, **how: bool) -> None:
+        if reservation.committed == reservation.end:
+            release(self, reservation, **how)
+
+    setattr(writing.Writing, "release", forgetful)  # noqa: B010  # a patch, whatever mypy says
+
+
+@plant
+def rows_before_commit(_: int) -> None:
+    """Each chunk is committed as it comes."""
+    place = streams.StreamRpcs._place
+
+    async def eager(self: streams.StreamRpcs, append: Any, chunk: Any) -> None:
+        await place(self, append, chunk)
+        end = min(append.received.values())
+        await self._writing.commit(append.reservation, end, is_durable=False, keep_open=True)
+
+    setattr(streams.StreamRpcs, "_place", eager)  # noqa: B010
+
+
+@plant
+def readers_unbounded(_: int) -> None:
+    """All messages of a read are made before the first is sent."""
+    messages = streams.StreamRpcs._messages
+
+    async def greedy(self: streams.StreamRpcs, request: Any, tenant: str) -> AsyncIterator[Any]:
+        made = [message async for message in messages(self, request, tenant)]
+        for message in made:
+            yield message
+
+    setattr(streams.StreamRpcs, "_messages", greedy)  # noqa: B010

@@ -1,0 +1,172 @@
+"""Bugs that only a crash, or a power cut, shows; and a server that checks its books when it has opened."""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ctxcache import data_directory
+from ctxcache.cache import Cache, residency, sessions, write_back
+from ctxcache.cache.integrity import check_integrity
+from ctxcache.cache.segment_io import Written
+from ctxcache.cache.state import record_of
+from ctxcache.cache.write_back import WriteBack
+from ctxcache.cache.writing import Reservation, Writing
+from ctxcache.core import ranges
+from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+from ctxcache.metadata.base import Changes, SessionRecord
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.tiers.ssd import SsdFiles
+from tests.faults.planted import plant
+
+LATE_S = 0.03
+_late: set["asyncio.Task[None]"] = set()
+
+
+def _patch(owner: object, name: str, replacement: Any) -> None:
+    getattr(owner, name)  # what is not there cannot be broken
+    setattr(owner, name, replacement)
+
+
+def _later(work: Any) -> None:
+    async def wait() -> None:
+        await asyncio.sleep(LATE_S)
+        await work
+
+    task = asyncio.get_running_loop().create_task(wait())
+    _late.add(task)
+    task.add_done_callback(_late.discard)
+
+
+@plant
+def checked_opening(_: int) -> None:
+    """No bug: the server refuses to start when what it loaded does not add up."""
+    opening = Cache.open
+
+    async def open_checked(cache: Cache) -> None:
+        await opening(cache)
+        if problems := check_integrity(cache):
+            raise RuntimeError(f"the books do not add up: {problems}")
+
+    _patch(Cache, "open", open_checked)
+
+
+@plant
+def acknowledged_before_record(_: int) -> None:
+    """A flush returns while its record is still to be written."""
+    commit = RocksDbMetadata.commit
+
+    async def commit_late(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
+        if changes.segments:
+            _later(commit(store, changes, is_durable=is_durable))
+        else:
+            await commit(store, changes, is_durable=is_durable)
+
+    _patch(RocksDbMetadata, "commit", commit_late)
+
+
+@plant
+def record_before_bytes(_: int) -> None:
+    """A slot is written after the record that points at it."""
+    write = SsdFiles.write
+
+    async def write_late(files: SsdFiles, slot: Any, begin: int, data: memoryview, **named: Any) -> None:
+        _later(write(files, slot, begin, memoryview(bytearray(data)), **named))
+
+    _patch(SsdFiles, "write", write_late)
+
+
+@plant
+def deleted_record_stays(_: int) -> None:
+    """The record of a deleted session is forgotten, not removed."""
+    commit = RocksDbMetadata.commit
+
+    async def commit_some(store: RocksDbMetadata, changes: Changes, *, is_durable: bool) -> None:
+        changes.deleted_session_uids = []
+        await commit(store, changes, is_durable=is_durable)
+
+    _patch(RocksDbMetadata, "commit", commit_some)
+
+
+@plant
+def tail_rewritten_in_place(_: int) -> None:
+    """The slot of a growing segment is given back before the record names the new one."""
+    write = WriteBack._write
+
+    async def write_over(
+        back: WriteBack, session: Session, row_counts: Mapping[Segment, int]
+    ) -> Sequence[Written]:
+        for segment in row_counts:
+            if segment.ssd is not None:
+                back._places.ssd.give(segment.ssd)
+                segment.ssd, segment.ssd_row_count = None, 0
+        written = await write(back, session, row_counts)
+        await asyncio.sleep(LATE_S)
+        return written
+
+    _patch(WriteBack, "_write", write_over)
+
+
+@plant
+def generation_reused(_: int) -> None:
+    """Crashes are not counted, so that generations go on where records ended."""
+    _patch(data_directory, "_read_crash_count", lambda _path: 0)
+
+
+@plant
+def recorded_end_off_by_one(_: int) -> None:
+    """Records leave out the last token."""
+
+    def short_record(session: Session) -> SessionRecord:
+        record = record_of(session)
+        end = max(record.log_end - 1, 0)
+        return replace(record, log_end=end, live=ranges.clip(record.live, 0, end))
+
+    for module in (residency, sessions, write_back):
+        _patch(module, "record_of", short_record)
+
+
+@plant
+def abandoned_save_shows(_: int) -> None:
+    """A writer that gives up leaves its rows visible."""
+    release = Writing.release
+
+    def release_committed(writing: Writing, reservation: Reservation, *, is_abandoned: bool = False) -> None:
+        if writing.is_open(reservation.reservation_id) and not reservation.session.is_gone:
+            writing._attach(reservation, reservation.end)
+        release(writing, reservation, is_abandoned=is_abandoned)
+
+    _patch(Writing, "release", release_committed)
+
+
+@plant
+def slot_leaked(_: int) -> None:
+    """Every tenth slot is not given back."""
+    give, count = SlotAllocator.give, iter(range(1 << 62))
+
+    def give_most(allocator: SlotAllocator, slot: Any) -> None:
+        if next(count) % 10:
+            give(allocator, slot)
+
+    _patch(SlotAllocator, "give", give_most)
+
+
+@plant
+def slots_not_synced(_: int) -> None:
+    """SSD files are never synced."""
+    _patch(os, "fdatasync", lambda _fd: None)
+
+
+@plant
+def records_not_synced(_: int) -> None:
+    """The metadata's log is never synced."""
+    _patch(RocksDbMetadata, "_sync", lambda _store: None)
+
+
+@plant
+def facts_not_synced(_: int) -> None:
+    """FORMAT and RUNS get their names before their bytes are synced, and the SSD file is never synced whole."""
+    _patch(os, "fsync", lambda _fd: None)

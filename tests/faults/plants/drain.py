@@ -1,0 +1,45 @@
+"""Bugs that the drain harness must find."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from grpc_health.v1 import health
+
+from ctxcache.cache import Cache
+from ctxcache.core.session import Session
+from ctxcache.service.control import ControlSocket
+from tests.faults.planted import plant
+
+
+@plant
+def flush_left_out(_: int) -> None:
+    """The end is quick."""
+
+    async def flush_all(
+        _cache: Cache, _sessions: Sequence[Session], *, at_a_time: int
+    ) -> Mapping[Session, BaseException | None]:
+        del at_a_time
+        return {}
+
+    setattr(Cache, "_flush_all", flush_all)  # noqa: B010  # mypy would have it typed
+
+
+@plant
+def cut_at_once(_: int) -> None:
+    """Nobody is waited for."""
+    server_class = importlib.import_module("grpc.aio._server").Server
+    stop, end = server_class.stop, ControlSocket.stop
+    setattr(server_class, "stop", lambda server, _: stop(server, None))  # noqa: B010
+    setattr(ControlSocket, "stop", lambda control, _: end(control, 0.0))  # noqa: B010
+
+
+@plant
+def serving_to_the_end(_: int) -> None:
+    """Health is set once."""
+    known = health.aio.HealthServicer.set
+
+    async def only_yes(servicer: health.aio.HealthServicer, service: str, status: int) -> None:
+        if status == 1:
+            await known(servicer, service, status)
+
+    setattr(health.aio.HealthServicer, "set", only_yes)  # noqa: B010

@@ -1,0 +1,39 @@
+"""Bugs that the soak must find, and a shorter grace for those who cannot wait."""
+
+from typing import Any
+
+from ctxcache.cache import writing
+from ctxcache.cache.reading import Reading
+from tests.faults.planted import plant
+
+
+@plant
+def grace_s(seconds: int) -> None:
+    """No bug: slots of a writer that disappeared are kept from others for so long."""
+    writing.GRACE_NS = seconds * 10**9
+
+
+@plant
+def lease_kept_on_cancel(_: int) -> None:
+    """A lease is let go only by a reader that has had it for a while; its deadline never comes."""
+    release, count = Reading.release, [0]
+
+    def forgetful(reading: Reading, lease_id: int) -> None:
+        count[0] += 1
+        if count[0] % 50:
+            release(reading, lease_id)
+
+    setattr(Reading, "release", forgetful)  # noqa: B010  # mypy would have it typed
+
+
+@plant
+def reads_remembered(_: int) -> None:
+    """Whoever reads is written down for ever, at length."""
+    known: dict[int, bytes] = {}
+    acquire = Reading._hold
+
+    async def hold(reading: Reading, *arguments: Any, **named: Any) -> Any:
+        known[len(known)] = bytes(1) * (256 << 10)
+        return await acquire(reading, *arguments, **named)
+
+    setattr(Reading, "_hold", hold)  # noqa: B010

@@ -1,0 +1,74 @@
+"""Bugs that `tests.faults.syscalls` must find."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+from ctxcache.clock import SystemClock
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.tiers import ssd
+from ctxcache.tiers.base import Refusal
+from tests.faults.planted import plant
+
+
+@plant
+def sync_errors_ignored(_: int) -> None:
+    """A failed fdatasync of an SSD file is taken for success."""
+    real = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        with contextlib.suppress(OSError):
+            real(fd)
+
+    os.fdatasync = fdatasync  # type: ignore[assignment]  # a narrower argument
+
+
+@plant
+def sync_retried(_: int) -> None:
+    """A failed fdatasync is called again until it succeeds."""
+    real = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                return real(fd)
+
+    os.fdatasync = fdatasync  # type: ignore[assignment]  # a narrower argument
+
+
+@plant
+def short_write_is_whole(_: int) -> None:
+    """A write of fewer bytes than asked for is taken for all of them."""
+
+    def once(
+        fd: int, call: Callable[[int, Sequence[memoryview], int], int], offset: int, buffer: memoryview
+    ) -> None:
+        call(fd, [buffer], offset)
+
+    ssd._loop = once
+
+
+@plant
+def refused_record_acknowledged(_: int) -> None:
+    """A record that found no room is acknowledged."""
+
+    def fail(_: RocksDbMetadata, error: Exception) -> None:
+        """Go on."""
+
+    RocksDbMetadata._fail = fail  # type: ignore[method-assign,assignment]  # it returns
+
+
+@plant
+def failed_path_in_rotation(_: int) -> None:
+    """A path that failed is still handed out."""
+
+    def refusals(_: ssd.SsdFiles) -> dict[int, Refusal]:
+        return {}
+
+    ssd.SsdFiles.refusals = property(refusals)  # type: ignore[assignment,method-assign]
+
+
+@plant
+def deadlines_by_wall_clock(_: int) -> None:
+    """Leases and reservations end by the clock on the wall."""
+    SystemClock.monotonic_ns = SystemClock.now_ns  # type: ignore[method-assign]

@@ -1,0 +1,218 @@
+"""Faults that last: a device that hangs, a filesystem that is full, no descriptors, a clock that jumps.
+
+Each scenario lets a real server meet one, and says what it did that it must not. What takes part of
+`syscalls.py` is how servers are made. Worst case: a call that is not answered, which is a problem.
+"""
+
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.errors import CacheError, CapacityExceeded, SessionNotFound, WriteInProgress
+from tests.faults.harness import Unsupported
+from tests.faults.interposed import FOR_EVER, Interposer
+from tests.faults.lifecycle import DEADLINE_S, STREAMS, Lifecycle
+from tests.faults.rows import rows_of
+from tests.server_process import ServerProcess
+
+Problem = Callable[[str], None]
+CLOCK_LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+JUMPS = ("+1h", "-1h", "+1d", "-1d")
+CLOCK_SETTLES_S = 0.3
+QUICK_S = 5.0
+"""Deadline of calls that no device is needed for: a bound against hanging, no measurement."""
+
+
+def hanging_device(
+    server: ServerProcess, faults: Interposer, ssd_files: Sequence[str], problem: Problem
+) -> None:
+    """While every write to SSD hangs, rows in memory are read and control calls are answered."""
+    life = Lifecycle(problem)
+    with Client(server.target, access="remote", timeout_s=QUICK_S) as client:
+        life.create(client, "a")
+        life.append(client, "a", 100, is_durable=True)
+        life.create(client, "b")
+        life.append(client, "b", 100, is_durable=False)
+        faults.arm("write", ssd_files, first=1, times=FOR_EVER, is_waiting=True)
+        with _flushing(server.target, "sessions/b", problem):
+            _until(lambda: faults.hit_count > 0, problem, "no write reached the device")
+            for _ in range(3):
+                life.read(client, "a")
+                life.read(client, "b")
+                life.try_("stats", client.stats)
+                life.try_("health", client.health)
+            life.create(client, "c")
+            faults.disarm()
+        life.check_all(client)
+    if life.refused_count:
+        problem(f"{life.refused_count} calls were refused while a device hung")
+
+
+def full_metadata(server: ServerProcess, ballast: Path, problem: Problem) -> None:
+    """Without room around the records, what grows is refused by name; with room again it goes on, unrestarted."""
+    life = Lifecycle(problem)
+    with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+        life.create(client, "a")
+        life.append(client, "a", 100, is_durable=True)
+        _fill(ballast)
+        _expect(
+            CapacityExceeded, "create", lambda: client.create_session("models/tiny", session_id="x"), problem
+        )
+        _expect(CapacityExceeded, "flush", lambda: client.flush_session("sessions/a"), problem)
+        life.append(client, "a", 50, is_durable=False)
+        life.read(client, "a")
+        ballast.unlink()
+        life.create(client, "b")
+        life.append(client, "b", 100, is_durable=True)
+        life.append(client, "a", 10, is_durable=True)
+        life.check_all(client)
+    if life.refused_count:
+        problem(f"{life.refused_count} calls were refused that need no room")
+
+
+def no_descriptors(server: ServerProcess, problem: Problem) -> None:
+    """Without descriptors for new connections the old ones go on, and new ones come when there are some."""
+    life = Lifecycle(problem)
+    with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+        life.create(client, "a")
+        life.append(client, "a", 100, is_durable=True)
+        taken = max(int(name) for name in os.listdir(f"/proc/{server.pid}/fd")) + 1  # noqa: PTH208
+        limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (taken, limits[1]))
+        with Client(server.target, access="remote", timeout_s=2.0) as other:
+            _expect(CacheError, "a new connection", other.stats, problem)
+            life.read(client, "a")
+            life.append(client, "a", 50, is_durable=True)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as other:
+            life.check_all(other)
+
+
+def clock_jump(make: Callable[[], ServerProcess], clock: Path, jump: str, problem: Problem) -> None:
+    """Deadlines of writers do not move with the wall clock, expiry does, and nobody comes back."""
+    life = Lifecycle(problem)
+    clock.write_text("+0\n")
+    server = make()
+    try:
+        server.start()
+        with Client(server.target, access="local", timeout_s=DEADLINE_S) as client:
+            life.create(client, "kept", life_s=10 * 86400)
+            life.append(client, "kept", 100, is_durable=True)
+            life.create(client, "due", life_s=1800)
+            _write_across(client, life, lambda: _set(clock, jump), problem)
+            _check_due(client, jump, problem)
+        server.terminate()
+        server.start()
+        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+            life.read(client, "kept")
+            _check_due(client, jump, problem)
+            if jump.startswith("+"):
+                _set(clock, "+0")
+                _check_due(client, jump, problem)
+        server.terminate()
+    finally:
+        server.close()
+
+
+def clock_environment(clock: Path) -> dict[str, str]:
+    """What lets a server read its wall clock from that file. Raises Unsupported."""
+    if not CLOCK_LIBRARY.exists():
+        raise Unsupported("there is no libfaketime; apt-get install faketime")
+    return {
+        "LD_PRELOAD": str(CLOCK_LIBRARY), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }  # fmt: skip
+
+
+@contextmanager
+def small_filesystem(directory: Path, size: str) -> Iterator[None]:
+    """A tmpfs of that size at a directory. Raises Unsupported where we may not mount."""
+    directory.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        raise Unsupported("this user may not mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=False)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _write_across(client: Client, life: Lifecycle, jump: Callable[[], None], problem: Problem) -> None:
+    known = life.sessions["kept"]
+    rows = {s: rows_of(known.owner, s, 100, 110, row_bytes) for s, row_bytes in STREAMS.items()}
+    try:
+        with client.writer("sessions/kept", 10) as writer:
+            jump()
+            _expect(WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", 1), problem)
+            for stream, view in rows.items():
+                writer.write(stream, 0, view)
+            writer.commit()
+            known.most = 110
+    except CacheError as error:
+        problem(f"a writer across the jump: {error.reason}: {error}")
+
+
+def _set(clock: Path, jump: str) -> None:
+    clock.write_text(f"{jump}\n")
+    # Upkeep looks twice a second.
+    time.sleep(CLOCK_SETTLES_S + 0.5)
+
+
+def _check_due(client: Client, jump: str, problem: Problem) -> None:
+    try:
+        client.get_session("sessions/due")
+        is_there = True
+    except SessionNotFound:
+        is_there = False
+    if is_there == jump.startswith("+"):
+        problem(f"after {jump} a session with half an hour to live is {'there' if is_there else 'gone'}")
+
+
+@contextmanager
+def _flushing(target: str, name: str, problem: Problem) -> Iterator[None]:
+    def flush() -> None:
+        try:
+            with Client(target, access="remote", timeout_s=4 * DEADLINE_S) as client:
+                client.flush_session(name)
+        except CacheError as error:
+            problem(f"the flush that waited: {error.reason}: {error}")
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _fill(ballast: Path) -> None:
+    with ballast.open("wb") as file:
+        space = os.fstatvfs(file.fileno())
+        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - (1 << 20))
+
+
+def _expect(kind: type[CacheError], what: str, call: Callable[[], object], problem: Problem) -> None:
+    try:
+        call()
+    except kind:
+        return
+    except CacheError as error:
+        problem(f"{what}: {error.reason}: {error}")
+    else:
+        problem(f"{what} was not refused")
+
+
+def _until(is_so: Callable[[], bool], problem: Problem, what: str) -> None:
+    ended_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        if time.monotonic() > ended_s:
+            problem(what)
+            return
+        time.sleep(0.01)

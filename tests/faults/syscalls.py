@@ -1,0 +1,382 @@
+"""Faults of system calls and devices, at every point of a server's life.
+
+    python -m tests.faults.syscalls [--every] [--json] [--seed N] [--control BUG]
+
+A real server runs with `interpose.c` between it and the C library. For every phase of its life, every
+kind of file, every call and every error, the Nth such call fails, for N = 1, 2, ... until a run has
+fewer. After each run a clean server starts on what is left, and every promise is checked. `--every`
+takes every point; without, some of each, drawn with the seed, and `fdatasync` and ENOSPC always.
+"""
+
+import argparse
+import random
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.v1.admin_pb2 import PATH_STATE_FENCED
+from tests.faults import planted, scenarios
+from tests.faults.forked import ForkedServer, Zygote
+from tests.faults.harness import Harness, Report, progress
+from tests.faults.interposed import Interposer
+from tests.faults.lifecycle import DEADLINE_S, Lifecycle
+from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
+
+START_CODES = {
+    7: "CAPACITY_EXCEEDED", 9: "DATA_DIRECTORY_UNUSABLE", 12: "ADDRESS_UNUSABLE", 13: "TIER_FAILURE",
+}  # fmt: skip
+"""Exit codes that a fault of a system call may end a start with. Damage it is not, so 8 is none of them."""
+PHASES = ("first start", "restart", "life", "stop")
+ERRORS = {
+    "open": ("EIO", "EMFILE", "ENOSPC"), "write": ("EIO", "ENOSPC", "short"), "fsync": ("EIO", "ENOSPC"),
+    "fdatasync": ("EIO", "ENOSPC"), "rename": ("EIO", "ENOSPC"), "fallocate": ("ENOSPC", "EIO"),
+    "ftruncate": ("EIO",), "mkdir": ("ENOSPC", "EIO"), "link": ("EIO",), "unlink": ("EIO",),
+    "mmap": ("ENOMEM",), "read": ("EIO", "short"),
+}  # fmt: skip
+PLACES = ("directory", "metadata", "ssd", "copies", "arena")
+SIZES = ("--arena-size-bytes", "8MiB", "--ssd-size-bytes", "4MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The `number`-th `call` on files of a place, in a phase, and how it fails."""
+
+    phase: str
+    place: str
+    call: str
+    error: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.call} {self.number} in {self.place}: {self.error}"
+
+
+class Run:
+    """One server's directories and faults."""
+
+    def __init__(self, root: Path, forge: "Forge", control: str | None) -> None:
+        self.root = root
+        self.data = root / "data"
+        self.arena = Path("/dev/shm") / f"ctxcache-faults-{uuid.uuid4().hex[:12]}"  # noqa: S108  # a tmpfs
+        self.arena.mkdir()
+        self.faults, self._zygote = forge.faults, forge.zygote
+        self._plants = control or ""
+
+    def server(self, *, is_faulty: bool) -> ServerProcess:
+        """A server on this run's directories, not started."""
+        plants = self._plants if is_faulty else ""
+        return ForkedServer(self._zygote, self.data, *self._options(), plants=plants)
+
+    def unforked_server(self, environment: Mapping[str, str]) -> ServerProcess:
+        """A server of its own process, where libraries may be loaded before all others."""
+        program = planted.command([self._plants]) if self._plants else COMMAND_LINE
+        return ServerProcess(self.data, *self._options(), environment=environment, program=program)
+
+    def _options(self) -> tuple[str, ...]:
+        ssd = (part for number in (1, 2) for part in ("--ssd-directories", str(self.root / f"ssd{number}")))
+        return ("--arena-directory", str(self.arena), "--unix-socket", "", *SIZES, *ssd)
+
+    def prefixes(self, place: str) -> Sequence[str]:
+        """What paths of a place begin with."""
+        return {
+            "directory": [str(self.data / name) for name in ("LOCK", "FORMAT", "RUNS", "PATHS")],
+            "metadata": [str(self.data / "metadata")],
+            "ssd": [str(self.root / path / "segments.dat") for path in ("ssd1", "ssd2")],
+            "copies": [
+                str(self.root / path / name) for path in ("ssd1", "ssd2") for name in ("WITNESS", "catalog")
+            ],
+            "arena": [str(self.arena)],
+        }[place]
+
+    def arm(self, point: Point) -> None:
+        """Let the point's call fail from now on."""
+        is_short = point.error == "short"
+        self.faults.arm(
+            point.call, self.prefixes(point.place), first=point.number, is_short=is_short,
+            error="" if is_short else point.error,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Forge:
+    """Where servers come from."""
+
+    faults: Interposer
+    zygote: Zygote
+
+
+@contextmanager
+def forge() -> Iterator[Forge]:
+    """Servers with faults, for one run of the harness."""
+    with tempfile.TemporaryDirectory(prefix="ctxcache-faults-") as directory:
+        faults = Interposer(Path(directory) / "control")
+        with Zygote(faults.environment) as zygote:
+            yield Forge(faults, zygote)
+
+
+@contextmanager
+def a_run(servers: Forge, control: str | None = None) -> Iterator[Run]:
+    """Directories of one run, removed at its end."""
+    root = Path(tempfile.mkdtemp(prefix="ctxcache-faults-"))
+    servers.faults.reset()
+    run = Run(root, servers, control)
+    try:
+        yield run
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(run.arena, ignore_errors=True)
+
+
+def visit(servers: Forge, point: Point, report: Report) -> bool:
+    """Let a server meet one fault; False when its life has no such point."""
+    with a_run(servers, report.control) as run:
+        problems: list[str] = []
+        life = Lifecycle(problems.append)
+        is_met = _live(run, point, life, problems)
+        if is_met:
+            _check_after(run, life, problems)
+            report.count("points")
+            report.count("refused_calls", life.refused_count)
+            report.count("acknowledged_calls", life.acknowledged_count)
+        for problem in problems:
+            report.find(f"{point} ({run.faults.where.replace(str(run.root), '')}): {problem}")
+        return is_met
+
+
+def _check_paths(point: Point, server: ServerProcess, run: Run, life: Lifecycle, problems: list[str]) -> None:
+    """A path whose device refused a write or a sync is out, the other one serves all that comes."""
+    if point.place != "ssd" or run.faults.hit_count == 0 or point.error not in ("EIO", "ENOSPC"):
+        return
+    if point.call in ("write", "fdatasync"):
+        with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+            states = {tier.path: tier.state for tier in client.stats().tiers}
+        hit = states.get(run.faults.where.split()[-1])
+        if hit != PATH_STATE_FENCED and (point.error == "EIO" or point.call == "fdatasync"):
+            problems.append("the path is not fenced")
+        if life.refused_count:
+            problems.append(f"{life.refused_count} calls were refused though another path takes writes")
+
+
+def _wipe_what_was_never_synced(point: Point, run: Run) -> None:
+    """After a path's first sync failed nothing on it is durable: a device may have none of it."""
+    if (point.place, point.call, point.number) == ("ssd", "fdatasync", 1) and run.faults.hit_count:
+        path = Path(run.faults.where.split()[-1])
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+def _live(run: Run, point: Point, life: Lifecycle, problems: list[str]) -> bool:
+    server = run.server(is_faulty=True)
+    try:
+        if point.phase == "restart":
+            server.start()
+            life.run(server.target)
+            server.kill9()
+        if point.phase in ("first start", "restart"):
+            run.arm(point)
+        server.start()
+        if point.phase in ("first start", "restart"):
+            run.faults.disarm()
+        if point.phase == "life":
+            run.arm(point)
+        if point.phase == "restart":
+            life.verify(server.target)
+        else:
+            life.run(server.target)
+        if point.phase == "life":
+            _check_paths(point, server, run, life, problems)
+        if point.phase == "stop":
+            run.arm(point)
+        _stop(server, problems, is_faulty=point.phase in ("stop", "life"))
+    except ServerDidNotStart as error:
+        _check_refusal(error, problems)
+    finally:
+        is_met = run.faults.hit_count > 0
+        run.faults.disarm()
+        server.close()
+    _wipe_what_was_never_synced(point, run)
+    return is_met
+
+
+def _stop(server: ServerProcess, problems: list[str], *, is_faulty: bool) -> None:
+    try:
+        code = server.terminate()
+    except subprocess.TimeoutExpired:
+        problems.append("it does not end after SIGTERM")
+        return
+    if code and not (is_faulty and code in START_CODES):
+        problems.append(f"its exit code is {code}: {_last_line(server.stderr)}")
+    if "Traceback" in server.stderr:
+        problems.append(f"a traceback: {_last_line(server.stderr)}")
+
+
+def _check_refusal(error: ServerDidNotStart, problems: list[str]) -> None:
+    last = _last_line(error.stderr)
+    reason = START_CODES.get(error.returncode or 0)
+    if error.returncode is None:
+        problems.append("it neither starts nor ends")
+    elif reason is None or not last.endswith(f"({reason})") or "Traceback" in error.stderr:
+        problems.append(f"it does not start, with exit code {error.returncode}: {last}")
+
+
+def _check_after(run: Run, life: Lifecycle, problems: list[str]) -> None:
+    server = run.server(is_faulty=False)
+    try:
+        server.start()
+        life.verify(server.target)
+        _stop(server, problems, is_faulty=False)
+    except ServerDidNotStart as error:
+        problems.append(
+            f"no clean start afterwards, exit code {error.returncode}: {_last_line(error.stderr)}"
+        )
+    finally:
+        server.close()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def every_series() -> list[Point]:
+    """The first point of every series."""
+    return [
+        Point(phase, place, call, error, 1)
+        for phase in PHASES
+        for place in PLACES
+        for call, errors in ERRORS.items()
+        for error in errors
+    ]
+
+
+ALWAYS = (
+    Point("life", "ssd", "fdatasync", "EIO", 1),
+    Point("life", "metadata", "write", "ENOSPC", 3),
+    Point("first start", "metadata", "fdatasync", "EIO", 2),
+)
+"""Points that every run visits."""
+SAMPLE_COUNT = 2
+NUMBERS = range(1, 4)
+CLOCK_CONTROL = "deadlines_by_wall_clock"
+CONTROLS = {
+    "sync_errors_ignored": ALWAYS[:1],
+    "sync_retried": ALWAYS[:1],
+    "short_write_is_whole": (Point("life", "ssd", "write", "short", 1),),
+    # Any one of them may be a line of RocksDB's own log, which nobody misses.
+    "refused_record_acknowledged": tuple(
+        Point("life", "metadata", "write", "ENOSPC", n) for n in range(2, 12)
+    ),
+    "failed_path_in_rotation": ALWAYS[:1],
+}
+
+
+def _last(servers: Forge, report: Report, names: Sequence[str]) -> None:
+    """Meet the faults that last."""
+    for name in names:
+        problems: list[str] = []
+        with a_run(servers, report.control) as run:
+            _scenario(name, run, problems.append)
+        report.count("scenarios")
+        for problem in problems:
+            report.find(f"{name}: {problem}")
+
+
+def _scenario(name: str, run: Run, problem: scenarios.Problem) -> None:
+    what, _, jump = name.partition(" ")
+    if what == "clock":
+        clock = run.root / "clock"
+        environment = scenarios.clock_environment(clock)
+        scenarios.clock_jump(lambda: run.unforked_server(environment), clock, jump, problem)
+    elif what == "full":
+        with scenarios.small_filesystem(run.data, "40m"), run.server(is_faulty=True) as server:
+            scenarios.full_metadata(server, run.data / "metadata" / "ballast", problem)
+            server.terminate()
+    else:
+        with run.server(is_faulty=True) as server:
+            if what == "hang":
+                scenarios.hanging_device(server, run.faults, run.prefixes("ssd"), problem)
+            else:
+                scenarios.no_descriptors(server, problem)
+
+
+SCENARIOS = ("hang", "full", "descriptors", *(f"clock {jump}" for jump in scenarios.JUMPS))
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """Visit points until there are no more, or those of a sample."""
+    with forge() as servers:
+        if report.control:
+            for point in CONTROLS.get(report.control, ()):
+                if not report.findings:
+                    visit(servers, point, report)
+            if report.control == CLOCK_CONTROL:
+                _last(servers, report, ["clock +1h"])
+        elif options.every:
+            _visit_every(servers, report, options.only)
+        elif options.scenarios:
+            _last(servers, report, SCENARIOS)
+        else:
+            _visit_some(servers, report, options.points)
+            _last(servers, report, ["hang", "full"])
+
+
+def _visit_every(servers: Forge, report: Report, only: str) -> None:
+    series = [point for point in every_series() if str(point).startswith(only)]
+    for done, first in enumerate(series):
+        number = 1
+        while visit(servers, replace(first, number=number), report):
+            number += 1
+        progress(done + 1, len(series), f"series, {report.figures.get('points', 0)} points")
+
+
+def _visit_some(servers: Forge, report: Report, count: int) -> None:
+    choice = random.Random(report.seed)
+    for point in ALWAYS:
+        if not visit(servers, point, report):
+            report.find(f"{point}: there is no such point")
+    series = every_series()
+    choice.shuffle(series)
+    met = 0
+    for first in series:
+        met += visit(servers, replace(first, number=choice.choice(NUMBERS)), report)
+        if met >= count:
+            break
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--every", action="store_true", help="every point: hours")
+    parser.add_argument(
+        "--scenarios", action="store_true", help="faults that last, all of them and nothing else"
+    )
+    parser.add_argument("--only", default="", help="with --every: series that begin so, e.g. 'life, open'")
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=SAMPLE_COUNT,
+        help=f"points to draw without --every (default {SAMPLE_COUNT})",
+    )
+
+
+HARNESS = Harness(
+    name="syscalls",
+    description="The Nth system call fails, for every N: proper refusals, nothing lost, a clean start after.",
+    run=run,
+    controls={
+        "sync_errors_ignored": "a failed fdatasync of an SSD file is taken for success",
+        "sync_retried": "a failed fdatasync is called again until it succeeds",
+        "short_write_is_whole": "a write of fewer bytes than asked for is taken for all of them",
+        "refused_record_acknowledged": "a record that found no room is acknowledged",
+        CLOCK_CONTROL: "leases and reservations end by the clock on the wall",
+        "failed_path_in_rotation": "a path that failed is still handed out",
+    },
+    options=_options,
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(HARNESS.main())

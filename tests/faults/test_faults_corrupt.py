@@ -1,0 +1,31 @@
+"""No damage to bytes on disk passes for right, and every planted bug is found."""
+
+import pytest
+
+from tests.faults.corrupt import HARNESS
+
+CONTROLS = {
+    "verification_off": ["--flips", "200", "--misplacements", "0", "--metadata-faults", "0"],
+    "first_chunk_only": ["--flips", "200", "--misplacements", "0", "--metadata-faults", "0"],
+    "header_believed": ["--flips", "0", "--misplacements", "100", "--metadata-faults", "0"],
+    "witness_ignored": ["--flips", "0", "--misplacements", "0", "--metadata-faults", "60"],
+    "sessions_uncounted": ["--flips", "0", "--misplacements", "0", "--metadata-faults", "60"],
+}
+
+
+def test_no_damage_passes_for_right() -> None:
+    """Some hundred damages of every kind: right bytes, DATA_LOSS or a refused start, and no silent loss."""
+    report = HARNESS.execute([])
+
+    assert report.findings == []
+    assert report.figures["data_loss_count"]
+    assert report.figures["refused_start_count"]
+    assert report.figures["rebuilt_count"]
+
+
+@pytest.mark.parametrize("control", sorted(HARNESS.controls))
+def test_a_bug_that_damage_shows_is_found(control: str) -> None:
+    """Or the run above means nothing."""
+    report = HARNESS.execute([*CONTROLS[control], "--control", control])
+
+    assert report.is_good, report

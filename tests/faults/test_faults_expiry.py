@@ -1,0 +1,24 @@
+"""The expiry harness finds nothing in the product, and everything that is planted."""
+
+import pytest
+
+from tests.faults.expiry import HARNESS
+
+SHORT = ["--sessions", "400", "--rate", "200", "--untimed"]
+# What takes too long is a matter of time, and found in the long run alone.
+UNTIMED = [name for name in HARNESS.controls if name != "all_at_once"]
+
+
+def test_sessions_that_end_together_are_gone_at_once_with_their_space() -> None:
+    """From their instant on nobody sees them, and soon nothing is left of them."""
+    report = HARNESS.execute(SHORT)
+
+    assert report.findings == []
+
+
+@pytest.mark.parametrize("control", UNTIMED)
+def test_a_planted_bug_is_found(control: str) -> None:
+    """Or the run above means nothing."""
+    report = HARNESS.execute([*SHORT, "--control", control])
+
+    assert report.is_good, report

@@ -1,0 +1,22 @@
+"""Overload finds nothing in the product, whatever the machine is busy with, and everything that is planted."""
+
+import pytest
+
+from tests.faults.overload import HARNESS
+
+SHORT = ["--rounds", "1", "--seconds", "1", "--untimed"]
+
+
+def test_what_is_too_much_is_refused_and_the_rest_served() -> None:
+    """Every call is served or refused with a delay, memory stays in its budget, and afterwards all is as before."""
+    report = HARNESS.execute(SHORT)
+
+    assert report.findings == []
+
+
+@pytest.mark.parametrize("control", HARNESS.controls)
+def test_a_planted_bug_is_found(control: str) -> None:
+    """Or the run above means nothing."""
+    report = HARNESS.execute([*SHORT, "--control", control])
+
+    assert report.is_good, report

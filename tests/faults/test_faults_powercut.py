@@ -1,0 +1,33 @@
+"""Nothing acknowledged as durable is lost by a power cut, and syncs that are left out are found."""
+
+import sys
+
+import pytest
+
+from tests.faults.harness import Report, Unsupported
+from tests.faults.powercut import HARNESS
+
+
+def execute(arguments: list[str]) -> Report:
+    """Run the harness, or skip so that nobody overlooks it."""
+    try:
+        return HARNESS.execute(arguments)
+    except Unsupported as reason:
+        sys.__stderr__.write(f"\nNOTICE: power cuts are NOT tested here: {reason}\n")  # type: ignore[union-attr]
+        pytest.skip(f"NOTICE: power cuts are not tested here: {reason}")
+
+
+def test_power_cuts_lose_nothing_that_was_acknowledged_as_durable() -> None:
+    """A few cuts, of one disk and of two."""
+    report = execute(["--cuts", "8"])
+
+    assert report.findings == []
+    assert report.figures["verified_token_count"]
+
+
+@pytest.mark.parametrize("control", sorted(HARNESS.controls))
+def test_a_sync_left_out_is_found(control: str) -> None:
+    """Or the run above means nothing."""
+    report = execute(["--cuts", "20", "--control", control])
+
+    assert report.is_good, report

@@ -1,0 +1,69 @@
+"""A data directory of the first version: it opens, reads right, and is of this version afterwards."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ctxcache.client import Client
+from tests.faults.rows import rows_of
+from tests.golden.make_directory import ARCHIVE, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
+from tests.server_process import ServerDidNotStart, ServerProcess
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """The directory as it was when its server was killed."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def server(golden: Path, *names: str) -> ServerProcess:
+    """A server over it, its SSD directories in this order."""
+    ssd = [part for name in names for part in ("--ssd-directories", str(golden / name))]
+    return ServerProcess(golden / "data", *ssd, "--ssd-size-bytes", str(SSD_SIZE_BYTES))
+
+
+def wrong_sessions(running: ServerProcess) -> list[str]:
+    """Read everything; return the sessions that are not what they were."""
+    wrong = []
+    with Client(running.target, access="remote") as client:
+        found = {session.name.removeprefix("sessions/") for session in client.list_sessions()}
+        for name, ranges in SESSIONS.items():
+            indexes = [i for begin, end in ranges for i in range(begin, end)]
+            with client.read(f"sessions/{name}") as rows:
+                for spec in STREAMS:
+                    whole = [
+                        rows_of(owner_of(name, i), spec.stream, i, i + 1, spec.row_bytes) for i in indexes
+                    ]
+                    expected = np.concatenate(whole) if whole else np.zeros((0, spec.row_bytes), np.uint8)
+                    got = rows.array(spec.stream) if indexes else expected
+                    if not np.array_equal(got.view(np.uint8).reshape(expected.shape), expected):
+                        wrong.append(f"{name} {spec.stream}")
+    return wrong + sorted(found ^ set(SESSIONS))
+
+
+def test_the_first_versions_directory_opens_reads_right_and_is_upgraded(golden: Path) -> None:
+    """Every row is what was written, and stays so when its SSD directories are later given in another order."""
+    with server(golden, *SSD_NAMES) as running:
+        first = wrong_sessions(running)
+        running.terminate()
+    facts = json.loads((golden / "data" / "FORMAT").read_text())
+    with server(golden, *reversed(SSD_NAMES)) as running:
+        again = wrong_sessions(running)
+
+    assert first == again == []
+    assert (facts["format"], facts["created_by"]) == (2, "ctxcache 0.1.0")
+
+
+def test_a_missing_ssd_directory_is_refused(golden: Path) -> None:
+    """Its sessions would be lost otherwise; the sentence says which one, and where it was."""
+    with server(golden, *SSD_NAMES):
+        pass
+    with pytest.raises(ServerDidNotStart, match=r"number 1, last at .*ssd-b, is missing") as caught:
+        server(golden, SSD_NAMES[0]).start()
+
+    assert caught.value.returncode == 9

@@ -1,0 +1,54 @@
+"""`ctxcache verify`, of a running server and of a directory without one."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctxcache.scan import scan
+from tests.faults.test_golden_directory import golden, server
+from tests.golden.make_directory import SSD_NAMES
+from tests.server_process import COMMAND_LINE
+
+__all__ = ["golden"]
+
+
+def verify(*options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command; returns its exit code and what it found."""
+    ran = subprocess.run(
+        [*COMMAND_LINE, "verify", "--output", "json", *options], check=False, capture_output=True, text=True
+    )
+    if not ran.stdout:
+        pytest.fail(ran.stderr)
+    return ran.returncode, json.loads(ran.stdout)
+
+
+def test_damage_is_found_by_a_server_and_without_one(golden: Path) -> None:
+    """A bad segment is listed once, with its session and positions, and the exit code is that of DATA_LOSS."""
+    offline = ["--data-directory", str(golden / "data")]
+    offline += [part for name in SSD_NAMES for part in ("--ssd-directories", str(golden / name))]
+    whole = verify(*offline)
+    path = golden / SSD_NAMES[0] / "segments.dat"
+    listed = [f for f in scan(path) if (f.header.identity.begin, f.header.identity.token_count) == (64, 64)]
+    with path.open("r+b") as file:
+        file.seek(listed[0].offset_bytes + listed[0].header.layout.offsets[1])
+        file.write(b"\xff" * 64)
+    with server(golden, *SSD_NAMES) as running:
+        online = verify("--target", running.target, "--rate-limit", "100MiB")
+        stats = subprocess.run(
+            [*COMMAND_LINE, "stats", "--output", "json", "--target", running.target],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        released = verify("--target", running.target, "--release")
+        running.terminate()
+    again = verify(*offline)
+
+    assert (whole[0], whole[1]["bad"]) == (0, [])
+    assert online[0] == 8
+    (bad,) = online[1]["bad"]
+    assert (bad["position_begin"], bad["position_end"], bad["path"]) == (64, 128, str(path))
+    assert json.loads(stats)["quarantined_slot_count"] == 1
+    assert (released[0], released[1]["released_slot_count"]) == (0, 1)
+    assert (again[0], again[1]["bad"]) == (0, [])
