@@ -137,6 +137,13 @@ class PositionsNotRelocatable(CacheError):
     template = "{model} learns absolute positions: only the newest tokens can be dropped"
 
 
+class SessionTooFragmented(CacheError):
+    """A truncation or a fork would leave the session in more runs of tokens than it may have."""
+
+    reason = "SESSION_TOO_FRAGMENTED"
+    template = "{session} would lie in {fragment_count} runs of tokens, {limit} are allowed"
+
+
 class WriteInProgress(CacheError):
     """Another reservation is open on the session."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from ctxcache.cache import Cache
+from ctxcache.core import ranges
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 
@@ -74,6 +75,8 @@ def _session(session: Session) -> Iterator[str]:
         yield f"{session.name}: durable {session.durable_end}, recorded {session.recorded_end}, log {session.log_end}"
     if any(a.begin >= b.begin for a, b in pairwise(session.segments)):
         yield f"{session.name}: segments are out of order"
+    if session.token_count != ranges.count(session.live):
+        yield f"{session.name}: {session.token_count} tokens are counted, {ranges.count(session.live)} are live"
     residence = session.residence
     dram = [s.dram.size_bytes for s in session.segments if s.dram]
     ssd = [s.ssd.size_bytes for s in session.segments if s.ssd]

@@ -23,6 +23,7 @@ from ctxcache.errors import (
     InvalidArgument,
     PositionsNotRelocatable,
     SessionAlreadyExists,
+    SessionTooFragmented,
     TierFailure,
     TooManyRequests,
     WriteInProgress,
@@ -145,18 +146,20 @@ class Sessions:
         """Drop tokens by index. What drops nothing changes nothing.
 
         Raises SessionNotFound, GenerationMismatch, WriteInProgress, TokenRangeOutOfBounds,
-        PositionsNotRelocatable.
+        PositionsNotRelocatable, SessionTooFragmented.
         """
         session = self._state.session(tenant, session_id)
         self._check_change(session, generation)
         for begin, end in dropped:
             session.check_range(begin, end)
-        self._check_relocatable(session, dropped)
+        indexes = ranges.normalise(list(dropped))
+        self._check_relocatable(session, indexes)
+        kept = ranges.subtract(session.live, ranges.select_all(session.live, indexes))
+        self._check_fragments(session, kept, session.log_end)
         self._metadata.check(is_growing=False)
         self._state.touch(session)
-        positions = ranges.select_all(session.live, ranges.normalise(list(dropped)))
-        if positions:
-            dead = self._state.unlist(session, session.drop_positions(positions))
+        if kept != session.live:
+            dead = self._state.unlist(session, session.keep_positions(kept))
             await self._residency.write_down([session], dead=dead)
         return session.view()
 
@@ -167,7 +170,7 @@ class Sessions:
         """Create a session that shares the source's first tokens, which are made durable first.
 
         Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
-        TokenRangeOutOfBounds, CapacityExceeded, TierFailure.
+        TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
         source = self._state.session(tenant, session_id)
         self._metadata.check()
@@ -181,12 +184,18 @@ class Sessions:
             self._check_change(source, generation)
         kept = source.token_count if token_count is None else token_count
         source.check_range(0, kept)
-        self._state.touch(source)
         fork = self._blank(
             tenant, new_id, source.model_id, source.model_fingerprint, source.layout,
-            expiration or source.expiration,
+            expiration or source.expiration, live=ranges.select(source.live, 0, kept),
         )  # fmt: skip
-        _share(source, fork, kept)
+        fork.segments = source.segments_of(fork.live)
+        fork.log_end = max((s.end for s in fork.segments), default=0)
+        fork.recorded_end = fork.durable_end = fork.log_end
+        self._check_fragments(source, fork.live, fork.log_end)
+        # What is shared grows no more: both logs go on behind it.
+        for segment in fork.segments:
+            segment.is_open = False
+        self._state.touch(source)
         return await self._admit(fork)
 
     async def flush(self, tenant: str, session_id: str) -> SessionView:
@@ -293,12 +302,17 @@ class Sessions:
         if session.is_writing:
             raise WriteInProgress(session=session.name)
 
-    def _check_relocatable(self, session: Session, dropped: Sequence[tuple[int, int]]) -> None:
+    def _check_relocatable(self, session: Session, dropped: Ranges) -> None:
         model = self._state.model(session.tenant, session.model_id)
-        whole = ranges.normalise(list(dropped))
-        is_suffix = all(end == session.token_count for _, end in whole)
+        is_suffix = all(end == session.token_count for _, end in dropped)
         if not model.spec.is_relocatable and not is_suffix:
             raise PositionsNotRelocatable(model=f"models/{session.model_id}")
+
+    def _check_fragments(self, session: Session, live: Ranges, log_end: int) -> None:
+        """What has more than it may, from a time of other limits, must not get more still."""
+        limit, count = self._state.limits.fragment_count, ranges.fragment_count(live, log_end)
+        if count > max(limit, ranges.fragment_count(session.live, session.log_end)):
+            raise SessionTooFragmented(session=session.name, fragment_count=count, limit=limit)
 
     def _check_new(self, tenant: str, session_id: str) -> None:
         limit = self._state.limits.session_count
@@ -310,13 +324,13 @@ class Sessions:
 
     def _blank(
         self, tenant: str, session_id: str, model_id: str, fingerprint: bytes, layout: SegmentLayout,
-        expiration: Expiration,
+        expiration: Expiration, live: Ranges = (),
     ) -> Session:  # fmt: skip
         uid, now_ns = uuid.uuid4(), self._state.clock.now_ns()
         return Session(
             uid=uid.bytes, tenant=tenant, session_id=session_id or uid.hex, model_id=model_id,
             model_fingerprint=fingerprint, layout=layout, expiration=expiration, create_time_ns=now_ns,
-            access_time_ns=now_ns, expire_time_ns=expiration.after_access(now_ns),
+            access_time_ns=now_ns, expire_time_ns=expiration.after_access(now_ns), live=live,
         )  # fmt: skip
 
     async def _admit(self, session: Session) -> SessionView:
@@ -331,13 +345,3 @@ class Sessions:
                 self._residency.strand(self._state.forget(session))
             raise
         return session.view()
-
-
-def _share(source: Session, fork: Session, token_count: int) -> None:
-    """Give the fork the source's first tokens. Shared segments grow no more; both logs go on behind them."""
-    fork.live = ranges.select(source.live, 0, token_count)
-    fork.segments = source.segments_of(fork.live)
-    for segment in fork.segments:
-        segment.is_open = False
-    fork.log_end = max((s.end for s in fork.segments), default=0)
-    fork.recorded_end = fork.durable_end = fork.log_end

@@ -42,6 +42,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.WriteOffsetMismatch: ExitCode.CONFLICT,
     errors.ModelFingerprintMismatch: ExitCode.CONFLICT,
     errors.PositionsNotRelocatable: ExitCode.CONFLICT,
+    errors.SessionTooFragmented: ExitCode.CONFLICT,
     errors.IncompleteAppend: ExitCode.CONFLICT,
     errors.InvalidArgument: ExitCode.INVALID_ARGUMENT,
     errors.ChecksumMismatch: ExitCode.INVALID_ARGUMENT,

@@ -85,7 +85,7 @@ class SessionCalls:
     ) -> Session:
         """Truncate to the newest tokens and the sinks (4 unless said otherwise).
 
-        Raises PositionsNotRelocatable, GenerationMismatch, WriteInProgress.
+        Raises PositionsNotRelocatable, SessionTooFragmented, GenerationMismatch, WriteInProgress.
         """
         kept = session_pb2.KeepRecent(token_count=token_count, sink_token_count=sink_token_count)
         return self._truncate(
@@ -105,7 +105,10 @@ class SessionCalls:
     def drop_ranges(
         self, name: str, ranges: Iterable[tuple[int, int]], *, if_generation_match: int | None = None
     ) -> Session:
-        """Truncate by dropping `[begin, end)` ranges. Raises as `keep_recent` and `keep_first` do."""
+        """Truncate by dropping `[begin, end)` ranges, up to 4096 at a time.
+
+        Raises as `keep_recent` and `keep_first` do, and InvalidArgument.
+        """
         dropped = session_pb2.DropRanges(ranges=[token_range(begin, end) for begin, end in ranges])
         return self._truncate(
             session_pb2.TruncateSessionRequest(

@@ -11,12 +11,14 @@ class Limits:
 
     `lease_share`, `reservation_share`: of the arena's bytes that all readers, or all writers, may keep
     from being evicted; `client_share`: that one local client may, as a reader and again as a writer.
+    `fragment_count`: runs of tokens that truncation may leave of one session; there is no use in a retry.
     `room_wait_ns`: how long a caller waits for others to let go before it is refused.
     """
 
     session_count: int = 1 << 20
     model_count: int = 1 << 12
     lease_count: int = 1 << 16
+    fragment_count: int = 1 << 12
     lease_share: float = 0.75
     reservation_share: float = 0.75
     client_share: float = 0.5

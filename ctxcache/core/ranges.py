@@ -11,6 +11,8 @@ what callers see: after dropping positions [4, 132) of 200,
 Every function takes and returns ascending, disjoint, non-empty ranges `[begin, end)`.
 """
 
+from bisect import bisect_left, bisect_right
+
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 
@@ -20,10 +22,27 @@ def count(ranges: Ranges) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
+def count_from(ranges: Ranges, begin: int) -> int:
+    """How many positions lie at or after `begin`. Takes time for those ranges only."""
+    low = bisect_right(ranges, begin, key=lambda item: item[1])
+    return sum(e - max(b, begin) for b, e in ranges[low:])
+
+
+def fragment_count(live: Ranges, log_end: int) -> int:
+    """How many ranges there are once the log goes on: one more where its end is not live."""
+    return len(live) + (not live or live[-1][1] != log_end)
+
+
 def clip(ranges: Ranges, begin: int, end: int) -> Ranges:
     """What of the ranges lies within `[begin, end)`."""
-    cut = ((max(b, begin), min(e, end)) for b, e in ranges)
-    return tuple((b, e) for b, e in cut if b < e)
+    if begin >= end:
+        return ()
+    low = bisect_right(ranges, begin, key=lambda item: item[1])
+    kept = list(ranges[low : bisect_left(ranges, end, key=lambda item: item[0])])
+    if kept:
+        kept[0] = max(kept[0][0], begin), kept[0][1]
+        kept[-1] = kept[-1][0], min(kept[-1][1], end)
+    return tuple(kept)
 
 
 def extend(ranges: Ranges, begin: int, end: int) -> Ranges:

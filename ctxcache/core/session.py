@@ -58,10 +58,13 @@ class Session:
     is_gone: bool = False
     is_tail_apart: bool = False
     """Whether a commit ended where the last segment begins: what is before it is whole without it."""
+    token_count: int = field(init=False)
+    """Live tokens."""
     listing: tuple[Residence] = field(init=False)
     """What its segments count themselves in."""
 
     def __post_init__(self) -> None:
+        self.token_count = ranges.count(self.live)
         self.listing = (Residence(self.uid),)
 
     @property
@@ -75,14 +78,9 @@ class Session:
         return f"sessions/{self.session_id}"
 
     @property
-    def token_count(self) -> int:
-        """Live tokens."""
-        return ranges.count(self.live)
-
-    @property
     def durable_token_count(self) -> int:
         """Live tokens that are on SSD and recorded."""
-        return ranges.count(ranges.clip(self.live, 0, self.durable_end))
+        return self.token_count - ranges.count_from(self.live, self.durable_end) if self.durable_end else 0
 
     @property
     def dram_token_count(self) -> int:
@@ -147,7 +145,12 @@ class Session:
 
     def drop_positions(self, dropped: Ranges) -> list[Segment]:
         """Make these positions dead; returns segments that hold no live token any more, unlisted."""
-        self.live = ranges.subtract(self.live, dropped)
+        return self.keep_positions(ranges.subtract(self.live, dropped))
+
+    def keep_positions(self, live: Ranges) -> list[Segment]:
+        """Make every live position dead but these. See `drop_positions`."""
+        self.live = live
+        self.token_count = ranges.count(live)
         self.generation += 1
         kept = set(self.segments_of(self.live))
         dead = [segment for segment in self.segments if segment not in kept]
@@ -168,6 +171,7 @@ class Session:
     def append_rows(self, end: int) -> None:
         """Make the positions from the log's end up to `end` live; their rows are in the segments."""
         self.live = ranges.extend(self.live, self.log_end, end)
+        self.token_count += end - self.log_end
         self.log_end = end
         self.generation += 1
 

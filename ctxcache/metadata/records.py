@@ -28,6 +28,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from xxhash import xxh3_64_intdigest
@@ -107,8 +108,8 @@ def encode_session(record: SessionRecord) -> bytes:
     )  # fmt: skip
     streams = [_STREAM.pack(stream.layer, stream.kind) for stream in record.layout]
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
-    live = [_RANGE.pack(begin, end) for begin, end in record.live]
-    return _seal(session_key(record.uid), b"".join([fixed, *names, *streams, segment_ids, *live]))
+    live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
+    return _seal(session_key(record.uid), b"".join([fixed, *names, *streams, segment_ids, live]))
 
 
 def decode_session(key: bytes, value: bytes) -> SessionRecord:

@@ -18,7 +18,7 @@ from ctxcache.v1 import model_pb2, session_pb2
 
 DEFAULT_SINK_TOKENS = 4
 LOOKUP_LIMIT = 1000
-DROP_LIMIT = 65536
+DROP_LIMIT = 4096
 
 _Expiring: TypeAlias = (
     session_pb2.CreateSessionRequest | session_pb2.UpdateSessionRequest | session_pb2.ForkSessionRequest

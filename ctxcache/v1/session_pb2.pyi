@@ -432,7 +432,7 @@ class DropRanges(_message.Message):
     RANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRange]:
-        """Ranges in any order; they may touch or overlap. At least one, up to 65536."""
+        """Ranges in any order; they may touch or overlap. At least one, up to 4096."""
 
     def __init__(
         self,

@@ -149,7 +149,9 @@ class SessionServiceServicer:
         positions to it. Approximate by nature, since kept tokens once attended to dropped ones.
         Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
         ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS);
-        FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE).
+        FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE; SESSION_TOO_FRAGMENTED where what stays would be
+        cut into more than 4096 runs of tokens that were appended one after the other, counting the run
+        that the next append would begin).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,7 +161,8 @@ class SessionServiceServicer:
         """Creates a session that shares the source's first tokens, copying nothing. Both go on
         independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
         (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-        WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+        WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
+        (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

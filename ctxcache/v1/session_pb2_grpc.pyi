@@ -63,13 +63,16 @@ class SessionServiceStub:
     positions to it. Approximate by nature, since kept tokens once attended to dropped ones.
     Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
     ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS);
-    FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE).
+    FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE; SESSION_TOO_FRAGMENTED where what stays would be
+    cut into more than 4096 runs of tokens that were appended one after the other, counting the run
+    that the next append would begin).
     """
     ForkSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.ForkSessionRequest, _session_pb2.Session]
     """Creates a session that shares the source's first tokens, copying nothing. Both go on
     independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
     (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-    WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+    WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
+    (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
     """
     FlushSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.FlushSessionRequest, _session_pb2.Session]
     """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
@@ -138,13 +141,16 @@ class SessionServiceAsyncStub(SessionServiceStub):
     positions to it. Approximate by nature, since kept tokens once attended to dropped ones.
     Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
     ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS);
-    FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE).
+    FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE; SESSION_TOO_FRAGMENTED where what stays would be
+    cut into more than 4096 runs of tokens that were appended one after the other, counting the run
+    that the next append would begin).
     """
     ForkSession: _aio.UnaryUnaryMultiCallable[_session_pb2.ForkSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Creates a session that shares the source's first tokens, copying nothing. Both go on
     independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
     (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-    WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+    WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
+    (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
     """
     FlushSession: _aio.UnaryUnaryMultiCallable[_session_pb2.FlushSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
@@ -240,7 +246,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         positions to it. Approximate by nature, since kept tokens once attended to dropped ones.
         Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND);
         ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS);
-        FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE).
+        FAILED_PRECONDITION (POSITIONS_NOT_RELOCATABLE; SESSION_TOO_FRAGMENTED where what stays would be
+        cut into more than 4096 runs of tokens that were appended one after the other, counting the run
+        that the next append would begin).
         """
 
     @_abc_1.abstractmethod
@@ -252,7 +260,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates a session that shares the source's first tokens, copying nothing. Both go on
         independently. Durable when it returns. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
         (SESSION_NOT_FOUND); ALREADY_EXISTS (SESSION_ALREADY_EXISTS); ABORTED (GENERATION_MISMATCH,
-        WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+        WRITE_IN_PROGRESS); OUT_OF_RANGE (TOKEN_RANGE_OUT_OF_BOUNDS); FAILED_PRECONDITION
+        (SESSION_TOO_FRAGMENTED, see TruncateSession); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
         """
 
     @_abc_1.abstractmethod

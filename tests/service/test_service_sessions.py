@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from service_rig import HIDDEN, KV, STREAMS, TOKENS, Client, make_model, refused
 
+from ctxcache.core.limits import Limits
 from ctxcache.server import Server
 from ctxcache.testing.fakes import EPOCH_NS, FakeClock
 from ctxcache.v1 import admin_pb2, model_pb2, session_pb2
@@ -303,6 +304,11 @@ async def test_truncation_keeps_what_it_says(client: Client) -> None:
             Code.OUT_OF_RANGE,
             "TOKEN_RANGE_OUT_OF_BOUNDS",
         ),
+        (
+            {"drop": session_pb2.DropRanges(ranges=[TokenRange(begin=5, end=6)] * 4097)},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
     ],
 )
 async def test_a_truncation_that_cannot_be_changes_nothing(
@@ -315,6 +321,19 @@ async def test_a_truncation_that_cannot_be_changes_nothing(
     await refused(client.sessions.TruncateSession(request), code, reason)
 
     assert (await client.get("a")).generation == before.generation
+
+
+async def test_a_session_that_was_cut_too_often_says_so(server: Server, client: Client) -> None:
+    """The refusal names the session, what the cut would come to, and the limit."""
+    server._cache.state.limits = Limits(fragment_count=2)
+    await client.create("a")
+    await client.append("a", 1, 0, 10)
+    drop = session_pb2.DropRanges(ranges=[TokenRange(begin=2, end=3), TokenRange(begin=5, end=6)])
+    request = session_pb2.TruncateSessionRequest(name="sessions/a", drop=drop)
+    call = client.sessions.TruncateSession(request)
+    facts = await refused(call, Code.FAILED_PRECONDITION, "SESSION_TOO_FRAGMENTED")
+
+    assert facts == {"session": "sessions/a", "fragment_count": "3", "limit": "2"}
 
 
 async def test_absolute_positions_lose_only_their_end(client: Client) -> None:
