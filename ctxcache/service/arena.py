@@ -28,14 +28,13 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     ) -> AsyncIterator[arena_pb2.AccessResponse]:
         """See the proto."""
         holder = Holder(self._cache, tenant_of(context))
-        is_abandoned = True
         try:
             async with aclosing(self._until_drained(request_iterator, holder)) as requests:
                 async for request in requests:
                     yield await holder.carry_out(request)
-            is_abandoned = False
         finally:
-            holder.end(is_abandoned=is_abandoned)
+            # A client that was killed looks like one that has said all: its requests end first.
+            holder.end(is_abandoned=True)
 
     async def _until_drained(
         self, requests: AsyncIterator[arena_pb2.AccessRequest], holder: Holder

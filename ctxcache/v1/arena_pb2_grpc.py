@@ -61,8 +61,10 @@ class ArenaServiceServicer:
 
     def Access(self, request_iterator, context):
         """A stream of batches of operations, answered in order. The stream is the liveness of everything
-        acquired on it: when it breaks, its leases and reservations end. Each operation succeeds or
-        fails by itself; a message that cannot be read at all ends the stream with INVALID_ARGUMENT.
+        acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
+        kept from others for a minute, because whoever had them may still be writing: release them before.
+        Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
+        with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,8 +39,10 @@ class ArenaServiceStub:
     """
     Access: _grpc.StreamStreamMultiCallable[_arena_pb2.AccessRequest, _arena_pb2.AccessResponse]
     """A stream of batches of operations, answered in order. The stream is the liveness of everything
-    acquired on it: when it breaks, its leases and reservations end. Each operation succeeds or
-    fails by itself; a message that cannot be read at all ends the stream with INVALID_ARGUMENT.
+    acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
+    kept from others for a minute, because whoever had them may still be writing: release them before.
+    Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
+    with INVALID_ARGUMENT.
     """
 
 @_typing.type_check_only
@@ -54,8 +56,10 @@ class ArenaServiceAsyncStub(ArenaServiceStub):
     """
     Access: _aio.StreamStreamMultiCallable[_arena_pb2.AccessRequest, _arena_pb2.AccessResponse]  # type: ignore[assignment]
     """A stream of batches of operations, answered in order. The stream is the liveness of everything
-    acquired on it: when it breaks, its leases and reservations end. Each operation succeeds or
-    fails by itself; a message that cannot be read at all ends the stream with INVALID_ARGUMENT.
+    acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
+    kept from others for a minute, because whoever had them may still be writing: release them before.
+    Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
+    with INVALID_ARGUMENT.
     """
 
 class ArenaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -78,8 +82,10 @@ class ArenaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_arena_pb2.AccessResponse], _abc.AsyncIterator[_arena_pb2.AccessResponse]]:
         """A stream of batches of operations, answered in order. The stream is the liveness of everything
-        acquired on it: when it breaks, its leases and reservations end. Each operation succeeds or
-        fails by itself; a message that cannot be read at all ends the stream with INVALID_ARGUMENT.
+        acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
+        kept from others for a minute, because whoever had them may still be writing: release them before.
+        Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
+        with INVALID_ARGUMENT.
         """
 
 def add_ArenaServiceServicer_to_server(servicer: ArenaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
