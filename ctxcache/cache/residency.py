@@ -87,7 +87,7 @@ class Residency:
             return
         if segment.dram:
             self.dram.give(segment.dram)
-        if segment.ssd and segment.ssd not in self.stranded and segment.ssd not in self.quarantined:
+        if segment.ssd and segment.ssd not in self.stranded:
             self.ssd.give(segment.ssd)
         segment.dram = segment.ssd = None
         self._write_back.unstage(segment)

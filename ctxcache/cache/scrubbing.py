@@ -122,13 +122,14 @@ class Scrubbing:
         return count
 
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
-        while (slot := segment.ssd) and not segment.is_discarded:
+        while segment.ssd and not segment.is_discarded:
+            row_count = segment.ssd_row_count
             self._residency.hold(segment)
             try:
                 await self._io.check(segment, bounce)
             except CorruptSegment as error:
-                if segment.ssd != slot:
-                    # It was written to another slot meanwhile, and this one is somebody else's.
+                if segment.ssd_row_count != row_count or not segment.ssd:
+                    # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
                     continue
                 bad = self._describe(segment, str(error.facts["problem"]))
                 await self._sessions.quarantine({segment})

@@ -288,7 +288,10 @@ class Sessions:
             if begin < session.log_end:
                 cut.append(session)
                 dead += self._state.unlist(session, session.drop_positions(((begin, session.log_end),)))
-        slots = [segment.ssd for segment in bad if segment.ssd and not segment.is_discarded]
+        slots = [segment.ssd for segment in bad if segment.ssd]
+        for segment in bad:
+            # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
+            segment.ssd = None
         await self._residency.write_down(cut, dead=dead, bad=slots)
 
     # -- checks and parts ----------------------------------------------------------------------------

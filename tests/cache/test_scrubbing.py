@@ -6,17 +6,18 @@ import random
 from pathlib import Path
 
 import pytest
-from cache_rig import LAYOUT, SEGMENT_TOKENS, DiskRig, Writer, expected
+from cache_rig import LAYOUT, SEGMENT_TOKENS, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.scrubbing import Bad
 from ctxcache.core.segment import Segment
-from ctxcache.errors import TooManyRequests
+from ctxcache.errors import CorruptSegment, TooManyRequests
+from ctxcache.testing.fakes import Operation
 
 PLANTED = 100
 SEGMENTS = 120
 
 
-async def scrub(rig: DiskRig, *, bytes_per_second: int = 0) -> list[Bad]:
+async def scrub(rig: DiskRig | MemoryRig, *, bytes_per_second: int = 0) -> list[Bad]:
     """One pass; returns what was bad."""
     found: list[Bad] = []
     async for report in rig.cache.scrubbing.run(bytes_per_second=bytes_per_second):
@@ -116,3 +117,70 @@ async def test_two_who_release_do_not_test_what_is_in_use_again(disk_rig: DiskRi
 
     assert released == (1, 0)
     assert isinstance(refused, TooManyRequests)
+
+
+async def test_a_place_released_under_a_lease_is_given_back_once(disk_rig: DiskRig) -> None:
+    """A reader of a bad segment's rows in memory ends when its place is somebody else's."""
+    await disk_rig.create("a")
+    await disk_rig.append("a", tokens := Writer(1).make(SEGMENT_TOKENS), is_durable=True)
+    lease = await disk_rig.acquire("a")
+    damage(disk_rig, lease.pieces[0].segment, LAYOUT.offsets[1])
+    await scrub(disk_rig)
+    released = await disk_rig.cache.scrubbing.release()
+    assert disk_rig.leased(lease) == expected(tokens)
+    await disk_rig.check()
+    for tag in (2, 3):
+        await disk_rig.create(f"s{tag}")
+        await disk_rig.append(f"s{tag}", Writer(tag).make(SEGMENT_TOKENS), is_durable=True)
+    disk_rig.cache.reading.release(lease.lease_id)
+    await disk_rig.check()
+
+    assert released == (1, 0)
+
+
+async def test_a_tail_that_moves_away_and_back_while_it_is_read_is_not_bad(tmp_path: Path) -> None:
+    """Two flushes during one slow read may leave it where it was, and other bytes there."""
+    rig = MemoryRig(tmp_path, ssd_segments=(2,))
+    await rig.open()
+    await rig.create("a")
+    tokens = (writer := Writer(1)).make(10)
+    await rig.append("a", tokens, is_durable=True)
+    (segment,) = rig.cache.state.segments.values()
+    place = segment.ssd
+    gate = rig.ssd.hold(Operation.READ)
+    scrubbing = asyncio.ensure_future(scrub(rig))
+    await rig.reached(Operation.READ)
+    for _ in range(2):
+        tokens += (more := writer.make(10))
+        await rig.append("a", more, is_durable=True)
+    assert segment.ssd == place
+    gate.set()
+
+    assert await scrubbing == []
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+    rig.arena.close()
+
+
+async def test_damage_that_a_reader_finds_first_ends_no_pass(tmp_path: Path) -> None:
+    """A segment that is quarantined while it is verified is reported by whoever found it."""
+    rig = MemoryRig(tmp_path, ssd_segments=(64,))
+    await rig.open()
+    await rig.create("a")
+    await rig.append("a", Writer(1).make(SEGMENT_TOKENS), is_durable=True)
+    await rig.demote("a")
+    rig.ssd._pages.clear()
+    gate = rig.ssd.hold(Operation.READ)
+    reading = asyncio.ensure_future(rig.read("a"))
+    await rig.reached(Operation.READ)
+    scrubbing = asyncio.ensure_future(scrub(rig))
+    await rig.reached(Operation.READ, 2)
+    gate.set()
+    with pytest.raises(CorruptSegment):
+        await reading
+    await scrubbing
+    await rig.check()
+
+    assert rig.cache.state.counters.corrupt_segment_count == 1
+    assert rig.token_count("a") == 0
+    rig.arena.close()
