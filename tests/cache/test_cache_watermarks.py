@@ -326,9 +326,9 @@ def add_clean_sessions(rig: MemoryRig, sources: Sequence[Session], count: int) -
         source = sources[number % len(sources)]
         session = rig.cache.sessions._blank(
             TENANT, f"clean{number:06}", source.model_id, source.model_fingerprint, source.layout,
-            source.expiration,
+            source.expiration, live=source.live,
         )  # fmt: skip
-        session.segments, session.live = list(source.segments), source.live
+        session.segments = list(source.segments)
         session.log_end = session.recorded_end = session.durable_end = source.log_end
         rig.cache.state.add(session)
 
