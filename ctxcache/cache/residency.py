@@ -56,6 +56,8 @@ class Residency:
         self._moves = Moves()
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
+        self._evicting = asyncio.Lock()
+        """One at a time, and those who wait look again: what goes for one may be room for them too."""
 
     @property
     def staged_slots(self) -> Iterator[Slot]:
@@ -164,13 +166,16 @@ class Residency:
 
     async def _clean(self, victim: Session) -> None:
         """Flush a session. While no SSD path takes writes memory is all there is: one goes, as from a full SSD."""
-        coldest = None if self._io.has_open_path else self._coldest_in_memory()
+        is_open = self._io.has_open_path
+        if not is_open and self._evicting.locked():
+            async with self._evicting:
+                return
+        coldest = None if is_open else self._coldest_in_memory()
         if coldest is None:
             await self.flush(victim)
-        else:
-            self._metadata.check(is_growing=False)
-            self._state.counters.evicted_session_count += 1
-            await self.remove([coldest])
+            return
+        async with self._evicting:
+            await self._evict(coldest)
 
     def _coldest_in_memory(self) -> Session | None:
         # What is clean has left already.
@@ -297,22 +302,26 @@ class Residency:
 
     async def place_on_ssd(self, size_bytes: int, for_session: Session) -> Slot:
         """An SSD slot, made free if need be. Raises CapacityExceeded, TierFailure."""
-        while (slot := self.ssd.take(size_bytes, closed=self._io.refusals)) is None:
-            # Nobody loses anything for a path that would not take what comes in its place.
-            self._io.check_any_path()
-            self._metadata.check(is_growing=False)
-            # What was written ahead of need goes before what somebody was promised.
-            if self._write_back.unstage_something():
-                continue
-            victim = self._coldest_removable(for_session)
-            if victim is None:
-                raise CapacityExceeded(
-                    tier="SSD", needed_bytes=size_bytes, limit_bytes=self.ssd.capacity_bytes,
-                    free_bytes=self.ssd.free_bytes_outside(self._io.refusals),
-                )  # fmt: skip
-            self._state.counters.evicted_session_count += 1
-            await self.remove([victim])
+        slot = self.ssd.take(size_bytes, closed=self._io.refusals)
+        if slot is None:
+            async with self._evicting:
+                while (slot := self.ssd.take(size_bytes, closed=self._io.refusals)) is None:
+                    await self._make_room_on_ssd(size_bytes, for_session)
         return slot
+
+    async def _make_room_on_ssd(self, size_bytes: int, for_session: Session) -> None:
+        # Nobody loses anything for a path that would not take what comes in its place.
+        self._io.check_any_path()
+        # What was written ahead of need goes before what somebody was promised.
+        if self._write_back.unstage_something():
+            return
+        victim = self._coldest_removable(for_session)
+        if victim is None:
+            raise CapacityExceeded(
+                tier="SSD", needed_bytes=size_bytes, limit_bytes=self.ssd.capacity_bytes,
+                free_bytes=self.ssd.free_bytes_outside(self._io.refusals),
+            )  # fmt: skip
+        await self._evict(victim)
 
     def _coldest_removable(self, for_session: Session) -> Session | None:
         for uid in self._state.policy.candidates():
@@ -320,6 +329,11 @@ class Residency:
             if session is not for_session and self._is_removable(session) and self._frees_room(session):
                 return session
         return None
+
+    async def _evict(self, victim: Session) -> None:
+        self._metadata.check(is_growing=False)
+        self._state.counters.evicted_session_count += 1
+        await self.remove([victim])
 
     def _frees_room(self, session: Session) -> bool:
         closed = self._io.refusals
