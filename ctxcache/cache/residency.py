@@ -253,23 +253,22 @@ class Residency:
     def _promotion(self, segment: Segment) -> "asyncio.Task[None]":
         task = self._promotions.get(segment.segment_id)
         if task is None:
-            task = self._moves.start(self._promote(segment))
-            self._promotions[segment.segment_id] = task
-            task.add_done_callback(lambda _: self._promotions.pop(segment.segment_id, None))
+            task = self._promotions[segment.segment_id] = self._moves.start(self._promote(segment))
         return task
 
     async def _promote(self, segment: Segment) -> None:
-        # Two readers may have found it missing, one after the other.
-        if segment.dram:
-            return
         self.hold(segment)
         slot = None
         try:
-            slot = await self.place(segment.layout.size_bytes)
-            segment.checksums = await self._io.read(segment, slot)
-            segment.dram, slot = slot, None
-            self._state.counters.promoted_segment_count += 1
+            # Two readers may have found it missing, one after the other.
+            if not segment.dram:
+                slot = await self.place(segment.layout.size_bytes)
+                segment.checksums = await self._io.read(segment, slot)
+                segment.dram, slot = slot, None
+                self._state.counters.promoted_segment_count += 1
         finally:
+            # Now, not when the loop calls back: what comes to DRAM now may leave it in this very turn.
+            del self._promotions[segment.segment_id]
             if slot:
                 self.dram.give(slot)
             self.release(segment)

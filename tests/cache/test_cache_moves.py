@@ -293,6 +293,28 @@ async def test_a_promotion_cancelled_in_the_middle_loses_no_slot(rig: MemoryRig,
     assert rig.leased(lease) == expected(tokens)
 
 
+async def test_what_was_promoted_and_dropped_at_once_is_promoted_again(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """A move that has just ended brings nothing to a reader who comes when its rows have left again."""
+    tokens = await demoted(rig, writer, 1)
+    gate = rig.ssd.hold(Operation.READ)
+    given_up = asyncio.ensure_future(rig.acquire("a"))
+    await rig.reached(Operation.READ)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await rig.create("b")
+    (segment,) = segments(rig)
+    gate.set()
+    while not segment.dram:  # noqa: ASYNC110  # to be there in the turn of the loop in which it ends
+        await asyncio.sleep(0)
+    await rig.append("b", writer.make(6 * SEGMENT_TOKENS))
+    assert not segment.dram
+    lease = await rig.acquire("a")
+
+    assert rig.leased(lease) == expected(tokens)
+
+
 async def test_a_flush_cancelled_in_the_middle_goes_on(rig: MemoryRig, writer: Writer) -> None:
     """Nobody hears of its end, and what it wrote is recorded."""
     await rig.create("a")
