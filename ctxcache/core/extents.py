@@ -11,6 +11,9 @@ from heapq import heapify, heappop, heappush
 
 from ctxcache.format.slot import Slot
 
+SLACK = 64
+"""Outdated begins of a size that are not worth a pass."""
+
 
 class Extents:
     """Free space of one path, `[first_offset, first_offset + capacity_bytes)`."""
@@ -22,26 +25,26 @@ class Extents:
         """Runs taken."""
         self._end_of: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
-        # Begins of the extents of each size; some are outdated, `_end_of` knows.
+        # Begins of the extents of each size; some are outdated, `_end_of` knows. No bin is without one that is not.
         self._bins: dict[int, list[int]] = {}
+        self._counts: dict[int, int] = {}
         self._sizes: list[int] = []
         self._add(first_offset, first_offset + capacity_bytes)
 
     def take(self, size_bytes: int) -> int | None:
         """Offset of a run of that size, now taken, from the smallest extent that has one; None when none has."""
-        while (i := bisect_left(self._sizes, size_bytes)) < len(self._sizes):
-            size = self._sizes[i]
-            begins = self._bins[size]
-            while begins:
-                begin = heappop(begins)
-                if self._end_of.get(begin) == begin + size:
-                    self._remove(begin)
-                    self._add(begin + size_bytes, begin + size)
-                    self.free_bytes -= size_bytes
-                    self.run_count += 1
-                    return begin
-            del self._bins[size], self._sizes[i]
-        return None
+        i = bisect_left(self._sizes, size_bytes)
+        if i == len(self._sizes):
+            return None
+        size = self._sizes[i]
+        begins = self._bins[size]
+        while self._end_of.get(begin := heappop(begins)) != begin + size:
+            continue
+        self._remove(begin)
+        self._add(begin + size_bytes, begin + size)
+        self.free_bytes -= size_bytes
+        self.run_count += 1
+        return begin
 
     def adopt(self, runs: Iterable[tuple[int, int]]) -> list[bool]:
         """Take exactly these runs of a path nothing was taken of yet, `(offset, size)` each, ascending.
@@ -51,7 +54,7 @@ class Extents:
         if self.free_bytes != self.capacity_bytes:
             raise ValueError("runs are adopted before any is taken")
         begin, end = self.first_offset, self.first_offset + self.capacity_bytes
-        self._end_of, self._begin_of, self._bins, self._sizes = {}, {}, {}, []
+        self._end_of, self._begin_of, self._bins, self._counts, self._sizes = {}, {}, {}, {}, []
         is_adopted = []
         for offset, size_bytes in runs:
             fits = begin <= offset and offset + size_bytes <= end
@@ -84,16 +87,22 @@ class Extents:
         begins = self._bins.get(size)
         if begins is None:
             begins = self._bins[size] = []
+            self._counts[size] = 0
             insort(self._sizes, size)
+        self._counts[size] += 1
         heappush(begins, begin)
-        if len(begins) > 2 * len(self._end_of):
-            # More outdated begins than there are extents at all: once in as many calls.
+        if len(begins) > 2 * self._counts[size] + SLACK:
+            # More that are outdated than are not: once in as many calls.
             self._bins[size] = [b for b in set(begins) if self._end_of.get(b) == b + size]
             heapify(self._bins[size])
 
     def _remove(self, begin: int) -> int:
         end = self._end_of.pop(begin)
         del self._begin_of[end]
+        size = end - begin
+        self._counts[size] -= 1
+        if not self._counts[size]:
+            del self._bins[size], self._counts[size], self._sizes[bisect_left(self._sizes, size)]
         return end
 
 

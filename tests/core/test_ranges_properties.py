@@ -125,6 +125,9 @@ def test_extents_never_hand_out_a_byte_twice(asked: list[int]) -> None:
                 assert not used & set(range(begin, begin + number))
                 taken.append((begin, number))
         assert extents.free_bytes == 40 - sum(size for _, size in taken)
+        used = {i for b, size in taken for i in range(b, b + size)}
+        runs = "".join("x" if i in used else "." for i in range(5, 45)).split("x")
+        assert extents._sizes == sorted({len(run) for run in runs if run})
     for run in taken:
         extents.give(*run)
     assert extents.take(40) == 5
@@ -171,6 +174,23 @@ def test_free_extents_of_many_sizes_are_found_without_a_walk() -> None:
     extents.give(4, 4)
 
     assert extents.take(12) == 0
+
+
+def test_what_is_known_of_free_space_does_not_grow_with_use() -> None:
+    """Extents that came and went are forgotten, also while another one of their size stays."""
+    extents = Extents(0, 40)
+    for _ in range(10):
+        extents.take(4)
+    extents.give(32, 4)
+    extents.give(36, 4)
+    for _ in range(1000):
+        for begin in (0, 4, 8):
+            extents.give(begin, 4)
+        assert extents.take(12) == 0
+
+    assert extents._sizes == [8]
+    assert len(extents._bins[8]) < 100
+    assert extents.take(8) == 32
 
 
 def test_slots_go_round_the_paths() -> None:
