@@ -37,8 +37,8 @@ def _sessions(cache: Cache) -> Iterator[str]:
         yield "sessions and the list of their names differ"
     for session in state.by_uid.values():
         yield from _session(session)
-        end = state.resident.end(session.uid)
-        if any(s.dram and not (s.is_dirty or s.hold_count) and s.begin >= end for s in session.segments):
+        clean = (s for s in session.segments if s.dram and not (s.is_dirty or s.hold_count))
+        if not all(map(state.resident.knows, clean)):
             yield f"{session.name} has segments in DRAM that nobody would let leave"
         yield from _unwritten(cache, session)
 
@@ -77,14 +77,9 @@ def _session(session: Session) -> Iterator[str]:
         yield f"{session.name}: segments are out of order"
     if session.token_count != ranges.count(session.live):
         yield f"{session.name}: {session.token_count} tokens are counted, {ranges.count(session.live)} are live"
-    residence = session.residence
     dram = [s.dram.size_bytes for s in session.segments if s.dram]
     ssd = [s.ssd.size_bytes for s in session.segments if s.ssd]
-    if (residence.dram_segment_count, residence.dram_bytes, residence.ssd_bytes) != (
-        len(dram),
-        sum(dram),
-        sum(ssd),
-    ):
+    if session.amounts() != (len(dram), sum(dram), sum(ssd)):
         yield f"{session.name}: what it has in DRAM and on SSD is miscounted"
     covered = sum(p.row_end - p.row_begin for p in session.pieces(0, session.token_count))
     if covered != session.token_count:
@@ -96,8 +91,10 @@ def _references(cache: Cache) -> Iterator[str]:
     if set(counts) != set(cache.state.segments.values()):
         yield "segments known and segments listed differ"
     for segment, count in counts.items():
-        if len(segment.residences) != count or segment.is_discarded:
-            yield f"segment {segment.segment_id}: {count} sessions list it, {len(segment.residences)} counted"
+        if segment.session_count != count or segment.is_discarded:
+            yield f"segment {segment.segment_id}: {count} sessions list it, {segment.session_count} counted"
+        if len(cache.state.listers(segment)) != count:
+            yield f"segment {segment.segment_id}: not all that list it are found"
         if not segment.dram and (not segment.ssd or segment.is_dirty):
             yield f"segment {segment.segment_id}: rows that are nowhere"
 

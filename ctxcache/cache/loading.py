@@ -80,7 +80,7 @@ class _Loader:
         self._state.add(session)
 
     def _forget_unlisted(self) -> None:
-        unlisted = [i for i, segment in self._state.segments.items() if not segment.residences]
+        unlisted = [i for i, segment in self._state.segments.items() if not segment.session_count]
         for segment_id in unlisted:
             del self._state.segments[segment_id]
         self._repairs.deleted_segment_ids += unlisted

@@ -141,7 +141,7 @@ class Scrubbing:
 
     def _describe(self, segment: Segment, problem: str) -> Bad:
         assert segment.ssd is not None  # noqa: S101  # it has just been read
-        names = sorted(self._state.by_uid[r.uid].session_id for r in segment.residences)
+        names = sorted(session.session_id for session in self._state.listers(segment))
         return Bad(
             segment.segment_id, segment.tenant, tuple(names), segment.begin,
             segment.begin + segment.ssd_row_count, self._io.path_of(segment.ssd), segment.ssd.offset_bytes, problem,

@@ -282,8 +282,7 @@ class Sessions:
         self._state.counters.corrupt_segment_count += len(bad)
         cut: list[Session] = []
         dead: list[Segment] = []
-        for uid in {residence.uid for segment in bad for residence in segment.residences}:
-            session = self._state.by_uid[uid]
+        for session in {s.uid: s for segment in bad for s in self._state.listers(segment)}.values():
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)

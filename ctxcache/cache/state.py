@@ -12,6 +12,7 @@ from ctxcache.core import ranges
 from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.residence import Kin
 from ctxcache.core.resident import Resident
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
@@ -79,6 +80,14 @@ class State:
             raise SessionNotFound(session=f"sessions/{session_id}")
         return session
 
+    def listers(self, segment: Segment) -> list[Session]:
+        """The sessions that list a segment. Looks at all that are kin to them."""
+        home = segment.home
+        if not isinstance(home, Kin):
+            return [self.by_uid[home.uid]] if home else []
+        kin = (self.by_uid[uid] for uid in home.uids)
+        return [session for session in kin if session.lists(segment)]
+
     # -- changes -------------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
@@ -87,9 +96,11 @@ class State:
         self.by_uid[session.uid] = session
         insort(self.names.setdefault(session.tenant, []), session.session_id)
         for segment in session.segments:
-            segment.list_in(session.listing)
-        self.policy.touch(session.uid)
-        self.resident.add_session(session)
+            segment.list_in(session.residence)
+        self._accessed(session)
+        for segment in session.segments:
+            if segment.dram:
+                self.resident.add(segment)
         self.expiry.schedule(session.uid, session.expire_time_ns)
 
     def forget(self, session: Session) -> list[Segment]:
@@ -100,16 +111,17 @@ class State:
         names = self.names[session.tenant]
         del names[bisect_left(names, session.session_id)]
         self.touched.discard(session.uid)
-        self.resident.forget(session.uid)
         self.unwritten.forget(session.uid)
         self.policy.forget(session.uid)
         self.expiry.forget(session.uid)
-        return self.unlist(session, session.segments)
+        dead = self.unlist(session, session.segments)
+        self.resident.forget_session(session)
+        return dead
 
     def touch(self, session: Session) -> None:
         """Count an access."""
         session.touch(self.clock.now_ns())
-        self.policy.touch(session.uid)
+        self._accessed(session)
         # Earlier than before when the clock was set back, or an expiry was shortened.
         self.expiry.schedule(session.uid, session.expire_time_ns)
         self.touched.add(session.uid)
@@ -126,21 +138,29 @@ class State:
     def attach(self, session: Session, segment: Segment) -> None:
         """List a segment at the end of a session."""
         session.segments.append(segment)
-        segment.list_in(session.listing)
+        segment.list_in(session.residence)
         self.segments[segment.segment_id] = segment
 
     def unlist(self, session: Session, segments: Iterable[Segment]) -> list[Segment]:
         """The session lists these no more; returns those that no session lists, forgotten."""
         dead = []
         for segment in segments:
-            segment.unlist(session.residence)
+            segment.unlist()
             self.unwritten.drop(session.uid, segment)
-            if not segment.residences:
+            if not segment.session_count:
                 self.segments.pop(segment.segment_id, None)
+                self.resident.discard(segment, session)
                 dead.append(segment)
         # What was its growing tail may be none any more.
         self.unwritten.look_again(session)
         return dead
+
+    def _accessed(self, session: Session) -> None:
+        """Put a session behind all others, and its kin with it."""
+        self.policy.touch(session.uid)
+        kin = session.residence.kin
+        if kin:
+            kin.rank = self.policy.rank(session.uid) or 0
 
 
 def record_of(session: Session) -> SessionRecord:

@@ -255,7 +255,7 @@ class WriteBack:
     async def _record(self, session: Session, written: Sequence[Written], end: int, begun_ns: int) -> None:
         kept: list[Written] = []
         for item in written:
-            if item.segment.residences and not session.is_gone:
+            if item.segment.session_count and not session.is_gone:
                 kept.append(item)
             else:
                 self._places.ssd.give(item.slot)

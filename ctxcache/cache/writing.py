@@ -419,7 +419,7 @@ class Writing:
         session = reservation.session
         added = token_count - reservation.committed
         for run in reservation.runs_of(reservation.committed, token_count):
-            if not run.segment.residences:
+            if not run.segment.session_count:
                 session.is_tail_apart = run.segment.begin == session.log_end
                 self._state.attach(session, run.segment)
             run.segment.row_count = min(run.row_end, run.row_begin + token_count - run.token_begin)

@@ -1,43 +1,63 @@
 """Resident: which segments may leave DRAM next, found without a look at those that may not.
 
-Of every session with something that may leave it knows below which position that lies; the newest
-tokens leave first. What is said to have become clean and is not is passed over once.
+Of every session with something of its own that may leave it knows below which position that lies;
+the newest tokens leave first. What forks share leaves when the one of them accessed last would,
+last released first. What is said to have become clean and is not is passed over once.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 from ctxcache.core.eviction import Ranking
+from ctxcache.core.residence import Kin
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 
 
 class Resident:
-    """Sessions that may have segments that may leave DRAM. Owned by the event loop."""
+    """Sessions, and kin, that may have segments that may leave DRAM. Owned by the event loop."""
 
     def __init__(self, rank: Callable[[bytes], int | None], by_uid: Mapping[bytes, Session]) -> None:
         self._by_uid = by_uid
-        self._ranking = Ranking(rank)
+        self._rank = rank
+        self._ranking = Ranking(self._rank_of)
         self._ends: dict[bytes, int] = {}
+        self._kin: dict[bytes, Kin] = {}
+        self._shared: dict[bytes, dict[Segment, None]] = {}
+        """What may leave of what is shared, by the kin's uid."""
 
-    def end(self, uid: bytes) -> int:
-        """The position below which the session's segments may leave; 0 when none may."""
-        return self._ends.get(uid, 0)
+    def knows(self, segment: Segment) -> bool:
+        """Whether `take` would come to the segment."""
+        home = segment.home
+        if isinstance(home, Kin):
+            return segment in self._shared.get(home.uid, {})
+        return home is not None and segment.begin < self._ends.get(home.uid, 0)
 
     def add(self, segment: Segment) -> None:
-        """The segment may leave, as far as its sessions go."""
-        for residence in segment.residences:
-            self._raise(residence.uid, segment.end)
+        """The segment may leave."""
+        home = segment.home
+        if isinstance(home, Kin):
+            self._kin[home.uid] = home
+            self._shared.setdefault(home.uid, {})[segment] = None
+            self._ranking.add(home.uid)
+        elif home is not None:
+            self._ends[home.uid] = max(self._ends.get(home.uid, 0), segment.end)
+            self._ranking.add(home.uid)
 
-    def add_session(self, session: Session) -> None:
-        """A session came with segments that others had."""
-        if session.residence.dram_segment_count:
-            self._raise(session.uid, session.segments[-1].end)
+    def discard(self, segment: Segment, session: Session) -> None:
+        """The session was the last to list the segment."""
+        kin = session.residence.kin
+        if kin:
+            self._shared.get(kin.uid, {}).pop(segment, None)
 
-    def forget(self, uid: bytes) -> None:
-        """Nothing of the session may leave, or it is gone."""
-        if self._ends.pop(uid, None) is not None:
-            self._ranking.discard(uid)
+    def forget_session(self, session: Session) -> None:
+        """The session is gone."""
+        self._forget(session.uid)
+        kin = session.residence.kin
+        if kin:
+            kin.uids.discard(session.uid)
+            if not kin.uids:
+                self._forget(kin.uid)
 
     def take(self, may_leave: Callable[[Segment], bool]) -> Segment | None:
         """The segment that leaves first: of the coldest session the newest. None when none may.
@@ -45,19 +65,38 @@ class Resident:
         It is not found again before it is added again.
         """
         while (uid := self._ranking.first()) is not None:
-            segments = self._by_uid[uid].segments
-            i = bisect_left(segments, self._ends[uid], key=lambda segment: segment.begin)
-            while i and not may_leave(segments[i - 1]):
-                i -= 1
-            if i:
-                self._ends[uid] = segments[i - 1].begin
-                return segments[i - 1]
-            self.forget(uid)
+            found = self._take_shared if uid in self._shared else self._take_own
+            segment = found(uid, may_leave)
+            if segment is not None:
+                return segment
+            self._forget(uid)
         return None
 
-    def _raise(self, uid: bytes, end: int) -> None:
-        known = self._ends.get(uid)
-        if known is None:
-            self._ranking.add(uid)
-        if known is None or known < end:
-            self._ends[uid] = end
+    def _take_shared(self, uid: bytes, may_leave: Callable[[Segment], bool]) -> Segment | None:
+        shared = self._shared[uid]
+        while shared:
+            segment, _ = shared.popitem()
+            if may_leave(segment):
+                return segment
+        return None
+
+    def _take_own(self, uid: bytes, may_leave: Callable[[Segment], bool]) -> Segment | None:
+        session = self._by_uid[uid]
+        segments = session.segments
+        i = bisect_left(segments, self._ends[uid], key=lambda segment: segment.begin)
+        while i and not (segments[i - 1].home is session.residence and may_leave(segments[i - 1])):
+            i -= 1
+        if not i:
+            return None
+        self._ends[uid] = segments[i - 1].begin
+        return segments[i - 1]
+
+    def _rank_of(self, uid: bytes) -> int | None:
+        kin = self._kin.get(uid)
+        return kin.rank if kin else self._rank(uid)
+
+    def _forget(self, uid: bytes) -> None:
+        """Nothing of the session or the kin may leave."""
+        for by_uid in (self._ends, self._kin, self._shared):
+            by_uid.pop(uid, None)
+        self._ranking.discard(uid)

@@ -7,33 +7,24 @@ covers its first `ssd_row_count` rows. Several sessions share one after a fork.
            durable          committed in DRAM    reserved or free
 """
 
+from ctxcache.core.residence import Amounts, Kin, Residence
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 
 
-class Residence:
-    """How much of one session lies where. Its segments keep it up to date as they move."""
-
-    __slots__ = ("dram_bytes", "dram_segment_count", "ssd_bytes", "uid")
-
-    def __init__(self, uid: bytes) -> None:
-        self.uid = uid
-        self.dram_bytes = self.ssd_bytes = self.dram_segment_count = 0
-
-
 class Segment:
     """State of one segment. Owned by the event loop; there may be millions.
 
-    `residences` are those of the sessions that list it. `hold_count` counts leases, reservations and
+    `session_count` sessions list it. `hold_count` counts leases, reservations and
     I/O under way: while it is not 0, the slots stay. `is_discarded`: no session lists it any more and
     its slots are free as soon as nothing holds it. `checksums` cover `ssd_row_count` rows and are
     known once the segment was flushed or read back.
     """
 
     __slots__ = (
-        "_dram", "_ssd", "begin", "checksums", "generation", "header_checksum", "hold_count", "is_discarded",
-        "is_open", "layout", "model_fingerprint", "residences", "row_count", "segment_id", "ssd_row_count",
+        "_dram", "_home", "_ssd", "begin", "checksums", "generation", "header_checksum", "hold_count", "is_discarded",
+        "is_open", "layout", "model_fingerprint", "row_count", "segment_id", "session_count", "ssd_row_count",
         "tenant", "writer_uid",
     )  # fmt: skip
 
@@ -55,11 +46,17 @@ class Segment:
         self.ssd_row_count = row_count if ssd else 0
         self.header_checksum = header_checksum
         self.checksums: tuple[int, ...] = ()
-        self.residences: tuple[Residence, ...] = ()
+        self.session_count = 0
         self.hold_count = 0
         self.is_discarded = False
+        self._home: Residence | Kin | None = None
         self._dram: Slot | None = None
         self._ssd = ssd
+
+    @property
+    def home(self) -> Residence | Kin | None:
+        """Where it is counted: with the one session that lists it or, once forks shared it, with their kin."""
+        return self._home.root() if isinstance(self._home, Kin) else self._home
 
     @property
     def dram(self) -> Slot | None:
@@ -69,11 +66,8 @@ class Segment:
     @dram.setter
     def dram(self, slot: Slot | None) -> None:
         before, self._dram = self._dram, slot
-        count = bool(slot) - bool(before)
-        size_bytes = _size(slot) - _size(before)
-        for residence in self.residences:
-            residence.dram_segment_count += count
-            residence.dram_bytes += size_bytes
+        if self._home is not None:
+            self._home.add(bool(slot) - bool(before), _size(slot) - _size(before), 0)
 
     @property
     def ssd(self) -> Slot | None:
@@ -83,9 +77,12 @@ class Segment:
     @ssd.setter
     def ssd(self, slot: Slot | None) -> None:
         before, self._ssd = self._ssd, slot
-        size_bytes = _size(slot) - _size(before)
-        for residence in self.residences:
-            residence.ssd_bytes += size_bytes
+        if self._home is not None:
+            self._home.add(0, 0, _size(slot) - _size(before))
+
+    def amounts(self) -> Amounts:
+        """What it takes, where."""
+        return Amounts(bool(self._dram), _size(self._dram), _size(self._ssd))
 
     @property
     def end(self) -> int:
@@ -97,15 +94,19 @@ class Segment:
         """Whether it has rows that are not on SSD."""
         return self.ssd_row_count < self.row_count
 
-    def list_in(self, listing: tuple[Residence]) -> None:
-        """A session lists it. The tuple is kept: one for all segments of a session saves memory."""
-        self.residences += listing
-        self._count(listing[0], 1)
+    def list_in(self, residence: Residence) -> None:
+        """A session lists it."""
+        self._count(-1)
+        self._home = residence if self._home is None else residence.share_with(self._home)
+        self.session_count += 1
+        self._count(1)
 
-    def unlist(self, residence: Residence) -> None:
-        """A session lists it no more."""
-        self.residences = tuple(other for other in self.residences if other is not residence)
-        self._count(residence, -1)
+    def unlist(self) -> None:
+        """A session lists it no more. What forks shared stays their kin's, however few are left of them."""
+        self._count(-1)
+        self.session_count -= 1
+        if not self.session_count:
+            self._home = None
 
     def identity(self, row_count: int) -> SegmentIdentity:
         """What the checksums over its first `row_count` rows are bound to."""
@@ -113,10 +114,9 @@ class Segment:
             self.tenant, self.writer_uid, self.generation, self.begin, row_count, self.model_fingerprint
         )
 
-    def _count(self, residence: Residence, sign: int) -> None:
-        residence.dram_segment_count += sign * bool(self._dram)
-        residence.dram_bytes += sign * _size(self._dram)
-        residence.ssd_bytes += sign * _size(self._ssd)
+    def _count(self, sign: int) -> None:
+        if self._home is not None:
+            self._home.add(sign * bool(self._dram), sign * _size(self._dram), sign * _size(self._ssd))
 
 
 def _size(slot: Slot | None) -> int:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from ctxcache.core import ranges
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.ranges import Ranges
-from ctxcache.core.segment import Residence, Segment
+from ctxcache.core.residence import Amounts, Residence
+from ctxcache.core.segment import Segment
 from ctxcache.errors import (
     GenerationMismatch,
     ModelFingerprintMismatch,
@@ -60,17 +61,12 @@ class Session:
     """Whether a commit ended where the last segment begins: what is before it is whole without it."""
     token_count: int = field(init=False)
     """Live tokens."""
-    listing: tuple[Residence] = field(init=False)
+    residence: Residence = field(init=False)
     """What its segments count themselves in."""
 
     def __post_init__(self) -> None:
         self.token_count = ranges.count(self.live)
-        self.listing = (Residence(self.uid),)
-
-    @property
-    def residence(self) -> Residence:
-        """How much of it lies where."""
-        return self.listing[0]
+        self.residence = Residence(self.uid)
 
     @property
     def name(self) -> str:
@@ -85,8 +81,9 @@ class Session:
     @property
     def dram_token_count(self) -> int:
         """Live tokens that are in DRAM."""
-        if self.residence.dram_segment_count in (0, len(self.segments)):
-            return self.token_count if self.residence.dram_segment_count else 0
+        in_dram = self.amounts().dram_segment_count
+        if in_dram in (0, len(self.segments)):
+            return self.token_count if in_dram else 0
         pieces = self.pieces(0, self.token_count)
         return sum(p.row_end - p.row_begin for p in pieces if p.segment.dram)
 
@@ -98,6 +95,15 @@ class Session:
         if tail is None or not tail.is_open or tail.end != self.log_end:
             return None
         return None if tail.row_count == self.layout.segment_tokens else tail
+
+    def amounts(self) -> Amounts:
+        """How much of it lies where, what it shares included."""
+        return self.residence.amounts(self.segments)
+
+    def lists(self, segment: Segment) -> bool:
+        """Whether the segment is one of its own."""
+        i = bisect_left(self.segments, segment.begin, key=lambda other: other.begin)
+        return i < len(self.segments) and self.segments[i] is segment
 
     def touch(self, now_ns: int) -> None:
         """Count an access."""
@@ -177,13 +183,14 @@ class Session:
 
     def view(self) -> "SessionView":
         """The session's facts as they are now."""
+        amounts = self.amounts()
         return SessionView(
             name=self.name, uid=self.uid, tenant=self.tenant, model_id=self.model_id,
             model_fingerprint=self.model_fingerprint, layout=self.layout, generation=self.generation,
             token_count=self.token_count, durable_token_count=self.durable_token_count,
             create_time_ns=self.create_time_ns, access_time_ns=self.access_time_ns,
             expire_time_ns=self.expire_time_ns, ttl_ns=self.expiration.ttl_ns, is_pinned=self.is_pinned,
-            dram_bytes=self.residence.dram_bytes, ssd_bytes=self.residence.ssd_bytes,
+            dram_bytes=amounts.dram_bytes, ssd_bytes=amounts.ssd_bytes,
         )  # fmt: skip
 
 

@@ -6,11 +6,14 @@ foreign byte is recognised.
 
 import asyncio
 import struct
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
@@ -237,6 +240,23 @@ def expected(tokens: Iterable[Token]) -> dict[Stream, bytes]:
     """What a read of these tokens must bring."""
     listed = list(tokens)
     return {stream: rows_of(listed, stream) for stream in STREAMS}
+
+
+@contextmanager
+def counted_lines() -> Iterator[list[int]]:
+    """Lines of Python that run meanwhile, in this thread."""
+    counts = [0]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        counts[0] += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield counts
+    finally:
+        sys.settrace(before)
 
 
 class SlowMetadata(MemoryMetadata):

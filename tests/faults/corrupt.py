@@ -131,8 +131,8 @@ class Segments:
             cache = await self._open()
             names = list(self._image.sessions)
             if segment:
-                uids = {r.uid for r in cache.state.segments[segment.segment_id].residences}
-                touched = [(s.tenant, s.session_id) for s in map(cache.state.by_uid.__getitem__, uids)]
+                listers = cache.state.listers(cache.state.segments[segment.segment_id])
+                touched = [(s.tenant, s.session_id) for s in listers]
                 names = [*touched, self._random.choice(names)]
             broken, refused = await judge(cache, self._image.sessions, names)
             await cache.residency.drain()
