@@ -7,6 +7,7 @@ Unknown names are errors.
 import os
 import re
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 ARENA_CAP_BYTES = 8 * GIB
 SSD_CAP_BYTES = 32 * GIB
+SIZE_LIMIT_BYTES = 1 << 60
+"""More than any device has, and few enough for every sum of sizes."""
+DAY_S = 86400
 PREFIX = "CTXCACHE_"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1} | {
@@ -33,7 +37,7 @@ def parse_size(value: object) -> object:
     match = _SIZE.fullmatch(value.strip())
     if not match:
         raise ValueError(f"{value!r} is not a size such as 512MiB or 8GiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+    return int(Decimal(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
 def split_paths(value: object) -> object:
@@ -41,7 +45,7 @@ def split_paths(value: object) -> object:
     return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_LIMIT_BYTES)]
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)]
 
 
@@ -54,7 +58,9 @@ def default_data_directory() -> Path:
 class Settings(BaseSettings):
     """Every knob of `ctxcache serve`, with unit and default."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
     data_directory: Path = Field(default_factory=default_data_directory)
     """Where metadata and, unless `ssd_directories` says otherwise, SSD files lie."""
@@ -76,7 +82,7 @@ class Settings(BaseSettings):
     """Where the bulk channel listens: `auto` beside the gRPC addresses, on a free port; or `host:port`; empty for none."""
     arena_directory: Path = Path("/dev/shm")  # noqa: S108  # shared memory is what it is for
     """Where the DRAM arena's file lies: a tmpfs that clients can reach."""
-    arena_size_bytes: Size = Field(default=0, ge=0)
+    arena_size_bytes: Size = 0
     """Size of the arena. 0: a quarter of the memory available, at most 8 GiB."""
     arena_huge_pages: Literal["auto", "on", "off"] = "auto"
     """Whether the arena is made of reserved 2 MiB pages: `auto` where the kernel's pool has enough."""
@@ -90,21 +96,21 @@ class Settings(BaseSettings):
     """Share of the arena: when more of it is not on SSD, the oldest is written at once, growing segments too."""
     dirty_limit: float = Field(default=0.75, gt=0, le=1)
     """Share of the arena: more is never without a copy on SSD; writers wait, and are then refused."""
-    tail_age_s: float = Field(default=30, ge=0, le=86400)
+    tail_age_s: float = Field(default=30, ge=0, le=DAY_S)
     """Age after which tokens in a growing segment are written behind. 0: never because of their age."""
-    write_behind_bytes_per_s: Size = Field(default=0, ge=0)
+    write_behind_bytes_per_s: Size = 0
     """Most bytes per second that are written though nobody waits for them. 0: no bound."""
     ssd_directories: Paths = ()
     """Directories of the SSD tier, one per device, separated by `:`. Empty: `ssd` in the data directory."""
-    ssd_size_bytes: Size = Field(default=0, ge=0)
+    ssd_size_bytes: Size = 0
     """Size of the preallocated file in each. 0: a fifth of the free space, at most 32 GiB; what is there on restart."""
-    default_ttl_s: float = Field(default=3600, ge=1, le=3650 * 86400)
+    default_ttl_s: float = Field(default=3600, ge=1, le=3650 * DAY_S)
     """Time a session lives on after an access when its creator does not say."""
     max_concurrent_rpcs: int = Field(default=256, ge=1)
     """Small calls at a time; more are refused with a retry delay."""
     max_concurrent_streams: int = Field(default=32, ge=1)
     """Appends and reads over gRPC at a time; more are refused with a retry delay."""
-    stall_timeout_s: float = Field(default=30, gt=0)
+    stall_timeout_s: float = Field(default=30, gt=0, le=DAY_S)
     """How long a reader may take nothing of a stream before it is cut off."""
     max_local_clients: int = Field(default=256, ge=1)
     """Clients that map the arena at a time; more are refused with a retry delay."""
@@ -124,9 +130,9 @@ class Settings(BaseSettings):
     """Share of the arena that all writers together may keep from being evicted."""
     client_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the arena that one local client may keep so, by leases and again by reservations."""
-    room_wait_s: float = Field(default=0.25, ge=0)
+    room_wait_s: float = Field(default=0.25, ge=0, le=DAY_S)
     """How long a caller waits for others to let go of the arena before it is refused with a retry delay."""
-    drain_timeout_s: float = Field(default=30, ge=0)
+    drain_timeout_s: float = Field(default=30, ge=0, le=DAY_S)
     """How long running rpcs may take to end on shutdown."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that are logged, to stderr."""

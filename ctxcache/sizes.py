@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from ctxcache.config import ARENA_CAP_BYTES, MIB, SSD_CAP_BYTES
-from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.format.layout import ALIGN_BYTES, align
 from ctxcache.tiers.shared_memory import HUGE_PAGE_BYTES
 
 ARENA_SHARE = 4
@@ -21,10 +21,11 @@ def arena_bytes(directory: Path) -> int:
 
 
 def ssd_bytes(directory: Path, file_name: str) -> int:
-    """The size of the file that is there, else a fifth of the free space, at most 32 GiB."""
+    """The size of the file that is there, else a fifth of the free space, at most 32 GiB: whole pages."""
     file = directory / file_name
-    if file.exists():
-        return file.stat().st_size
+    # An empty one is what is left of a start that was killed before it had allocated anything.
+    if file.exists() and (present_bytes := file.stat().st_size):
+        return align(present_bytes)
     wanted = shutil.disk_usage(directory).free // SSD_SHARE
     return _whole_pages(min(max(wanted, LEAST_BYTES), SSD_CAP_BYTES))
 

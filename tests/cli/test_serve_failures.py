@@ -185,6 +185,12 @@ def test_an_ssd_file_that_would_have_to_shrink(tmp_path: Path) -> None:
         ("--tail-age-s", "-1", "tail_age_s"),
         ("--write-behind-bytes-per-s", "fast", "'fast' is not a size"),
         ("--drain-timeout-s", "-1", "drain_timeout_s"),
+        ("--drain-timeout-s", "inf", "drain_timeout_s"),
+        ("--room-wait-s", "inf", "room_wait_s"),
+        ("--room-wait-s", "1e300", "room_wait_s"),
+        ("--stall-timeout-s", "nan", "stall_timeout_s"),
+        ("--arena-size-bytes", "99999999999999999999", "arena_size_bytes"),
+        pytest.param("--ssd-size-bytes", "9" * 400, "ssd_size_bytes", id="a size of 400 digits"),
         ("--log-level", "chatty", "log_level"),
     ],
 )
