@@ -8,7 +8,7 @@ are in it; either way it is refused untouched, with a sentence that says why.
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     metadata/   the metadata store's
 
-Format 1 had no checksums, and no RUNS before the first run. It becomes format 2 when a run begins.
+Format 1 had no checksums, and no RUNS before the first run. `upgrade` makes it format 2.
 """
 
 import fcntl
@@ -99,7 +99,17 @@ class DataDirectory:
         """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
         with _refusals(self.path):
             _note_run(self.path, self.crash_count, is_clean=False)
-            if self.found_format < DATA_FORMAT:
+
+    def upgrade(self) -> None:
+        """Make a directory of an older format one of this version's. Raises DataDirectoryUnusable.
+
+        To be called before anything of this version is written: a server of the older one must not come
+        between, which would not keep up what it does not know.
+        """
+        if self.found_format < DATA_FORMAT:
+            with _refusals(self.path):
+                # RUNS first, as it is: a directory of this version without it has lost it.
+                _note_run(self.path, self.crash_count - (not self.is_clean), is_clean=self.is_clean)
                 _write_format(self.path, self.instance_id, self.created_by)
 
     def end_run(self) -> None:

@@ -12,16 +12,26 @@ from ctxcache.clock import SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
-from ctxcache.server import open_storage
+from ctxcache.errors import DataDirectoryUnusable
+from ctxcache.ssd_directories import check_not_orphaned
+from ctxcache.storage import open_storage, ssd_directories_of
 
 ARENA_BYTES = 1 << 20
 """Nothing is brought into it."""
 
 
 async def verify_directory(settings: Settings, *, bytes_per_second: int) -> AsyncGenerator[Scrubbed, None]:
-    """Verify everything, as the server's Verify does. Raises as `Server.start` and `Scrubbing.run` do."""
+    """Verify everything, as the server's Verify does. Raises as `Server.start` and `Scrubbing.run` do.
+
+    Nothing is created where nothing is.
+    """
+    check_not_orphaned(settings.data_directory, ssd_directories_of(settings))
+    if not (settings.data_directory / "FORMAT").exists():
+        problem = "there is no data directory to verify"
+        raise DataDirectoryUnusable(path=str(settings.data_directory), problem=problem)
     with ExitStack() as files:
-        storage = open_storage(settings.model_copy(update={"arena_size_bytes": ARENA_BYTES}), files)
+        small = settings.model_copy(update={"arena_size_bytes": ARENA_BYTES, "arena_huge_pages": "off"})
+        storage = open_storage(small, files)
         cache = Cache(
             arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata, clock=SystemClock(),
             policy=LeastRecentlyUsed(), default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),

@@ -26,9 +26,9 @@ from ctxcache.metadata.catalog import Contents, Entry, read_catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.scan import Found, is_whole, scan
-from ctxcache.ssd_directories import in_order, instance_id_of, number_of
+from ctxcache.ssd_directories import SEGMENTS, in_order, instance_id_of, number_of, write_down
 
-SEGMENTS, CATALOG = "segments.dat", "catalog"
+CATALOG = "catalog"
 Place = tuple[int, Found]
 """The number of a directory, and where in its file."""
 log = logging.getLogger(__name__)
@@ -90,6 +90,8 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
     )
     with DataDirectory.open(data_directory) as directory:
         ordered = in_order(data_directory, instance_id, given)
+        directory.upgrade()
+        write_down(data_directory, instance_id, ordered)
         result, entries = _collect(ordered, instance_id)
         fresh = data_directory / f"{METADATA}.rebuilt"
         shutil.rmtree(fresh, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The server: builds everything, listens, and on a signal lets go of it in the reverse order.
 
-The only place that knows concrete tiers and stores. Order of the end: health says no, new rpcs are
+Order of the end: health says no, new rpcs are
 refused, running ones finish by a deadline, dirty state is flushed, files are closed.
 """
 
@@ -11,16 +11,16 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ctxcache import __version__, sizes
+from ctxcache import __version__
 from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
@@ -28,19 +28,12 @@ from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.limits import Limits
 from ctxcache.core.watermarks import Watermarks
-from ctxcache.data_directory import DataDirectory
 from ctxcache.errors import (
     AddressUnusable,
     CorruptMetadata,
-    DataDirectoryUnusable,
     InvalidConfiguration,
-    TierFailure,
 )
-from ctxcache.format.layout import align
 from ctxcache.frames import MESSAGE_LIMIT_BYTES
-from ctxcache.metadata.catalog import Catalog
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.metadata.witness import Witness
 from ctxcache.rebuild import rebuild
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.arena import ArenaService
@@ -52,9 +45,8 @@ from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
 from ctxcache.service.tls import load_tls
 from ctxcache.service.turns import Turns
-from ctxcache.ssd_directories import check_not_orphaned, in_order
-from ctxcache.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
-from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
+from ctxcache.storage import Storage, open_storage, ssd_directories_of
+from ctxcache.tiers.dram import DramArena
 from ctxcache.upkeep import Upkeep
 from ctxcache.v1 import (
     admin_pb2,
@@ -90,16 +82,6 @@ SERVICES = (
     bulk_pb2.DESCRIPTOR.services_by_name["BulkService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The places where bytes and records lie, open."""
-
-    directory: DataDirectory
-    arena: DramArena
-    ssd: SsdFiles
-    metadata: RocksDbMetadata
 
 
 class Server:
@@ -303,76 +285,14 @@ def _watermarks(settings: Settings) -> Watermarks:
     )  # fmt: skip
 
 
-def open_storage(settings: Settings, files: ExitStack) -> Storage:
-    """Open everything that bytes and records lie in. Raises as `Server.start` does."""
-    check_not_orphaned(settings.data_directory, _named_ssd_directories(settings))
-    directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {__version__}")
-    files.callback(directory.close)
-    ssd_directories = _ssd_directories(settings, directory)
-    metadata = _open_metadata(directory, ssd_directories)
-    files.callback(metadata.close)
-    # The arena first: what it refuses leaves no large file behind.
-    for path in remove_abandoned(settings.arena_directory):
-        log.warning("abandoned_arena_removed path=%s", path)
-    arena_path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
-    arena = DramArena(arena_path, _arena_bytes(settings), huge_pages=settings.arena_huge_pages)
-    files.callback(arena.close)
-    ssd = SsdFiles(_ssd_paths(settings, ssd_directories))
-    files.callback(ssd.close)
-    return Storage(directory, arena, ssd, metadata)
-
-
-def _arena_bytes(settings: Settings) -> int:
-    try:
-        return align(settings.arena_size_bytes) or sizes.arena_bytes(settings.arena_directory)
-    except OSError as error:
-        problem = f"cannot create the arena: {error.strerror}"
-        raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
-
-
-def _named_ssd_directories(settings: Settings) -> tuple[Path, ...]:
-    return settings.ssd_directories or (settings.data_directory / "ssd",)
-
-
 def _rebuild(settings: Settings) -> None:
     found = rebuild(
         settings.data_directory,
-        _named_ssd_directories(settings),
+        ssd_directories_of(settings),
         created_by=f"ctxcache {__version__}",
         is_dry_run=False,
     )
     log.error("metadata_rebuilt %s", " ".join(f"{name}={fact}" for name, fact in asdict(found).items()))
-
-
-def _ssd_directories(settings: Settings, data: DataDirectory) -> tuple[Path, ...]:
-    directories = _named_ssd_directories(settings)
-    for directory in directories:
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
-    return in_order(data.path, data.instance_id, directories)
-
-
-def _open_metadata(data: DataDirectory, ssd_directories: Sequence[Path]) -> RocksDbMetadata:
-    with ExitStack() as opened:
-        witness = Witness(ssd_directories, data.instance_id)
-        opened.callback(witness.close)
-        catalog = Catalog(ssd_directories[0] / "catalog", data.instance_id)
-        metadata = RocksDbMetadata(data.metadata_path, witness=witness, catalog=catalog)
-        opened.pop_all()
-    return metadata
-
-
-def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]:
-    paths = []
-    for directory in directories:
-        try:
-            size_bytes = align(settings.ssd_size_bytes) or sizes.ssd_bytes(directory, FILE_NAME)
-        except OSError as error:
-            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
-        paths.append(SsdPath(str(directory), size_bytes))
-    return paths
 
 
 def _arena_message(arena: DramArena, control_socket: str) -> arena_pb2.Arena:

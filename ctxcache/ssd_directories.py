@@ -15,18 +15,19 @@ from pathlib import Path
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.facts_file import read_facts, write_facts
 
-DEVICE, PATHS = "DEVICE", "PATHS"
+DEVICE, PATHS, SEGMENTS = "DEVICE", "PATHS", "segments.dat"
 log = logging.getLogger(__name__)
 
 
 def in_order(data_directory: Path, instance_id: str, directories: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the directories by their numbers, and number those that are new.
+    """Return the directories by their numbers; those that are new have the next ones. Writes nothing.
 
-    Raises DataDirectoryUnusable: one is missing, given twice or belongs to another data directory;
-    CorruptMetadata.
+    Raises DataDirectoryUnusable: one is missing, given twice, empty though it was in use, or belongs to
+    another data directory; CorruptMetadata.
     """
     known = _read_known(data_directory)
     given = [path.absolute() for path in directories]
+    _check_each_once(given)
     numbers = [_number(path, instance_id) for path in given]
     placed: dict[int, Path] = {}
     for number, path in zip(numbers, given, strict=True):
@@ -38,9 +39,23 @@ def in_order(data_directory: Path, instance_id: str, directories: Sequence[Path]
     new = [path for number, path in zip(numbers, given, strict=True) if number is None]
     _place_new(placed, new, known)
     _check_complete(data_directory, placed, known)
-    ordered = [placed[number] for number in range(len(placed))]
-    _write_down(data_directory, instance_id, ordered, new, known)
-    return tuple(ordered)
+    return tuple(placed[number] for number in range(len(placed)))
+
+
+def write_down(data_directory: Path, instance_id: str, ordered: Sequence[Path]) -> None:
+    """Give the directories their numbers, for good, and note where they are. They are ours by now.
+
+    Raises DataDirectoryUnusable, also when another server has given one a number meanwhile; CorruptMetadata.
+    """
+    try:
+        for number, path in enumerate(ordered):
+            if _number(path, instance_id) is None:
+                write_facts(path / DEVICE, {"instance_id": instance_id, "index": number})
+        names = [str(path) for path in ordered]
+        if names != _read_known(data_directory):
+            write_facts(data_directory / PATHS, {"directories": names})
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(data_directory), problem=error.strerror or str(error)) from error
 
 
 def check_not_orphaned(data_directory: Path, directories: Sequence[Path]) -> None:
@@ -82,17 +97,36 @@ def _number(directory: Path, instance_id: str) -> int | None:
     return int(facts["index"])
 
 
+def _check_each_once(given: Sequence[Path]) -> None:
+    seen: dict[Path, Path] = {}
+    for path in given:
+        if (before := seen.setdefault(path.resolve(), path)) is not path:
+            problem = f"it is named twice, as {before} before" if before != path else "it is named twice"
+            raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
 def _place_new(placed: dict[int, Path], new: Sequence[Path], known: Sequence[str]) -> None:
     """Number directories without a number: as they were known by their path, else in the order given."""
     rest = []
     for path in new:
         if str(path) in known and known.index(str(path)) not in placed:
+            _check_not_empty(path, known.index(str(path)))
             log.error("device_file_missing path=%s", path / DEVICE)
             placed[known.index(str(path))] = path
         else:
             rest.append(path)
     next_number = max(len(known), max(placed, default=-1) + 1)
     placed.update(enumerate(rest, next_number))
+
+
+def _check_not_empty(path: Path, number: int) -> None:
+    """Refuse what looks like the place of a filesystem that is not mounted: sessions would be cut for it."""
+    if not os.path.lexists(path / SEGMENTS):
+        problem = (
+            f"it was SSD directory number {number} and is empty: mount what belongs there, or create"
+            f" {path / SEGMENTS} to go on without the tokens that it held"
+        )
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
 
 
 def _check_complete(data_directory: Path, placed: dict[int, Path], known: Sequence[str]) -> None:
@@ -118,17 +152,3 @@ def _read_known(data_directory: Path) -> list[str]:
         # Each directory says its number itself: what is lost is which one may be missing.
         log.error("paths_file_corrupt error=%s", error)  # noqa: TRY400  the sentence says all
         return []
-
-
-def _write_down(
-    data_directory: Path, instance_id: str, ordered: Sequence[Path], new: Sequence[Path], known: Sequence[str]
-) -> None:
-    try:
-        for number, path in enumerate(ordered):
-            if path in new:
-                write_facts(path / DEVICE, {"instance_id": instance_id, "index": number})
-        names = [str(path) for path in ordered]
-        if names != known:
-            write_facts(data_directory / PATHS, {"directories": names})
-    except OSError as error:
-        raise DataDirectoryUnusable(path=str(data_directory), problem=error.strerror or str(error)) from error

@@ -2,12 +2,22 @@
 
 import errno
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
-from ctxcache.ssd_directories import in_order, instance_id_of
+from ctxcache.ssd_directories import in_order, instance_id_of, write_down
+
+
+def numbered(data_directory: Path, directories: Sequence[Path]) -> tuple[Path, ...]:
+    """Order them as a start does, for good."""
+    ordered = in_order(data_directory, "ours", directories)
+    for path in ordered:
+        (path / "segments.dat").touch()
+    write_down(data_directory, "ours", ordered)
+    return ordered
 
 
 @pytest.fixture
@@ -16,7 +26,7 @@ def made(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / name for name in "abc"]
     for path in (*paths, tmp_path / "data", tmp_path / "d"):
         path.mkdir()
-    in_order(tmp_path / "data", "ours", paths)
+    numbered(tmp_path / "data", paths)
     return paths
 
 
@@ -30,7 +40,7 @@ def test_any_order_is_the_first_one(tmp_path: Path, made: list[Path]) -> None:
 
 def test_a_new_directory_comes_last(tmp_path: Path, made: list[Path]) -> None:
     """Wherever it is named, and for good."""
-    ordered = in_order(tmp_path / "data", "ours", [tmp_path / "d", *made])
+    ordered = numbered(tmp_path / "data", [tmp_path / "d", *made])
     again = in_order(tmp_path / "data", "ours", [made[2], tmp_path / "d", *made[:2]])
 
     assert ordered == again == (*made, tmp_path / "d")
@@ -61,6 +71,57 @@ def test_a_copy_is_refused(tmp_path: Path, made: list[Path]) -> None:
     (tmp_path / "d" / "DEVICE").write_bytes((made[0] / "DEVICE").read_bytes())
     with pytest.raises(DataDirectoryUnusable, match="the same SSD directory"):
         in_order(tmp_path / "data", "ours", [*made, tmp_path / "d"])
+
+
+def test_what_is_named_twice_is_refused(tmp_path: Path) -> None:
+    """Also by another name, and before it is there: it must not get two numbers."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "a")
+    for second in (tmp_path / "a", tmp_path / "alias"):
+        with pytest.raises(DataDirectoryUnusable, match="named twice"):
+            in_order(tmp_path / "data", "ours", [tmp_path / "a", second])
+
+
+def test_a_number_is_given_when_everything_else_went_well(tmp_path: Path, made: list[Path]) -> None:
+    """Looking at a new directory does not make it one that may not be missing: the start may yet be refused."""
+    in_order(tmp_path / "data", "ours", [*made, tmp_path / "d"])
+
+    assert in_order(tmp_path / "data", "ours", made) == tuple(made)
+
+
+def test_a_number_that_another_server_has_given_meanwhile_stays(tmp_path: Path) -> None:
+    """Of two first starts on one SSD directory the second one's data directory is not its owner."""
+    (tmp_path / "a").mkdir()
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+    ordered = in_order(tmp_path / "mine", "mine", [tmp_path / "a"])
+    write_down(tmp_path / "theirs", "theirs", in_order(tmp_path / "theirs", "theirs", [tmp_path / "a"]))
+    with pytest.raises(DataDirectoryUnusable, match="belongs to another data directory"):
+        write_down(tmp_path / "mine", "mine", ordered)
+
+    assert instance_id_of(tmp_path / "a") == "theirs"
+
+
+def test_a_filesystem_that_is_not_mounted_is_refused(tmp_path: Path, made: list[Path]) -> None:
+    """What was in use and is empty now would cost sessions their tokens at the first read; or not be there."""
+    for path in made[1].iterdir():
+        path.unlink()
+    with pytest.raises(DataDirectoryUnusable, match="was SSD directory number 1 and is empty: mount"):
+        in_order(tmp_path / "data", "ours", made)
+    made[1].rmdir()
+    with pytest.raises(DataDirectoryUnusable, match="was SSD directory number 1 and is empty: mount"):
+        in_order(tmp_path / "data", "ours", made)
+
+    assert not made[1].exists()
+
+
+def test_a_disk_that_is_gone_for_good_is_replaced_on_purpose(tmp_path: Path, made: list[Path]) -> None:
+    """The file that the refusal names says that it is meant."""
+    for path in made[1].iterdir():
+        path.unlink()
+    (made[1] / "segments.dat").touch()
+
+    assert in_order(tmp_path / "data", "ours", made) == tuple(made)
 
 
 def test_a_damaged_number_is_refused(tmp_path: Path, made: list[Path]) -> None:

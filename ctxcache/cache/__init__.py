@@ -27,7 +27,7 @@ from ctxcache.core.limits import DEFAULT_LIMITS, Limits
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
-from ctxcache.errors import CapacityExceeded, SessionNotFound
+from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.tiers.base import MappedTier, Tier
@@ -72,9 +72,10 @@ class Cache:
     async def open(self) -> None:
         """Load every record; what does not fit together is cut or removed, logged and committed.
 
-        Raises CorruptMetadata.
+        Raises CorruptMetadata, and DataDirectoryUnusable when records name an SSD path that is not there.
         """
         repairs = load(self.state, self._metadata)
+        self._check_paths()
         # Every slot is taken before any is given back.
         misplaced = self._adopt()
         if repairs:
@@ -109,6 +110,13 @@ class Cache:
             flushes = [self.residency.flush(s, is_last=True) for s in sessions[begin : begin + at_a_time]]
             results += await asyncio.gather(*flushes, return_exceptions=True)
         return dict(zip(sessions, results, strict=True))
+
+    def _check_paths(self) -> None:
+        """Refuse what would cost every session its tokens on a path that nobody has named."""
+        number = max((s.ssd.path_index for s in self.state.segments.values() if s.ssd), default=0)
+        if number >= len(self.ssd.paths):
+            problem = f"records name SSD directory number {number}, which is missing: name it with --ssd-directories"
+            raise DataDirectoryUnusable(path=self.ssd.paths[0], problem=problem)
 
     def _adopt(self) -> set[Segment]:
         """Take the segments' slots; returns the segments whose slot is not theirs to have."""

@@ -36,14 +36,14 @@ def rebuild(context: typer.Context, **given: Any) -> None:
     The old metadata is kept beside it. Exits with 0 also when some sessions end earlier than they did.
     """
     from ctxcache.rebuild import rebuild as make_anew  # noqa: PLC0415  it imports RocksDB
+    from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
 
     is_dry_run = bool(given.pop("dry_run"))
     settings = load_settings(given)
     call = call_of(context, given)
-    directories = settings.ssd_directories or (settings.data_directory / "ssd",)
     found = make_anew(
         settings.data_directory,
-        directories,
+        ssd_directories_of(settings),
         created_by=f"ctxcache {version('ctxcache')}",
         is_dry_run=is_dry_run,
     )

@@ -238,11 +238,12 @@ class RocksDbMetadata:
         digest = reduce(xor, seals.values(), 0)
         if not self._is_counted:
             # New, or written by a version that did not count. Witnessed at once: from now on it cannot
-            # be gone unnoticed.
+            # be gone unnoticed. Who only looks leaves it to that version.
             self._seals, self._last = seals, Commit(self._last.sequence, len(seals), digest)
             self._is_counted = True
-            self._write([])
-            self._sync()
+            if self._witness and self._witness.is_open:
+                self._write([])
+                self._sync()
         elif self._last[1:] != (len(seals), digest):
             problem = f"{len(seals)} sessions are there, {self._last.session_count} were recorded"
             if len(seals) == self._last.session_count:

@@ -50,6 +50,11 @@ class Witness:
         if is_read_only:
             self.close()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anything can be noted."""
+        return bool(self._fds)
+
     def note(self, sequence: int) -> None:
         """Every commit up to this one is on disk now. Costs a write to the page cache per file."""
         body = _BODY.pack(_MAGIC, self._store_id, sequence)

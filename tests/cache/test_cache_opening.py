@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Token, Writer, expected
 
-from ctxcache.errors import SessionNotFound
+from ctxcache.errors import DataDirectoryUnusable, SessionNotFound
 from ctxcache.metadata.base import Changes
 from ctxcache.testing.fakes import MemoryTier
 
@@ -81,18 +81,17 @@ async def test_two_records_of_one_slot_cost_one_session_and_no_space(rig: Memory
     assert rig.cache.residency.ssd.used_bytes == 3 * SLOT_BYTES
 
 
-async def test_a_path_that_is_gone_costs_the_tokens_on_it(rig: MemoryRig) -> None:
-    """With fewer SSD paths every session ends before its first segment on a path that is not there."""
+async def test_a_path_that_nobody_named_is_refused(rig: MemoryRig) -> None:
+    """With fewer SSD paths than records name nothing is opened, and nothing is lost for it."""
     tokens = await filled(rig, "a", 4 * SEGMENT_TOKENS)
-    await filled(rig, "b", 4 * SEGMENT_TOKENS, tag=2)
     await rig.close()
-    rig.ssd = MemoryTier([SLOT_BYTES * rig.ssd_segments[0]])
+    both, rig.ssd = rig.ssd, MemoryTier([SLOT_BYTES * rig.ssd_segments[0]])
+    with pytest.raises(DataDirectoryUnusable, match="name SSD directory number 1, which is missing"):
+        await rig.open()
+    rig.ssd = both
     await rig.open()
-    await rig.check()
 
-    assert rig.token_count("a") == SEGMENT_TOKENS
-    assert rig.cache.state.counters.corrupt_segment_count == 4
-    assert len(tokens) == 4 * SEGMENT_TOKENS
+    assert await rig.read("a") == expected(tokens)
 
 
 async def test_a_record_of_tokens_that_no_segment_holds_is_cut(rig: MemoryRig) -> None:

@@ -12,6 +12,8 @@ from failing_places import small_filesystem
 from server_process import ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import Client
+from ctxcache.testing.metadata import make_model
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
 KEYS = ["name", "status", "found", "used", "advice"]
@@ -88,6 +90,31 @@ def test_sessions_of_a_stopped_server_are_counted(tmp_path: Path) -> None:
 
     assert ran.exit_code == ExitCode.OK
     assert findings["metadata"]["used"] == f"the sessions in {tmp_path}/data"
+
+
+def test_what_a_start_would_refuse_is_found(tmp_path: Path) -> None:
+    """A log that is gone, an SSD directory that is missing, a file that would have to shrink: codes of `serve`."""
+    data, other = tmp_path / "data", tmp_path / "other"
+    with ServerProcess(
+        data, "--ssd-directories", str(data / "ssd"), "--ssd-directories", str(other)
+    ) as server:
+        with Client(server.target, access="remote") as client:
+            client.register_model(make_model().spec)
+        server.terminate()
+    both = ("--ssd-directories", str(data / "ssd"), "--ssd-directories", str(other), "--ssd-size-bytes", "0")
+    well, _ = doctor(data, *both)
+    missing, one = doctor(data, "--ssd-size-bytes", "0")
+    small, sizes = doctor(data, *both[:4], "--ssd-size-bytes", "1MiB")
+    shutil.rmtree(data / "metadata")
+    lost, findings = doctor(data, *both)
+
+    assert well.exit_code == ExitCode.OK, well.stderr
+    assert (missing.exit_code, small.exit_code, lost.exit_code) == (
+        ExitCode.DATA_DIRECTORY_UNUSABLE, ExitCode.CONFIGURATION, ExitCode.DATA_LOSS,
+    )  # fmt: skip
+    assert f"number 1, last at {other}, is missing" in one["metadata"]["found"]
+    assert "cannot shrink" in sizes["space"]["found"]
+    assert "were on disk and are gone" in findings["metadata"]["found"]
 
 
 def test_an_address_that_is_taken_is_no_failure(tmp_path: Path, running_server: ServerProcess) -> None:

@@ -27,7 +27,7 @@ from ctxcache.metadata.base import MetadataStore
 from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
-from ctxcache.ssd_directories import in_order
+from ctxcache.ssd_directories import in_order, write_down
 from ctxcache.tiers.dram import DramArena
 from ctxcache.tiers.ssd import SsdFiles, SsdPath
 from tests.faults.rows import rows_of
@@ -85,6 +85,7 @@ def open_metadata(home: Path, *, with_catalog: bool = False) -> tuple[DataDirect
     directory = DataDirectory.open(home / "data")
     try:
         ordered = in_order(directory.path, directory.instance_id, [home / "ssd0", home / "ssd1"])
+        write_down(directory.path, directory.instance_id, ordered)
         witness = Witness(ordered, directory.instance_id)
         catalog = Catalog(ordered[0] / "catalog", directory.instance_id) if with_catalog else None
         try:

@@ -1,16 +1,19 @@
 """A data directory of the first version: it opens, reads right, and is of this version afterwards."""
 
 import json
+import subprocess
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rocksdict import Options, Rdict
 
 from ctxcache.client import Client
+from tests.faults.planted import command as planted
 from tests.faults.rows import rows_of
 from tests.golden.make_directory import ARCHIVE, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
-from tests.server_process import ServerDidNotStart, ServerProcess
+from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 
 @pytest.fixture
@@ -59,6 +62,42 @@ def test_the_first_versions_directory_opens_reads_right_and_is_upgraded(golden: 
     assert (facts["format"], facts["created_by"]) == (2, "ctxcache 0.1.0")
 
 
+def test_looking_at_a_first_versions_directory_leaves_it_to_that_version(golden: Path) -> None:
+    """The doctor counts its sessions; a count kept in it would be wrong as soon as the first version goes on."""
+    before = raw_records(golden)
+    directories = [part for name in SSD_NAMES for part in ("--ssd-directories", str(golden / name))]
+    command = [*COMMAND_LINE, "doctor", "--data-directory", str(golden / "data"), *directories]
+    said = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+
+    assert f"RocksDB opens; {len(SESSIONS)} sessions" in said
+    assert raw_records(golden) == before
+    assert json.loads((golden / "data" / "FORMAT").read_text())["format"] == 1
+
+
+def test_a_start_that_is_killed_leaves_one_format_or_the_other(golden: Path) -> None:
+    """What only this version keeps up is not written before the first version is kept out."""
+    kill = planted(["kill_at_start_record_write_before:1"])
+    halfway = server(golden, *SSD_NAMES)
+    halfway._program = kill
+    with pytest.raises(ServerDidNotStart):
+        halfway.start()
+    halfway.close()
+    facts = json.loads((golden / "data" / "FORMAT").read_text())
+    with server(golden, *SSD_NAMES) as running:
+        wrong = wrong_sessions(running)
+
+    assert (facts["format"], wrong) == (2, [])
+
+
+def raw_records(golden: Path) -> dict[bytes, bytes]:
+    """Everything in the metadata, whatever it is."""
+    database = Rdict(str(golden / "data" / "metadata"), Options(raw_mode=True))
+    try:
+        return dict(database.items())
+    finally:
+        database.close()
+
+
 def test_a_missing_ssd_directory_is_refused(golden: Path) -> None:
     """Its sessions would be lost otherwise; the sentence says which one, and where it was."""
     with server(golden, *SSD_NAMES):
@@ -67,3 +106,18 @@ def test_a_missing_ssd_directory_is_refused(golden: Path) -> None:
         server(golden, SSD_NAMES[0]).start()
 
     assert caught.value.returncode == 9
+
+
+def test_a_missing_ssd_directory_is_refused_also_when_nobody_knows_of_it(golden: Path) -> None:
+    """Without PATHS the records tell: no session loses tokens for a directory that was left out."""
+    with server(golden, *SSD_NAMES) as running:
+        running.terminate()
+    (golden / "data" / "PATHS").unlink()
+    with pytest.raises(
+        ServerDidNotStart, match="records name SSD directory number 1, which is missing"
+    ) as caught:
+        server(golden, SSD_NAMES[0]).start()
+    with server(golden, *SSD_NAMES) as running:
+        wrong = wrong_sessions(running)
+
+    assert (caught.value.returncode, wrong) == (9, [])

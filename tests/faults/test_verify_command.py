@@ -1,6 +1,7 @@
 """`ctxcache verify`, of a running server and of a directory without one."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,18 @@ def test_damage_is_found_by_a_server_and_without_one(golden: Path) -> None:
     assert json.loads(stats)["quarantined_slot_count"] == 1
     assert (released[0], released[1]["released_slot_count"]) == (0, 1)
     assert (again[0], again[1]["bad"]) == (0, [])
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    """A misspelt path is refused: a store that has just been made would be whole, and says nothing."""
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "missing", tmp_path / "empty"):
+        ran = subprocess.run(
+            [*COMMAND_LINE, "verify", "--data-directory", str(path)],
+            check=False, capture_output=True, text=True, env=os.environ | {"CTXCACHE_SSD_SIZE_BYTES": "1MiB"},
+        )  # fmt: skip
+
+        assert (ran.returncode, ran.stdout) == (9, "")
+        assert "there is no data directory to verify" in ran.stderr
+
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "empty"]

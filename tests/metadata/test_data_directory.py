@@ -197,15 +197,15 @@ def test_runs_that_are_gone_are_refused(tmp_path: Path) -> None:
         DataDirectory.open(tmp_path)
 
 
-def test_format_1_becomes_format_2_when_a_run_begins(tmp_path: Path) -> None:
-    """Looking at it changes nothing; whoever writes to it writes what this version promises."""
+def test_format_1_becomes_format_2_before_anything_else_is_written(tmp_path: Path) -> None:
+    """Looking at it changes nothing; what is known of its runs stays, and a killed upgrade is none or one."""
     (tmp_path / "FORMAT").write_text('{"format": 1, "created_by": "ctxcache 0.1.0", "instance_id": "00ff"}')
     (tmp_path / "RUNS").write_text('{"crash_count": 3, "is_clean": false}')
     with DataDirectory.open(tmp_path) as directory:
         looked_at = json.loads((tmp_path / "FORMAT").read_text())
-        directory.begin_run()
+        directory.upgrade()
     with DataDirectory.open(tmp_path) as again:
-        facts = (again.found_format, again.instance_id, again.created_by, again.crash_count)
+        facts = (again.found_format, again.instance_id, again.created_by, again.crash_count, again.is_clean)
 
     assert looked_at["format"] == 1
-    assert facts == (2, "00ff", "ctxcache 0.1.0", 5)
+    assert facts == (2, "00ff", "ctxcache 0.1.0", 4, False)

@@ -43,9 +43,10 @@ def doctor(context: typer.Context, **given: Any) -> None:
 def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     """Ask every probe, in the order in which a server would meet what they look at."""
     from ctxcache.cli.doctor import disk, gpu, memory, network  # noqa: PLC0415  they import RocksDB
+    from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
 
     yield disk.metadata(settings)
-    for directory in disk.ssd_directories(settings):
+    for directory in ssd_directories_of(settings):
         yield disk.space(settings, directory)
         yield disk.direct_io(directory)
     yield memory.shared_memory(settings)

@@ -17,17 +17,15 @@ from ctxcache.cli.doctor.memory import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.config import Settings
 from ctxcache.data_directory import DataDirectory
-from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable
+from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
 from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.metadata.witness import Witness
+from ctxcache.ssd_directories import check_not_orphaned, in_order
+from ctxcache.storage import ssd_directories_of
 from ctxcache.tiers.ssd import FILE_NAME
 
 CHOOSE = "choose another with --data-directory or --ssd-directories"
-
-
-def ssd_directories(settings: Settings) -> tuple[Path, ...]:
-    """Return where the SSD tier's files lie."""
-    return settings.ssd_directories or (settings.data_directory / "ssd",)
 
 
 def space(settings: Settings, directory: Path) -> Finding:
@@ -40,6 +38,10 @@ def space(settings: Settings, directory: Path) -> Finding:
     except OSError as error:
         return fatal(name, _unusable(directory, error), CHOOSE)
     free, lack_bytes = status.f_bavail * status.f_frsize, needed - present
+    if lack_bytes < 0:
+        sizes_found = f"{human_size(present)} are there and cannot shrink to {human_size(needed)}"
+        shrinking = InvalidConfiguration(source=str(directory / FILE_NAME), problem=sizes_found)
+        return fatal(name, shrinking, "leave --ssd-size-bytes out, or name a larger one")
     if lack_bytes > free:
         lack = CapacityExceeded(
             tier=f"SSD {directory}", needed_bytes=lack_bytes, free_bytes=free, limit_bytes=free
@@ -74,9 +76,12 @@ def metadata(settings: Settings) -> Finding:
     if holder := _holder(directory):
         return ok("metadata", f"{directory} is held by a running server (pid {holder})", "that server")
     try:
+        check_not_orphaned(directory, ssd_directories_of(settings))
         if (directory / "FORMAT").exists():
             with DataDirectory.open(directory) as data:
-                return _open_metadata(data.metadata_path, f"the sessions in {directory}")
+                ordered = in_order(directory, data.instance_id, ssd_directories_of(settings))
+                witness = Witness(ordered, data.instance_id, is_read_only=True)
+                return _open_metadata(data.metadata_path, f"the sessions in {directory}", witness)
         with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
             return _open_metadata(Path(scratch), f"a new data directory at {directory}")
     except CacheError as error:
@@ -94,8 +99,8 @@ def existing(path: Path) -> Path:
     return place
 
 
-def _open_metadata(path: Path, used: str) -> Finding:
-    store = RocksDbMetadata(path)
+def _open_metadata(path: Path, used: str, witness: Witness | None = None) -> Finding:
+    store = RocksDbMetadata(path, witness=witness)
     try:
         count = sum(1 for _ in store.sessions())
     finally:

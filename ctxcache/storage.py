@@ -1,0 +1,99 @@
+"""Storage: the places where bytes and records lie, opened in the order in which that is safe.
+
+The only place that knows concrete tiers and stores. Everything is looked at before anything is written,
+and the SSD files are claimed before what lies beside them is touched. Worst case: one of them refuses, and
+nothing stays open; no SSD directory is given a number then, and no format is upgraded.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from ctxcache.config import Settings
+from ctxcache.data_directory import DataDirectory
+from ctxcache.errors import DataDirectoryUnusable, TierFailure
+from ctxcache.format.layout import align
+from ctxcache.metadata.catalog import Catalog
+from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.metadata.witness import Witness
+from ctxcache.sizes import arena_bytes, ssd_bytes
+from ctxcache.ssd_directories import check_not_orphaned, in_order, write_down
+from ctxcache.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
+from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The places, open."""
+
+    directory: DataDirectory
+    arena: DramArena
+    ssd: SsdFiles
+    metadata: RocksDbMetadata
+
+
+def ssd_directories_of(settings: Settings) -> tuple[Path, ...]:
+    """The SSD directories as they are named, or the one that is meant."""
+    return settings.ssd_directories or (settings.data_directory / "ssd",)
+
+
+def open_storage(settings: Settings, files: ExitStack) -> Storage:
+    """Open everything; `files` closes it.
+
+    Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration, CapacityExceeded,
+    TierFailure.
+    """
+    named = ssd_directories_of(settings)
+    check_not_orphaned(settings.data_directory, named)
+    directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
+    files.callback(directory.close)
+    ordered = in_order(directory.path, directory.instance_id, named)
+    # The arena first: what it refuses leaves no large file behind.
+    arena = _open_arena(settings, directory)
+    files.callback(arena.close)
+    ssd = SsdFiles(_ssd_paths(settings, ordered))
+    files.callback(ssd.close)
+    directory.upgrade()
+    write_down(directory.path, directory.instance_id, ordered)
+    metadata = _open_metadata(directory, ordered)
+    files.callback(metadata.close)
+    return Storage(directory, arena, ssd, metadata)
+
+
+def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
+    for abandoned in remove_abandoned(settings.arena_directory):
+        log.warning("abandoned_arena_removed path=%s", abandoned)
+    try:
+        size_bytes = align(settings.arena_size_bytes) or arena_bytes(settings.arena_directory)
+    except OSError as error:
+        problem = f"cannot create the arena: {error.strerror}"
+        raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
+    path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
+    return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages)
+
+
+def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]:
+    paths = []
+    for directory in directories:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            size_bytes = align(settings.ssd_size_bytes) or ssd_bytes(directory, FILE_NAME)
+        except OSError as error:
+            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
+        paths.append(SsdPath(str(directory), size_bytes))
+    return paths
+
+
+def _open_metadata(data: DataDirectory, ssd_directories: Sequence[Path]) -> RocksDbMetadata:
+    with ExitStack() as opened:
+        witness = Witness(ssd_directories, data.instance_id)
+        opened.callback(witness.close)
+        catalog = Catalog(ssd_directories[0] / "catalog", data.instance_id)
+        metadata = RocksDbMetadata(data.metadata_path, witness=witness, catalog=catalog)
+        opened.pop_all()
+    return metadata
