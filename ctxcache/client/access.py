@@ -18,6 +18,9 @@ from ctxcache.v1.arena_pb2 import (
     ReleaseReservation,
 )
 
+# Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way.
+PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
+
 
 class AccessStream(ABC):
     """Batches of operations to one server. Thread-safe; once broken it stays broken."""
@@ -33,8 +36,12 @@ class AccessStream(ABC):
 
     @property
     @abstractmethod
-    def has_failed(self) -> bool:
-        """Whether a break has been noticed; costs nothing, and a break may still be unnoticed."""
+    def is_in_doubt(self) -> bool:
+        """Whether it may have ended: a break was noticed, or too little was heard of late. Costs nothing."""
+
+    @abstractmethod
+    def still_holds(self) -> bool:
+        """Whether what was acquired on it and not given back is held for certain; may ask the server."""
 
     @abstractmethod
     def exchange(self, batch: list[Operation]) -> AccessResponse:

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ctxcache.client.access import AccessStream
+from ctxcache.client.access import PROBE, AccessStream
 from ctxcache.client.arena import MappedArena, map_arena, map_descriptor
 from ctxcache.client.control import Control, connect_control
 from ctxcache.client.grpc_access import GrpcAccess
@@ -17,12 +17,9 @@ from ctxcache.client.slots import SlotLayouts
 from ctxcache.client.wire import Wire
 from ctxcache.errors import Unavailable
 from ctxcache.v1 import arena_pb2
-from ctxcache.v1.arena_pb2 import Operation, ReleaseLease
 
 Way = Literal["auto", "socket", "grpc"]
 _ATTEMPTS = 2
-# Ends a lease that never exists: an operation that changes nothing, and whose answer proves the stream.
-_PROBE = Operation(release_lease=ReleaseLease(lease_id=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ class LocalAccess:
     def _open(self, arena: MappedArena) -> AccessStream | None:
         stream = GrpcAccess(self._wire)
         try:
-            stream.call([_PROBE])
+            stream.call([PROBE])
             # The server may be replaced between two calls. The same id before and after the stream's
             # first answer says that the stream speaks of the arena that is mapped.
             is_same = self._get_arena().arena_id == arena.arena_id

@@ -186,7 +186,10 @@ class DecodeBatch:
         self._slots[lane], self._rows[lane], self._row_ends[lane] = next(self._runs[lane])
 
     def _check_held(self) -> None:
-        if len(self._lanes) and (self._stream.has_failed or time.monotonic_ns() >= self._deadline_ns):
+        if not len(self._lanes):
+            return
+        is_gone = self._stream.is_in_doubt and not self._stream.still_holds()
+        if is_gone or time.monotonic_ns() >= self._deadline_ns:
             raise ReservationNotFound(reservation_id=int(self._reservation_ids[self._lanes[0]]))
 
     def _without_failed(self) -> Numbers:

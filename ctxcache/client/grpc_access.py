@@ -7,19 +7,32 @@ Worst case: the stream breaks, every waiter gets its error at once, and all that
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import grpc
 
-from ctxcache.client.access import AccessStream, again, as_break, releases
+from ctxcache.client.access import PROBE, AccessStream, again, as_break, releases
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.status import from_rpc_error
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, Operation
 
 _JOIN_TIMEOUT_S = 5.0
+SURE_FOR_NS = 250_000_000
+"""How long an answer proves that the server still knows us, from when it was asked for. A server gives up a
+client that answers no ping for half of its `keepalive_s`, half a second at the least; the client itself, if it
+was frozen meanwhile, may not have noticed yet."""
+
+
+class _Asked(NamedTuple):
+    """A request whose answer somebody waits for."""
+
+    answer: "Future[AccessResponse]"
+    sent_ns: int
 
 
 class GrpcAccess(AccessStream):
@@ -29,7 +42,8 @@ class GrpcAccess(AccessStream):
         super().__init__(wire.target, wire.timeout_s)
         self._lock = threading.Lock()
         self._request_ids = itertools.count(1)
-        self._waiting: dict[int, Future[AccessResponse]] = {}
+        self._waiting: dict[int, _Asked] = {}
+        self._sure_until_ns = 0
         self._failure: CacheError | None = None
         self._requests: SimpleQueue[AccessRequest | None] = SimpleQueue()
         with wire.errors():
@@ -43,9 +57,19 @@ class GrpcAccess(AccessStream):
         return self._failure is not None
 
     @property
-    def has_failed(self) -> bool:
+    def is_in_doubt(self) -> bool:
         """See AccessStream."""
-        return self._failure is not None
+        return self._failure is not None or time.monotonic_ns() >= self._sure_until_ns
+
+    def still_holds(self) -> bool:
+        """See AccessStream. Without an answer of late, asks for one, for as long as a call may take."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while self.is_in_doubt and self._failure is None:
+            if time.monotonic() >= deadline_s:
+                self._end(self._too_late())
+            else:
+                self._probe()
+        return self._failure is None
 
     def exchange(self, batch: list[Operation]) -> AccessResponse:
         """See AccessStream."""
@@ -54,7 +78,7 @@ class GrpcAccess(AccessStream):
             return answer.result(self.timeout_s)
         except TimeoutError as error:
             self._abandon(request_id, answer)
-            raise DeadlineExceeded(target=self.target, timeout_s=f"{self.timeout_s:g}") from error
+            raise self._too_late() from error
         except BaseException:
             self._abandon(request_id, answer)
             raise
@@ -68,9 +92,14 @@ class GrpcAccess(AccessStream):
 
     def close(self) -> None:
         """See AccessStream."""
-        self._break(Unavailable(target=self.target, problem="the client is closed"))
-        self._call.cancel()
+        self._end(Unavailable(target=self.target, problem="the client is closed"))
         self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _probe(self) -> None:
+        try:
+            self.exchange([PROBE])
+        except CacheError as error:
+            self._end(error)
 
     def _submit(self, batch: list[Operation]) -> tuple[int, Future[AccessResponse]]:
         answer: Future[AccessResponse] = Future()
@@ -78,7 +107,7 @@ class GrpcAccess(AccessStream):
             if self._failure is not None:
                 raise again(self._failure)
             request_id = next(self._request_ids)
-            self._waiting[request_id] = answer
+            self._waiting[request_id] = _Asked(answer, time.monotonic_ns())
             self._requests.put(AccessRequest(request_id=request_id, operations=batch))
         return request_id, answer
 
@@ -96,17 +125,21 @@ class GrpcAccess(AccessStream):
         except grpc.RpcError as error:
             failure = from_rpc_error(error, self.target)
         finally:
-            self._break(failure)
-            self._call.cancel()
+            self._end(failure)
 
     def _deliver(self, response: AccessResponse) -> None:
         with self._lock:
-            answer = self._waiting.pop(response.request_id, None)
-            if answer is not None:
-                answer.set_result(response)
-        if answer is None:
+            asked = self._waiting.pop(response.request_id, None)
+            if asked is not None:
+                self._sure_until_ns = max(self._sure_until_ns, asked.sent_ns + SURE_FOR_NS)
+                asked.answer.set_result(response)
+        if asked is None:
             # Its caller gave up waiting: what the late answer holds would be held by nobody.
             self.send(releases(response))
+
+    def _end(self, failure: CacheError) -> None:
+        self._break(failure)
+        self._call.cancel()
 
     def _break(self, failure: CacheError) -> None:
         failure = as_break(failure, self.target)
@@ -115,5 +148,8 @@ class GrpcAccess(AccessStream):
             waiting, self._waiting = self._waiting, {}
             # Ends the thread in which gRPC draws requests.
             self._requests.put(None)
-        for answer in waiting.values():
-            answer.set_exception(again(self._failure))
+        for asked in waiting.values():
+            asked.answer.set_exception(again(self._failure))
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(target=self.target, timeout_s=f"{self.timeout_s:g}")

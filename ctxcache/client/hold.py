@@ -41,14 +41,15 @@ class Hold:
     ended: CacheError
 
     def check(self) -> None:
-        """Raise `ended` when the stream broke or the deadline passed."""
-        if self.stream.is_broken:
+        """Raise `ended` unless the stream holds it for certain and the deadline has not passed."""
+        if not self.stream.still_holds():
             raise type(self.ended)(**self.ended.facts)
         self.check_known()
 
     def check_known(self) -> None:
         """Raise `ended` when that is plain without asking the system: cheaper, and no proof of the contrary."""
-        if self.stream.has_failed or time.monotonic_ns() >= self.deadline_ns:
+        is_gone = self.stream.is_in_doubt and not self.stream.still_holds()
+        if is_gone or time.monotonic_ns() >= self.deadline_ns:
             raise type(self.ended)(**self.ended.facts)
 
     def release_soon(self) -> None:

@@ -56,9 +56,13 @@ class SocketAccess(AccessStream):
         return self._failure is not None
 
     @property
-    def has_failed(self) -> bool:
-        """See AccessStream."""
+    def is_in_doubt(self) -> bool:
+        """See AccessStream. The server lets go of nothing while the socket is open, whatever is heard."""
         return self._failure is not None
+
+    def still_holds(self) -> bool:
+        """See AccessStream."""
+        return not self.is_broken
 
     def exchange(self, batch: list[Operation]) -> AccessResponse:
         """See AccessStream."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 from far_side import KV, Connect, FarSide
 
-from ctxcache.client import Client, SessionRows
+from ctxcache.client import Client, SessionRows, grpc_access
+from ctxcache.client.access import PROBE
 from ctxcache.client.arena import map_arena
+from ctxcache.client.grpc_access import SURE_FOR_NS, GrpcAccess
+from ctxcache.client.leased_rows import LeasedRows
 from ctxcache.client.socket_access import SocketAccess
-from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
+from ctxcache.config import Settings
+from ctxcache.errors import CacheError, DeadlineExceeded, LeaseNotFound, Unavailable
 from ctxcache.frames import FrameReader
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.arena_pb2 import Operation, Reserve
@@ -176,6 +181,51 @@ def _read_again(client: Client) -> SessionRows:
         return client.read(NAME)
 
 
+@pytest.mark.parametrize("far_side", ["grpc"], indirect=True)
+def test_a_client_that_was_frozen_asks_before_it_believes_its_lease(
+    connect: Connect, far_side: FarSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server gave it up long ago, and the thread that will hear of it has not run yet."""
+    far_side.add(NAME, 5)
+    rows = connect(access="local", timeout_s=1.0).read(NAME)
+    assert isinstance(rows, LeasedRows)
+    stream = rows._hold.stream
+    assert isinstance(stream, GrpcAccess)
+    thawed = threading.Event()
+    monkeypatch.setattr(stream, "_deliver", lambda _: thawed.wait())
+    stream.send([PROBE])
+    far_side.break_streams()
+    stream._sure_until_ns = 0
+    with pytest.raises(LeaseNotFound):
+        rows.array(KV)
+    thawed.set()
+
+
+@pytest.mark.parametrize("far_side", ["grpc"], indirect=True)
+def test_a_lease_that_was_not_used_for_long_is_good_once_the_server_says_so(
+    connect: Connect, far_side: FarSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One question, and no more until the answer is old again."""
+    monkeypatch.setattr(grpc_access, "SURE_FOR_NS", 10**12)
+    far_side.add(NAME, 5)
+    rows = connect(access="local").read(NAME)
+    assert isinstance(rows, LeasedRows)
+    stream = rows._hold.stream
+    assert isinstance(stream, GrpcAccess)
+    stream._sure_until_ns = 0
+    before = len(far_side.operations)
+    for _ in range(3):
+        np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+
+    assert far_side.operations[before:] == ["release_lease"]
+
+
+def test_an_answer_is_no_proof_for_longer_than_a_server_waits_for_a_ping() -> None:
+    """The most hurried server that can be configured gives a client up after half its keep-alive time."""
+    least_s = min(rule.ge for rule in Settings.model_fields["keepalive_s"].metadata if hasattr(rule, "ge"))
+    assert least_s / 2 * 1e9 > SURE_FOR_NS
+
+
 class _Interrupted(BaseException):
     pass
 
@@ -194,7 +244,7 @@ def test_a_caller_interrupted_in_the_middle_of_a_request_breaks_the_way() -> Non
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(_Interrupted):
             access.exchange([reserve])
-        assert access.has_failed
+        assert access.is_broken
         with pytest.raises(Unavailable):
             access.exchange([reserve])
     finally:

@@ -9,8 +9,10 @@ import pytest
 from server_process import ServerProcess
 
 from ctxcache.client import Client, DecodeBatch
+from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.errors import (
     CapacityExceeded,
+    DeadlineExceeded,
     IncompleteAppend,
     InvalidArgument,
     ReservationNotFound,
@@ -18,7 +20,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
+from ctxcache.v1.arena_pb2 import AccessResponse, Operation, ReleaseReservation
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
@@ -128,6 +130,27 @@ def _lose_reservation(client: Client, batch: DecodeBatch, lane: int) -> None:
     attachment = client._attach()
     assert attachment is not None
     attachment.stream.carry_out(Operation(release_reservation=release))
+
+
+@pytest.mark.parametrize("client", ["local-grpc"], indirect=True)
+def test_a_batch_that_was_frozen_asks_before_it_writes(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots may be others' by now; the server's answer decides."""
+    with client.decode_batch(create(client, 2)) as batch:
+        stream = batch._stream
+        assert isinstance(stream, GrpcAccess)
+        stream._sure_until_ns = 0
+        step(batch, 0)
+        batch.commit()
+        stream._sure_until_ns = 0
+        monkeypatch.setattr(stream, "exchange", _unheard)
+        with pytest.raises(ReservationNotFound):
+            batch.write(TOKENS, rows(1, TOKENS, range(2)))
+
+
+def _unheard(_: list[Operation]) -> AccessResponse:
+    raise DeadlineExceeded(target="server", timeout_s=1)
 
 
 def test_a_step_can_be_durable(client: Client) -> None:
