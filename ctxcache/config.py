@@ -134,6 +134,8 @@ class Settings(BaseSettings):
     """How long a caller waits for others to let go of the arena before it is refused with a retry delay."""
     drain_timeout_s: float = Field(default=30, ge=0, le=DAY_S)
     """How long running rpcs may take to end on shutdown."""
+    flush_timeout_s: float = Field(default=120, ge=0, le=DAY_S)
+    """How long what is not on disk may take to get there after that; then the process ends without it."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that are logged, to stderr."""
 

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -229,8 +230,14 @@ class Server:
         reflection.enable_server_reflection(names, self._grpc)
 
 
-async def serve(settings: Settings, on_ready: Callable[[Server], None]) -> None:
-    """Run until SIGTERM or SIGINT. Raises as `Server.start` and `Server.stop` do."""
+async def serve(
+    settings: Settings, on_ready: Callable[[Server], None], on_overdue: Callable[[Server], None]
+) -> None:
+    """Run until SIGTERM or SIGINT. Raises as `Server.start` and `Server.stop` do.
+
+    `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
+    settings allow. Nothing else would: a device that hangs never answers those who wait for it.
+    """
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -240,7 +247,13 @@ async def serve(settings: Settings, on_ready: Callable[[Server], None]) -> None:
         on_ready(server)
         await ended.wait()
     finally:
-        await server.stop()
+        limit = threading.Timer(settings.drain_timeout_s + settings.flush_timeout_s, on_overdue, (server,))
+        limit.daemon = True
+        limit.start()
+        try:
+            await server.stop()
+        finally:
+            limit.cancel()
 
 
 def _keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ctxcache.cli.call import CONTEXT, Output, OutputOption, call_of
+from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
@@ -46,7 +47,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     keep_freed_memory()
     from ctxcache import server  # noqa: PLC0415  see the module's docstring
 
-    asyncio.run(server.serve(settings, lambda running: _announce(running, output)))
+    asyncio.run(server.serve(settings, lambda running: _announce(running, output), _end_unfinished))
     _say("stopped: everything is on disk")
 
 
@@ -66,6 +67,17 @@ def _announce(server: "Server", output: Output) -> None:
     facts = _facts(server)
     sys.stdout.write((facts.json_line() if output is Output.JSON else facts.text()) + "\n")
     sys.stdout.flush()
+
+
+def _end_unfinished(server: "Server") -> None:
+    """Give up a flush that does not end: a process that neither serves nor goes is of no use to anybody."""
+    settings = server.settings
+    _say(
+        f"the end took longer than {settings.drain_timeout_s:g} + {settings.flush_timeout_s:g} s; what was not"
+        " on disk by then is lost (TIER_FAILURE)"
+    )
+    server.storage.arena.unlink()
+    os._exit(ExitCode.DEVICE)
 
 
 def _facts(server: "Server") -> Ready:

@@ -73,6 +73,7 @@ SETTINGS = {
     "client_share": Setting("SHARE", "Of the arena that one local client may hold.", "0.5"),
     "room_wait_s": Setting("SECONDS", "How long a caller waits for held room before it is refused.", "0.25"),
     "drain_timeout_s": Setting("SECONDS", "How long running rpcs may take to end.", "30"),
+    "flush_timeout_s": Setting("SECONDS", "How long the flush after that may take.", "120"),
     "log_level": Setting("LEVEL", "debug, info, warning or error; logs go to stderr.", "info"),
 }
 _CONFIG = Annotated[

@@ -153,6 +153,10 @@ class DramArena:
             self._prefault.start()
         return self._prefault
 
+    def unlink(self) -> None:
+        """Remove the file's name, from any thread: for a process that ends without closing anything."""
+        self._memory.unlink()
+
     def close(self) -> None:
         """See Tier. Removes the file; a mapping that someone still views lives until the view ends."""
         if self._is_closed:

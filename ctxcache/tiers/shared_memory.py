@@ -45,6 +45,10 @@ class SharedMemory:
         with contextlib.suppress(BufferError):
             self.map.close()
         os.close(self.fd)
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives on while it is mapped."""
         if self.path:
             # What cannot be removed now the next start removes.
             with contextlib.suppress(OSError):

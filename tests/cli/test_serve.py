@@ -171,6 +171,7 @@ def test_every_setting_has_an_option_with_its_default() -> None:
         "client_share",
         "room_wait_s",
         "drain_timeout_s",
+        "flush_timeout_s",
         "log_level",
     ):
         assert SETTINGS[name].default == str(fields[name].default)

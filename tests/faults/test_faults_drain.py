@@ -1,8 +1,16 @@
 """The drain harness finds nothing in the product, and everything that is planted."""
 
+from pathlib import Path
+
 import pytest
 
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import Client
 from tests.faults.drain import HARNESS
+from tests.faults.planted import command
+from tests.faults.rows import rows_of
+from tests.faults.soak import STORED, model
+from tests.server_process import ServerProcess
 
 
 def test_nothing_begun_or_acknowledged_is_lost_by_a_drain() -> None:
@@ -18,3 +26,23 @@ def test_a_planted_bug_is_found(control: str) -> None:
     report = HARNESS.execute(["--cycles", "1", "--control", control])
 
     assert report.is_good, report
+
+
+def test_a_device_that_hangs_does_not_hold_the_end(tmp_path: Path) -> None:
+    """The process ends within what settings allow, says what it means, and leaves nothing that a start minds."""
+    options = ("--drain-timeout-s", "1", "--flush-timeout-s", "1")
+    rows = {s.stream: rows_of(1, s.stream, 0, 10, s.row_bytes) for s in STORED}
+    with ServerProcess(tmp_path / "data", *options, program=command(["device_hangs"])) as hanging:
+        with Client(hanging.target, access="remote") as client:
+            client.register_model(model(0))
+            client.create_session("models/soak-0", session_id="a", layout=[s.stream for s in STORED[1:]])
+            client.append("sessions/a", rows)
+        code = hanging.terminate()
+        arena = Path(hanging.ready["arena"]["path"])
+        is_arena_left = arena.exists()
+    with ServerProcess(tmp_path / "data", *options) as again, Client(again.target, access="remote") as client:
+        token_count = client.get_session("sessions/a").token_count
+
+    assert code == ExitCode.DEVICE
+    assert "longer than 1 + 1 s; what was not on disk by then is lost (TIER_FAILURE)" in hanging.stderr
+    assert (is_arena_left, token_count) == (False, 0)

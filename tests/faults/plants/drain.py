@@ -1,6 +1,8 @@
 """Bugs that the drain harness must find."""
 
 import importlib
+import os
+import threading
 from collections.abc import Mapping, Sequence
 
 from grpc_health.v1 import health
@@ -43,3 +45,9 @@ def serving_to_the_end(_: int) -> None:
             await known(servicer, service, status)
 
     setattr(health.aio.HealthServicer, "set", only_yes)  # noqa: B010
+
+
+@plant
+def device_hangs(_: int) -> None:
+    """A sync never returns, and nothing can interrupt it."""
+    setattr(os, "fdatasync", lambda _: threading.Event().wait())  # noqa: B010
