@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
@@ -150,26 +151,41 @@ class SocketAccess(AccessStream):
 
     def _read(self, deadline_s: float) -> None:
         """Take what comes next, as the only one who does. Raises DeadlineExceeded."""
+        late = None
         try:
             while (frame := self._reader.next()) is None:
-                if not self._has_event(select.POLLIN, deadline_s - time.monotonic()):
-                    raise self._too_late()
-                data = self._socket.recv(_READ_BYTES)
-                if not data:
-                    raise ConnectionResetError("the server closed the control socket")
-                self._reader.feed(data)
-            self._take(frame)
+                self._wait_for_bytes(deadline_s)
+                self._receive()
+            late = self._take(frame)
         except (OSError, InvalidArgument, DecodeError) as error:
             self._break(self._gone(error))
         finally:
             with self._changed:
                 self._is_reading = False
                 self._changed.notify_all()
+        if late is not None:
+            self._give_back(late)
 
-    def _take(self, frame: Frame) -> None:
+    def _wait_for_bytes(self, deadline_s: float) -> None:
+        if not self._has_event(select.POLLIN, deadline_s - time.monotonic()):
+            raise self._too_late()
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+            self._reader.feed(data)
+        except BaseException:
+            # Whatever it is, a signal's too: bytes may be lost, and nothing could be read behind them.
+            self._break(Unavailable(target=self.target, problem="an answer was interrupted"))
+            raise
+        if not data:
+            raise ConnectionResetError("the server closed the control socket")
+
+    def _take(self, frame: Frame) -> AccessResponse | None:
+        """Hand an answer to whom it is for; returns one that came too late."""
         if frame.kind != Kind.ACCESS:
             self._break(_why_ended(frame, self.target))
-            return
+            return None
         response = AccessResponse.FromString(frame.message)
         with self._changed:
             is_overdue = response.request_id in self._overdue
@@ -180,8 +196,14 @@ class SocketAccess(AccessStream):
                 self._overdue.discard(response.request_id)
             else:
                 self._unread_count -= 1
-        if is_overdue:
-            self.send(releases(response))
+        return response if is_overdue else None
+
+    def _give_back(self, response: AccessResponse) -> None:
+        """Release what nobody waited for. Waits for no answer: whoever is here may be needed to read them."""
+        batch = list(releases(response))
+        if batch:
+            with suppress(CacheError):
+                self._submit(batch, time.monotonic() + self.timeout_s, is_awaited=False)
 
     def _abandon(self, request_id: int) -> None:
         """See that what a late answer holds is given back, by a thread that waits for it."""
@@ -194,7 +216,7 @@ class SocketAccess(AccessStream):
                     self._drainer = threading.Thread(target=self._drain, name="ctxcache-late", daemon=True)
                     self._drainer.start()
         if answer is not None:
-            self.send(releases(answer))
+            self._give_back(answer)
 
     def _drain(self) -> None:
         while True:

@@ -17,10 +17,10 @@ from ctxcache.client.access import PROBE
 from ctxcache.client.arena import map_arena
 from ctxcache.client.grpc_access import SURE_FOR_NS, GrpcAccess
 from ctxcache.client.leased_rows import LeasedRows
-from ctxcache.client.socket_access import SocketAccess
+from ctxcache.client.socket_access import UNREAD_LIMIT, SocketAccess
 from ctxcache.config import Settings
 from ctxcache.errors import CacheError, DeadlineExceeded, LeaseNotFound, Unavailable
-from ctxcache.frames import FrameReader
+from ctxcache.frames import FrameReader, Kind, encode_frame
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.arena_pb2 import Operation, Reserve
 
@@ -252,3 +252,62 @@ def test_a_caller_interrupted_in_the_middle_of_a_request_breaks_the_way() -> Non
         signal.signal(signal.SIGALRM, before)
         access.close()
         theirs.close()
+
+
+def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some of it is lost: what follows would be taken for something else."""
+
+    def interrupt(_: bytes) -> None:
+        raise _Interrupted
+
+    ours, theirs = socket.socketpair()
+    reader, asked = FrameReader(), FrameReader()
+    access = SocketAccess(ours, reader, "unix:here", timeout_s=30)
+    monkeypatch.setattr(reader, "feed", interrupt)
+    with ThreadPoolExecutor(1) as threads:
+        answering = threads.submit(_answer, theirs, asked, 1)
+        with pytest.raises(_Interrupted):
+            access.exchange([PROBE])
+        answering.result(SOON_S)
+    with pytest.raises(Unavailable):
+        access.exchange([PROBE])
+    access.close()
+    theirs.close()
+
+
+def test_a_late_answer_holds_nobody_up() -> None:
+    """What it holds is given back by whoever reads, who never waits for an answer himself then."""
+    ours, theirs = socket.socketpair()
+    access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=1.0)
+    asked = FrameReader()
+    with pytest.raises(DeadlineExceeded):
+        access.exchange([PROBE])
+    for _ in range(UNREAD_LIMIT):
+        access.send([PROBE])
+    with ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(access.exchange, [PROBE])
+        # Late is the first answer; those behind it come at once.
+        for number in range(1, UNREAD_LIMIT + 3):
+            _answer(theirs, asked, number)
+
+        assert waiter.result(SOON_S).request_id == UNREAD_LIMIT + 2
+        released = _next_request(theirs, asked)
+    assert released.operations[0].release_lease.lease_id == 1
+    access.close()
+    theirs.close()
+
+
+def _answer(connection: socket.socket, asked: FrameReader, request_id: int) -> None:
+    request = _next_request(connection, asked)
+    assert request.request_id == request_id
+    result = arena_pb2.OperationResult(lease=arena_pb2.Lease(lease_id=request_id))
+    answer = arena_pb2.AccessResponse(request_id=request_id, results=[result])
+    connection.sendall(encode_frame(Kind.ACCESS, answer.SerializeToString()))
+
+
+def _next_request(connection: socket.socket, asked: FrameReader) -> arena_pb2.AccessRequest:
+    while (frame := asked.next()) is None:
+        asked.feed(connection.recv(1 << 16))
+    return arena_pb2.AccessRequest.FromString(frame.message)
