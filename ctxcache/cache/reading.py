@@ -25,6 +25,7 @@ from ctxcache.errors import (
     DeadlineExceeded,
     InvalidArgument,
     LeaseNotFound,
+    TierFailure,
     TooManyRequests,
 )
 from ctxcache.format.streams import Stream
@@ -156,7 +157,8 @@ class Reading:
             chosen = _chosen(lease.view, streams)
             # Beyond the readers' share only what is in DRAM already is read there.
             if len(lease.pinned) == len({piece.segment.segment_id for piece in lease.pieces}):
-                with suppress(CapacityExceeded):
+                # Room that writes would have to make may be refused while reads go on; a read that fails fails again.
+                with suppress(CapacityExceeded, TierFailure):
                     await self._promote(lease)
             self._renew(lease)
             yield lease, chosen, self._rows(lease, chosen)

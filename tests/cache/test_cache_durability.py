@@ -392,6 +392,26 @@ async def test_writers_without_a_path_evict_no_more_than_they_need(rig: MemoryRi
     assert rig.names() == {"warm", *news}
 
 
+@pytest.mark.parametrize("is_path", [False, True])
+async def test_streams_go_on_where_writes_are_refused(
+    rig: MemoryRig, writer: Writer, *, is_path: bool
+) -> None:
+    """What is on SSD is read though memory is full of what can neither be written nor go."""
+    await rig.create("a")
+    await rig.append("a", tokens := writer.make(100))
+    await rig.demote("a")
+    await rig.create("pinned", is_pinned=True)
+    await rig.append("pinned", writer.make(6 * SEGMENT_TOKENS))
+    if is_path:
+        rig.ssd.fence(0)
+        rig.ssd.fence(1)
+    else:
+        rig.metadata.fail("no")
+
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+
+
 async def test_full_metadata_refuses_before_anything_changes(rig: MemoryRig, writer: Writer) -> None:
     """Without room for records nothing that grows is begun; reads, deletion and truncation go on."""
     await rig.create("a")
