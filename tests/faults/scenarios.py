@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ctxcache.client import Client
 from ctxcache.errors import CacheError, CapacityExceeded, SessionNotFound, WriteInProgress
+from tests.cli.stored import HIDDEN
 from tests.faults.harness import Unsupported
 from tests.faults.interposed import FOR_EVER, Interposer
 from tests.faults.lifecycle import DEADLINE_S, STREAMS, Lifecycle
@@ -24,7 +25,6 @@ from tests.server_process import ServerProcess
 Problem = Callable[[str], None]
 CLOCK_LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 JUMPS = ("+1h", "-1h", "+1d", "-1d")
-CLOCK_SETTLES_S = 0.3
 QUICK_S = 5.0
 """Deadline of calls that no device is needed for: a bound against hanging, no measurement."""
 
@@ -105,15 +105,18 @@ def clock_jump(make: Callable[[], ServerProcess], clock: Path, jump: str, proble
             life.create(client, "kept", life_s=10 * 86400)
             life.append(client, "kept", 100, is_durable=True)
             life.create(client, "due", life_s=1800)
-            _write_across(client, life, lambda: _set(clock, jump), problem)
+            is_forward = jump.startswith("+")
+            _write_across(
+                client, life, lambda: _set(clock, jump, client, 1 if is_forward else 2, problem), problem
+            )
             _check_due(client, jump, problem)
         server.terminate()
         server.start()
         with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
             life.read(client, "kept")
             _check_due(client, jump, problem)
-            if jump.startswith("+"):
-                _set(clock, "+0")
+            if is_forward:
+                _set(clock, "+0", client, 1, problem)
                 _check_due(client, jump, problem)
         server.terminate()
     finally:
@@ -150,8 +153,10 @@ def _write_across(client: Client, life: Lifecycle, jump: Callable[[], None], pro
     known = life.sessions["kept"]
     rows = {s: rows_of(known.owner, s, 100, 110, row_bytes) for s, row_bytes in STREAMS.items()}
     try:
-        with client.writer("sessions/kept", 10) as writer:
+        with client.read("sessions/kept"), client.writer("sessions/kept", 10) as writer:
             jump()
+            if client.stats().lease_count != 1:
+                problem("a lease ended with the jump")
             _expect(WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", 1), problem)
             for stream, view in rows.items():
                 writer.write(stream, 0, view)
@@ -161,10 +166,16 @@ def _write_across(client: Client, life: Lifecycle, jump: Callable[[], None], pro
         problem(f"a writer across the jump: {error.reason}: {error}")
 
 
-def _set(clock: Path, jump: str) -> None:
-    clock.write_text(f"{jump}\n")
-    # Upkeep looks twice a second.
-    time.sleep(CLOCK_SETTLES_S + 0.5)
+def _set(clock: Path, jump: str, client: Client, left_count: int, problem: Problem) -> None:
+    """Set the clock, and wait until upkeep has turned by it.
+
+    It has when it has removed a session made behind the jump, so that `left_count` are left.
+    """
+    set_to = clock.with_suffix(".new")
+    set_to.write_text(f"{jump}\n")
+    set_to.replace(clock)
+    client.create_session("models/tiny", session_id="mark", layout=[HIDDEN], ttl_s=1)
+    _until(lambda: client.stats().session_count == left_count, problem, f"upkeep does not turn after {jump}")
 
 
 def _check_due(client: Client, jump: str, problem: Problem) -> None:

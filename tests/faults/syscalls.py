@@ -24,37 +24,16 @@ from ctxcache.v1.admin_pb2 import PATH_STATE_FENCED
 from tests.faults import planted, scenarios
 from tests.faults.forked import ForkedServer, Zygote
 from tests.faults.harness import Harness, Report, progress
-from tests.faults.interposed import Interposer
+from tests.faults.interposed import FOR_EVER, Interposer
 from tests.faults.lifecycle import DEADLINE_S, Lifecycle
+from tests.faults.points import ALWAYS, Point, every_series
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 START_CODES = {
     7: "CAPACITY_EXCEEDED", 9: "DATA_DIRECTORY_UNUSABLE", 12: "ADDRESS_UNUSABLE", 13: "TIER_FAILURE",
 }  # fmt: skip
 """Exit codes that a fault of a system call may end a start with. Damage it is not, so 8 is none of them."""
-PHASES = ("first start", "restart", "life", "stop")
-ERRORS = {
-    "open": ("EIO", "EMFILE", "ENOSPC"), "write": ("EIO", "ENOSPC", "short"), "fsync": ("EIO", "ENOSPC"),
-    "fdatasync": ("EIO", "ENOSPC"), "rename": ("EIO", "ENOSPC"), "fallocate": ("ENOSPC", "EIO"),
-    "ftruncate": ("EIO",), "mkdir": ("ENOSPC", "EIO"), "link": ("EIO",), "unlink": ("EIO",),
-    "mmap": ("ENOMEM",), "read": ("EIO", "short"),
-}  # fmt: skip
-PLACES = ("directory", "metadata", "ssd", "copies", "arena")
 SIZES = ("--arena-size-bytes", "8MiB", "--ssd-size-bytes", "4MiB")
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The `number`-th `call` on files of a place, in a phase, and how it fails."""
-
-    phase: str
-    place: str
-    call: str
-    error: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.phase}, {self.call} {self.number} in {self.place}: {self.error}"
 
 
 class Run:
@@ -98,7 +77,7 @@ class Run:
         """Let the point's call fail from now on."""
         is_short = point.error == "short"
         self.faults.arm(
-            point.call, self.prefixes(point.place), first=point.number, is_short=is_short,
+            point.call, self.prefixes(point.place), first=point.number, times=point.times, is_short=is_short,
             error="" if is_short else point.error,
         )  # fmt: skip
 
@@ -243,36 +222,19 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def every_series() -> list[Point]:
-    """The first point of every series."""
-    return [
-        Point(phase, place, call, error, 1)
-        for phase in PHASES
-        for place in PLACES
-        for call, errors in ERRORS.items()
-        for error in errors
-    ]
-
-
-ALWAYS = (
-    Point("life", "ssd", "fdatasync", "EIO", 1),
-    Point("life", "metadata", "write", "ENOSPC", 3),
-    Point("first start", "metadata", "fdatasync", "EIO", 2),
-)
-"""Points that every run visits."""
 SAMPLE_COUNT = 2
 NUMBERS = range(1, 4)
-CLOCK_CONTROL = "deadlines_by_wall_clock"
+SCENARIO_CONTROLS = {"deadlines_by_wall_clock": "clock +1h"}
 CONTROLS = {
-    "sync_errors_ignored": ALWAYS[:1],
-    "sync_retried": ALWAYS[:1],
-    "short_write_is_whole": (Point("life", "ssd", "write", "short", 1),),
-    # Any one of them may be a line of RocksDB's own log, which nobody misses.
-    "refused_record_acknowledged": tuple(
-        Point("life", "metadata", "write", "ENOSPC", n) for n in range(2, 12)
-    ),
-    "failed_path_in_rotation": ALWAYS[:1],
+    "sync_errors_ignored": ALWAYS[0],
+    "sync_retried": ALWAYS[0],
+    "failed_path_in_rotation": ALWAYS[0],
+    # All of them: a tail that is cut short once is written anew before anybody reads it.
+    "short_write_is_whole": ALWAYS[1],
+    # All of them: a single one may be a line of RocksDB's own log, which nobody misses.
+    "refused_record_acknowledged": Point("life", "metadata", "write", "ENOSPC", 1, times=FOR_EVER),
 }
+"""The point at which each control shows, whatever comes first on a busy machine."""
 
 
 def _last(servers: Forge, report: Report, names: Sequence[str]) -> None:
@@ -311,11 +273,10 @@ def run(options: argparse.Namespace, report: Report) -> None:
     """Visit points until there are no more, or those of a sample."""
     with forge() as servers:
         if report.control:
-            for point in CONTROLS.get(report.control, ()):
-                if not report.findings:
-                    visit(servers, point, report)
-            if report.control == CLOCK_CONTROL:
-                _last(servers, report, ["clock +1h"])
+            if report.control in CONTROLS:
+                visit(servers, CONTROLS[report.control], report)
+            else:
+                _last(servers, report, [SCENARIO_CONTROLS[report.control]])
         elif options.every:
             _visit_every(servers, report, options.only)
         elif options.scenarios:
@@ -371,7 +332,7 @@ HARNESS = Harness(
         "sync_retried": "a failed fdatasync is called again until it succeeds",
         "short_write_is_whole": "a write of fewer bytes than asked for is taken for all of them",
         "refused_record_acknowledged": "a record that found no room is acknowledged",
-        CLOCK_CONTROL: "leases and reservations end by the clock on the wall",
+        "deadlines_by_wall_clock": "leases and reservations end by the clock on the wall",
         "failed_path_in_rotation": "a path that failed is still handed out",
     },
     options=_options,
