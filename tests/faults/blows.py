@@ -51,12 +51,19 @@ class Blow:
 
 
 class Blows:
-    """Draws blows. Steps come in turn, so that none is left out; `kinds` with their weights."""
+    """Draws blows. Steps come in turn, so that none is left out; `kinds` with their weights.
 
-    def __init__(self, rng: random.Random, kinds: dict[Kind, int]) -> None:
+    `working`: the calls at whose steps a server at work is killed, `least_nth`: not before that visit.
+    """
+
+    def __init__(
+        self, rng: random.Random, kinds: dict[Kind, int], *, working: tuple[str, ...] = steps.WORKING,
+        least_nth: int = 1,
+    ) -> None:  # fmt: skip
         self._random, self._kinds = rng, kinds
+        self._nth_working = [nth for nth in NTH_WORKING if nth >= least_nth]
         self._steps = {
-            Kind.STEP: self._in_turn(steps.WORKING),
+            Kind.STEP: self._in_turn(working),
             Kind.START_STEP: self._in_turn(steps.STARTING),
             Kind.DRAIN_STEP: self._in_turn(steps.DRAINING),
         }
@@ -69,7 +76,7 @@ class Blows:
         operations = PATIENT_OPERATIONS if kind is Kind.STEP else self._random.randint(1, MOST_OPERATIONS)
         if kind not in self._steps:
             return Blow(kind, operations)
-        nth = NTH_WORKING if kind is Kind.STEP else NTH_OTHERWISE
+        nth = self._nth_working if kind is Kind.STEP else NTH_OTHERWISE
         return Blow(kind, operations, next(self._steps[kind]), self._random.choice(nth))
 
     def _in_turn(self, calls: tuple[str, ...]) -> Iterator[str]:

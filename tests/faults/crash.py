@@ -92,7 +92,7 @@ def _abort(options: argparse.Namespace, report: Report, directory: Path, plants:
 
 def _crash(options: argparse.Namespace, report: Report, directory: Path, plants: list[str]) -> None:
     rng = random.Random(options.seed)
-    rounds = Rounds(ProcessGround(directory, rng), report, Blows(rng, KINDS), rng, plants=plants)
+    rounds = Rounds(ProcessGround(directory, rng), report, _blows(rng, options.control), rng, plants=plants)
     try:
         for cycle in range(options.cycles):
             rounds.play()
@@ -107,6 +107,13 @@ def _crash(options: argparse.Namespace, report: Report, directory: Path, plants:
     report_times(report, "start", rounds.fresh_times)
     report_times(report, "forked_start", rounds.forked_times)
     _report_steps(report, rounds.steps_hit, is_complete=options.cycles >= COMPLETE_CYCLES)
+
+
+def _blows(rng: random.Random, control: str | None) -> Blows:
+    if control == "tail_rewritten_in_place":
+        # Between the bytes in an old place and the record of the new one, when there are tails to write anew.
+        return Blows(rng, {Kind.STEP: 1}, working=("slot_sync",), least_nth=8)
+    return Blows(rng, KINDS)
 
 
 def report_times(report: Report, start: str, times: Times) -> None:

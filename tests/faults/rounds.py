@@ -193,7 +193,7 @@ class Rounds:
 
     def _take_down(self, epoch: Epoch, server: ServerProcess, blow: Blow, workers: Sequence[Worker]) -> None:
         """Let clients work, and the blow fall."""
-        has_ended = _work_until(epoch.ledger, server, blow.operations)
+        has_ended = _work_until(epoch.ledger, server, workers, blow.operations)
         if has_ended:
             self._hit(blow.plants)
             self._fell(server)
@@ -246,10 +246,12 @@ class Rounds:
         ledger.counts.clear()
 
 
-def _work_until(ledger: Ledger, server: ServerProcess, operations: int) -> bool:
-    """Wait until that many operations more were begun, or the server has ended: then True."""
+def _work_until(ledger: Ledger, server: ServerProcess, workers: Sequence[Worker], operations: int) -> bool:
+    """Wait until that many operations more were begun, nobody begins any, or the server has ended: then True."""
     goal, deadline_s = ledger.operation_count + operations, time.monotonic() + WORK_TIMEOUT_S
     while ledger.operation_count < goal and time.monotonic() < deadline_s:
+        if not any(worker.is_alive() for worker in workers):
+            break
         if server.wait(POLL_S) is not None:
             return True
     return False

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxcache import data_directory
 from ctxcache.cache import Cache, residency, sessions, write_back
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.segment_io import Written
-from ctxcache.cache.state import record_of
+from ctxcache.cache.state import State, record_of
 from ctxcache.cache.write_back import WriteBack
 from ctxcache.cache.writing import Reservation, Writing
 from ctxcache.core import ranges
@@ -113,7 +112,12 @@ def tail_rewritten_in_place(_: int) -> None:
 @plant
 def generation_reused(_: int) -> None:
     """Crashes are not counted, so that generations go on where records ended."""
-    _patch(data_directory, "_read_crash_count", lambda _path: 0)
+    begin = State.__init__
+
+    def begin_uncounted(state: State, *arguments: Any, crash_count: int, **named: Any) -> None:
+        begin(state, *arguments, crash_count=0, **named)
+
+    _patch(State, "__init__", begin_uncounted)
 
 
 @plant
