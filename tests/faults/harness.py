@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 GOOD, NOT_GOOD, SKIPPED = 0, 1, 77
@@ -20,6 +21,10 @@ FINDINGS_SHOWN = 20
 
 class Unsupported(Exception):
     """This machine lacks what the harness needs; the sentence says what, and how to get it."""
+
+
+class Found(Exception):
+    """The planted bug was found: what comes after it would only take time."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,11 @@ class Report:
         """Note a broken promise."""
         self.findings.append(finding)
 
+    def end_if_found(self) -> None:
+        """Raises Found, which ends the run, when there is a control and a finding. For the run's own thread."""
+        if self.control and self.findings:
+            raise Found
+
 
 @dataclass(frozen=True, slots=True)
 class Harness:
@@ -69,7 +79,8 @@ class Harness:
         chosen = self._parser().parse_args(arguments)
         report = Report(self.name, chosen.seed, chosen.control)
         began_s = time.monotonic()
-        self.run(chosen, report)
+        with suppress(Found):
+            self.run(chosen, report)
         report.duration_s = round(time.monotonic() - began_s, 2)
         return report
 

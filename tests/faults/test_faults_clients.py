@@ -7,7 +7,7 @@ from tests.faults.clients import HARNESS
 WHERE = {
     "lease_outlives_stream": "dead_clients",
     "append_outlives_stream": "cancelled_appends",
-    "rows_before_commit": "cancelled_appends",
+    "rows_before_commit": "out_of_turn",
     "readers_unbounded": "stalled_readers",
 }
 
