@@ -12,6 +12,7 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests.server_process import COMMAND_LINE, ServerProcess
 
 STAYS, STAYS_TOKENS = "sessions/stays", 1000
 WITH_ROWS, AT_A_TIME, SAMPLED = 50, 64, 100
-LEAD_S, CALM_S, GONE_S = 3.0, 3.0, 60.0
+LEAD_S, CALM_S, GONE_S, BACK_S = 3.0, 3.0, 60.0, 10.0
 P99_LIMIT_S, STALL_LIMIT_S = 0.05, 0.25
 """What a small call and a resident read of 3 MB may take at most while sessions expire: p99, and the longest."""
 
@@ -85,27 +86,36 @@ def run(options: argparse.Namespace, report: Report) -> None:
         with server, Client(server.target) as client:
             client.register_model(model(0))
             _fill(client, STAYS, STAYS_TOKENS)
-            used_bytes = [tier.used_bytes for tier in client.stats().tiers]
-            first = datetime.now(UTC) + timedelta(seconds=LEAD_S + CALM_S + options.sessions / options.rate)
-            asyncio.run(_create_many(server.target, options.sessions, first))
+            used_bytes = _used_bytes(client)
             for number in range(min(WITH_ROWS, options.sessions)):
-                _fill(client, f"sessions/ends-{number}", 64, is_new=False)
-            _expire(options, report, server, client, first)
-            after = [tier.used_bytes for tier in client.stats().tiers]
-            if any(now > before for now, before in zip(after, used_bytes, strict=True)):
-                report.find(f"space is not back: {used_bytes} B before, {after} B after")
+                _fill(client, f"sessions/ends-{number}", 64)
+            at = _date(server.target, options.sessions, options.rate)
+            _expire(options, report, server, client, at, used_bytes)
 
 
-def _fill(client: Client, name: str, token_count: int, *, is_new: bool = True) -> None:
-    if is_new:
-        layout = [spec.stream for spec in STORED[1:]]
-        client.create_session("models/soak-0", session_id=name.removeprefix("sessions/"), layout=layout)
+def _used_bytes(client: Client) -> list[int]:
+    return [tier.used_bytes for tier in client.stats().tiers]
+
+
+def _date(target: str, count: int, rate_hz: float) -> datetime:
+    """Make sessions that expire together, and return when: later where the machine is too busy for the rate."""
+    while True:
+        at = datetime.now(UTC) + timedelta(seconds=LEAD_S + CALM_S + count / rate_hz)
+        asyncio.run(_date_many(target, count, at))
+        if (at - datetime.now(UTC)).total_seconds() >= CALM_S:
+            return at
+        rate_hz /= 2
+
+
+def _fill(client: Client, name: str, token_count: int) -> None:
+    layout = [spec.stream for spec in STORED[1:]]
+    client.create_session("models/soak-0", session_id=name.removeprefix("sessions/"), layout=layout)
     client.append(name, {s.stream: rows_of(1, s.stream, 0, token_count, s.row_bytes) for s in STORED})
     client.flush_session(name)
 
 
-async def _create_many(target: str, count: int, at: datetime) -> None:
-    """Create sessions that expire at `at`."""
+async def _date_many(target: str, count: int, at: datetime) -> None:
+    """Let sessions expire at `at`, and create those that are not there."""
     expire_time = Timestamp()
     expire_time.FromDatetime(at)
     async with grpc.aio.insecure_channel(target) as channel:
@@ -113,32 +123,42 @@ async def _create_many(target: str, count: int, at: datetime) -> None:
         kv = model_pb2.STATE_KIND_KV
         layout = [model_pb2.StreamName(layer=spec.stream.layer, kind=kv) for spec in STORED[1:]]
 
-        async def create(first: int) -> None:
-            for number in range(first, count, AT_A_TIME):
-                request = session_pb2.CreateSessionRequest(
-                    session_id=f"ends-{number}", model="models/soak-0", layout=layout, expire_time=expire_time
-                )
+        async def date(number: int) -> None:
+            request = session_pb2.CreateSessionRequest(
+                session_id=f"ends-{number}", model="models/soak-0", layout=layout, expire_time=expire_time
+            )
+            try:
                 await stub.CreateSession(request)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+                    raise
+                update = session_pb2.UpdateSessionRequest(
+                    name=f"sessions/ends-{number}", expire_time=expire_time
+                )
+                await stub.UpdateSession(update)
+
+        async def date_every(first: int) -> None:
+            for number in range(first, count, AT_A_TIME):
+                await date(number)
                 if number % 5000 == 0:
                     progress(number, count, "sessions created")
 
-        await asyncio.gather(*(create(first) for first in range(AT_A_TIME)))
+        await asyncio.gather(*(date_every(first) for first in range(AT_A_TIME)))
 
 
 def _expire(
-    options: argparse.Namespace, report: Report, server: ServerProcess, client: Client, at: datetime
-) -> None:
-    left_s = (at - datetime.now(UTC)).total_seconds()
-    if left_s < CALM_S:
-        raise RuntimeError(f"the sessions were made too slowly: {left_s:.1f} s are left")
-    time.sleep(left_s - CALM_S)
+    options: argparse.Namespace, report: Report, server: ServerProcess, client: Client, at: datetime,
+    used_bytes: Sequence[int],
+) -> None:  # fmt: skip
+    time.sleep(max(0.0, (at - datetime.now(UTC)).total_seconds() - CALM_S))
     watches = {"get": Watch(server.target, is_read=False), "read": Watch(server.unix_target, is_read=True)}
     threads = [watch.start() for watch in watches.values()]
     calm_s = time.monotonic()
     time.sleep(max(0.0, (at - datetime.now(UTC)).total_seconds()))
     instant_s = time.monotonic()
     _check_gone(options, report, client)
-    gone_s = _wait_until_gone(report, client)
+    report.end_if_found()
+    gone_s = _wait_until_gone(report, client, used_bytes)
     for watch in watches.values():
         watch.end()
     for thread in threads:
@@ -162,14 +182,26 @@ def _check_gone(options: argparse.Namespace, report: Report, client: Client) -> 
         report.find(f"{len(listed) - 1} sessions are listed after their time")
 
 
-def _wait_until_gone(report: Report, client: Client) -> float:
-    deadline_s = time.monotonic() + GONE_S
-    while client.stats().session_count > 1:
-        if time.monotonic() > deadline_s:
-            report.find(f"{client.stats().session_count - 1} sessions are not removed after {GONE_S} s")
-            break
-        time.sleep(0.02)
+def _wait_until_gone(report: Report, client: Client, used_bytes: Sequence[int]) -> float:
+    """When all are removed and their space is back, which it is behind their records."""
+    if not _until(lambda: client.stats().session_count == 1, GONE_S):
+        report.find(f"{client.stats().session_count - 1} sessions are not removed after {GONE_S} s")
+    if not _until(lambda: _is_back(client, used_bytes), BACK_S):
+        report.find(f"space is not back: {used_bytes} B before, {_used_bytes(client)} B {BACK_S} s after")
     return time.monotonic()
+
+
+def _until(is_so: Callable[[], bool], within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _is_back(client: Client, used_bytes: Sequence[int]) -> bool:
+    return all(now <= before for now, before in zip(_used_bytes(client), used_bytes, strict=True))
 
 
 def _judge(

@@ -13,7 +13,7 @@ from tests.faults.planted import plant
 
 @plant
 def seen_until_removed(_: int) -> None:
-    """Nobody looks at the time, and upkeep comes late."""
+    """Nobody looks at the time, and upkeep does not come in time."""
 
     def session(state: State, tenant: str, session_id: str) -> Session:
         try:
@@ -25,7 +25,7 @@ def seen_until_removed(_: int) -> None:
     init: Callable[..., None] = Upkeep.__init__
 
     def late(upkeep: Upkeep, *arguments: object, **_: object) -> None:
-        init(upkeep, *arguments, interval_s=2.0)
+        init(upkeep, *arguments, interval_s=3600.0)
 
     setattr(Upkeep, "__init__", late)  # noqa: B010
 
