@@ -13,7 +13,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from tests.server_process import COMMAND_LINE, ServerProcess
 WRITERS, SESSIONS_EACH, SLOW_TOKENS = 3, 4, 900
 DRAIN_TIMEOUT_S, FLUSH_S = 10.0, 15.0
 SLOW_S = 1.0
-"""How long slow work goes on after the signal: well within the drain timeout."""
+"""How long slow work goes on after the drain has begun: well within its timeout."""
+SLOW_WRITE_TOKENS = 20
+"""Less than a segment: nothing but the end in order writes them."""
 
 
 class Writer(threading.Thread):
@@ -77,7 +79,7 @@ class Slow(threading.Thread):
         super().__init__(daemon=True)
         self._what, self._work, self._report = what, work, report
         self.is_under_way = threading.Event()
-        self.signalled = threading.Event()
+        self.is_draining = threading.Event()
 
     def run(self) -> None:
         """Do it."""
@@ -89,9 +91,9 @@ class Slow(threading.Thread):
             self.is_under_way.set()
 
     def wait_past_signal(self) -> None:
-        """It has begun; go on some time after the signal."""
+        """It has begun; go on some time after the drain has."""
         self.is_under_way.set()
-        self.signalled.wait()
+        self.is_draining.wait()
         time.sleep(SLOW_S)
 
 
@@ -110,12 +112,13 @@ def _slow_work(server: ServerProcess, acknowledged: dict[str, int], report: Repo
     def write(slow: Slow) -> None:
         with Client(server.unix_target, access="local") as client:
             begin = acknowledged.get("sessions/slow-writer", 0)
-            with client.writer("sessions/slow-writer", 70) as writer:
+            end = begin + SLOW_WRITE_TOKENS
+            with client.writer("sessions/slow-writer", SLOW_WRITE_TOKENS) as writer:
                 for spec in STORED:
-                    writer.write(spec.stream, 0, rows_of(98, spec.stream, begin, begin + 70, spec.row_bytes))
+                    writer.write(spec.stream, 0, rows_of(98, spec.stream, begin, end, spec.row_bytes))
                 slow.wait_past_signal()
                 writer.commit()
-                acknowledged["sessions/slow-writer"] = begin + 70
+                acknowledged["sessions/slow-writer"] = end
 
     return [
         Slow("a lease", lambda slow: read(slow, "local"), report),
@@ -174,14 +177,12 @@ def _cycle(
     draw = random.Random(options.seed * 1000 + cycle)
     writers = [Writer(server.unix_target, owner, acknowledged, report) for owner in range(WRITERS)]
     slow = _slow_work(server, acknowledged, report)
-    watch = HealthWatch(server.target)
+    watch = HealthWatch(server.target, [work.is_draining for work in slow])
     for thread in (*writers, *slow, watch):
         thread.start()
     for is_under_way in (*(work.is_under_way for work in slow), watch.is_under_way):
         is_under_way.wait()
     time.sleep(draw.uniform(0.0, options.load_s))
-    for work in slow:
-        work.signalled.set()
     began_s = time.monotonic()
     code = server.terminate()
     took_s = time.monotonic() - began_s
@@ -197,11 +198,11 @@ def _cycle(
 
 
 class HealthWatch(threading.Thread):
-    """Watches the server's health from before the signal until the stream ends."""
+    """Watches the server's health from before the signal until the stream ends, and tells when it drains."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, draining: Sequence[threading.Event]) -> None:
         super().__init__(daemon=True)
-        self._target = target
+        self._target, self._draining = target, draining
         self.is_under_way = threading.Event()
         self.seen: list[int] = []
 
@@ -213,7 +214,15 @@ class HealthWatch(threading.Thread):
             for response in stub.Watch(request):
                 self.seen.append(response.status)
                 self.is_under_way.set()
+                if response.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    self._tell()
+        # A server that says nothing lets its watchers go all the same.
+        self._tell()
         self.is_under_way.set()
+
+    def _tell(self) -> None:
+        for event in self._draining:
+            event.set()
 
 
 def _verify(report: Report, server: ServerProcess, acknowledged: dict[str, int]) -> None:

@@ -10,16 +10,19 @@ def admission_off(_: int) -> None:
     setattr(Admission, "refusal", lambda _: None)  # noqa: B010  # mypy would have it typed
 
 
+LEAKS, LEAK_BYTES = 64, 4 << 20
+
+
 @plant
 def refusal_leaks(_: int) -> None:
-    """Each refusal leaves something behind."""
+    """Each of the first refusals leaves 4 MiB behind."""
     kept: list[bytes] = []
     known = Admission.refusal
 
     def refusal(admission: Admission) -> Refusal | None:
         found = known(admission)
-        if found:
-            kept.append(b"\1" * (1 << 20))
+        if found and len(kept) < LEAKS:
+            kept.append(b"\1" * LEAK_BYTES)
         return found
 
     setattr(Admission, "refusal", refusal)  # noqa: B010

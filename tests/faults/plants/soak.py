@@ -15,12 +15,12 @@ def grace_s(seconds: int) -> None:
 
 @plant
 def lease_kept_on_cancel(_: int) -> None:
-    """A lease is let go only by a reader that has had it for a while; its deadline never comes."""
+    """One lease in ten is not let go; its deadline never comes."""
     release, count = Reading.release, [0]
 
     def forgetful(reading: Reading, lease_id: int) -> None:
         count[0] += 1
-        if count[0] % 50:
+        if count[0] % 10:
             release(reading, lease_id)
 
     setattr(Reading, "release", forgetful)  # noqa: B010  # mypy would have it typed
