@@ -15,7 +15,9 @@ from ctxcache.cache.moves import Moves, in_window
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State, record_of
 from ctxcache.cache.write_back import WriteBack
+from ctxcache.core.evictable import Verdict
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.residence import Residence
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.watermarks import Watermarks
@@ -81,6 +83,8 @@ class Residency:
             self.free(segment)
         elif self._is_clean(segment):
             self._state.resident.add(segment)
+        if not segment.hold_count and isinstance(segment.home, Residence):
+            self._state.evictable.add(segment.home.uid)
 
     def free(self, segment: Segment) -> None:
         """Give a segment's slots back as soon as nothing holds it. Its record is gone."""
@@ -323,11 +327,15 @@ class Residency:
         await self._evict(victim)
 
     def _coldest_removable(self, for_session: Session) -> Session | None:
-        for uid in self._state.policy.candidates():
+        def judge(uid: bytes) -> Verdict:
             session = self._state.by_uid[uid]
-            if session is not for_session and self._is_removable(session) and self._frees_room(session):
-                return session
-        return None
+            if session.is_pinned or not session.amounts().ssd_bytes:
+                return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
+            leaves = session is not for_session and self._is_removable(session) and self._frees_room(session)
+            return Verdict.LEAVES if leaves else Verdict.NOT_NOW
+
+        found = self._state.evictable.first(judge)
+        return None if found is None else self._state.by_uid[found]
 
     async def _evict(self, victim: Session) -> None:
         self._metadata.check(is_growing=False)
@@ -378,8 +386,10 @@ class Residency:
         except TierFailure:
             self.strand(dead)
             raise
-        for segment in dead:
+        for i, segment in enumerate(dead, 1):
             self.free(segment)
+            if i % DROPS_PER_SLICE == 0:
+                await asyncio.sleep(0)
 
     async def drain(self) -> None:
         """Wait for every move under way."""

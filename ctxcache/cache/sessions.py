@@ -118,6 +118,7 @@ class Sessions:
             session.expiration = expiration
         if is_pinned is not None:
             session.is_pinned = is_pinned
+            self._state.evictable.add(session.uid)
         self._state.touch(session)
         await self._residency.write_down([session])
         return session.view()

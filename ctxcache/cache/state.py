@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ctxcache.clock import Clock
 from ctxcache.core import ranges
+from ctxcache.core.evictable import Evictable
 from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
@@ -61,6 +62,7 @@ class State:
         """Session ids of each tenant, in order."""
         self.touched: set[bytes] = set()
         self.resident = Resident(policy.rank, self.by_uid)
+        self.evictable = Evictable(policy.rank)
         self.unwritten = Unwritten(policy.rank)
         self._last_segment_id = 0
 
@@ -98,6 +100,8 @@ class State:
         for segment in session.segments:
             segment.list_in(session.residence)
         self._accessed(session)
+        if session.segments and not session.is_pinned:
+            self.evictable.add(session.uid)
         for segment in session.segments:
             if segment.dram:
                 self.resident.add(segment)
@@ -112,6 +116,7 @@ class State:
         del names[bisect_left(names, session.session_id)]
         self.touched.discard(session.uid)
         self.unwritten.forget(session.uid)
+        self.evictable.discard(session.uid)
         self.policy.forget(session.uid)
         self.expiry.forget(session.uid)
         dead = self.unlist(session, session.segments)

@@ -264,6 +264,7 @@ class WriteBack:
         replaced = {w.segment.ssd for w in kept if w.segment.ssd}
         for item in kept:
             item.adopt()
+        self._state.evictable.add(session.uid)
         self._state.unwritten.settle(session, [item.segment for item in kept], begun_ns)
         # Before the commit: a record written meanwhile must not fall back behind this one.
         session.recorded_end = end

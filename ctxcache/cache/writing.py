@@ -237,6 +237,7 @@ class Writing:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         reservation.session.is_writing = False
+        self._state.evictable.add(reservation.session.uid)
         now_ns, client = self._state.clock.monotonic_ns(), reservation.client
         for segment in (run.segment for run in reservation.runs):
             self._state.unwritten.release(segment)

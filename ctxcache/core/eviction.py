@@ -1,6 +1,6 @@
 """Which session leaves first. A policy sees accesses and answers with an order; it moves nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -19,9 +19,6 @@ class EvictionPolicy(Protocol):
 
     def rank(self, uid: bytes) -> int | None:
         """Where the session stands: a lower one leaves first. It only grows; None for one not known."""
-
-    def candidates(self) -> Iterator[bytes]:
-        """Every session, the one to leave first first. They must not change meanwhile."""
 
 
 class LeastRecentlyUsed:
@@ -44,10 +41,6 @@ class LeastRecentlyUsed:
     def rank(self, uid: bytes) -> int | None:
         """See EvictionPolicy."""
         return self._order.get(uid)
-
-    def candidates(self) -> Iterator[bytes]:
-        """See EvictionPolicy."""
-        return iter(self._order)
 
 
 class Ranking:

@@ -338,6 +338,37 @@ async def test_a_turn_costs_what_has_changed(large: Make, writer: Writer) -> Non
     assert among_many <= 1.5 * alone
 
 
+async def test_room_on_ssd_costs_what_leaves(tmp_path: Path, writer: Writer) -> None:
+    """Older sessions that are pinned or held are looked at once, not at each eviction; then they leave as others do."""
+    rig = MemoryRig(tmp_path, arena_segments=ARENA_SEGMENTS, ssd_segments=(8,))
+    await rig.open()
+    for name, is_pinned in (("pinned", True), ("held", False)):
+        await rig.create(f"{name}0")
+        await rig.append(f"{name}0", writer.make(SEGMENT_TOKENS), is_durable=True)
+        for number in range(1, 300):
+            await rig.fork(f"{name}0", f"{name}{number}")
+        for number in range(300):
+            await rig.cache.sessions.update(TENANT, f"{name}{number}", expiration=None, is_pinned=is_pinned)
+    lease = await rig.acquire("held0")
+    lines = []
+    for number in range(30):
+        with counted_lines() as counts:
+            await rig.create(f"new{number}")
+            await rig.append(f"new{number}", writer.make(SEGMENT_TOKENS), is_durable=True)
+        lines.append(counts[0])
+    held_names = rig.names()
+    rig.cache.reading.release(lease.lease_id)
+    await rig.create("large", is_pinned=True)
+    await rig.append("large", writer.make(7 * SEGMENT_TOKENS), is_durable=True)
+    await rig.check()
+    names = rig.names()
+    rig.arena.close()
+
+    assert len(held_names) == 606
+    assert sum(count > 1.5 * min(lines) for count in lines) == 1
+    assert names == {"large", *(f"pinned{number}" for number in range(300))}
+
+
 async def test_room_among_many_costs_what_leaves(large: Make, writer: Writer) -> None:
     """Who needs room looks at no session of two thousand that share what a reader holds."""
     rig = await large(Watermarks(low=0, high=0))
