@@ -90,6 +90,14 @@ class DataDirectory:
             finally:
                 os.close(lock_fd)
 
+    @staticmethod
+    def instance_id_at(path: Path) -> str | None:
+        """The id of the directory there; None where there is none that can be read. Raises OSError, FormatTooNew."""
+        try:
+            return str(_parse_format(path)["instance_id"])
+        except (FileNotFoundError, CorruptMetadata):
+            return None
+
     @property
     def metadata_path(self) -> Path:
         """Where the metadata store keeps its files."""

@@ -7,12 +7,14 @@ come back. What was deleted or has expired stays so, as far as the catalog knows
 Worst case: no catalog either, and nothing is rebuilt; the old metadata is kept beside the new in any case.
 """
 
+import fcntl
 import logging
 import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +28,14 @@ from ctxcache.metadata.catalog import Contents, Entry, read_catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.scan import Found, is_whole, scan
-from ctxcache.ssd_directories import SEGMENTS, in_order, instance_id_of, number_of, write_down
+from ctxcache.ssd_directories import (
+    SEGMENTS,
+    forget_unreadable,
+    in_order,
+    instance_id_of,
+    number_of,
+    write_down,
+)
 
 CATALOG = "catalog"
 Place = tuple[int, Found]
@@ -67,18 +76,40 @@ def rebuild(
     Raises CorruptMetadata when there is nothing to make it from, DataDirectoryUnusable, FormatTooNew.
     """
     try:
-        given = _numbered(ssd_directories)
-        instance_id = next(filter(None, map(instance_id_of, given)), None)
-        if instance_id is None:
-            problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
-            raise CorruptMetadata(where=str(data_directory), problem=problem)
-        if is_dry_run:
-            return _collect(given, instance_id)[0]
-        return _replace(data_directory, given, instance_id, created_by)
+        with _claimed(ssd_directories):
+            if not is_dry_run:
+                forget_unreadable(data_directory, ssd_directories)
+            given = _numbered(ssd_directories)
+            owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
+            instance_id = next(filter(None, owners), None)
+            if instance_id is None:
+                problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
+                raise CorruptMetadata(where=str(data_directory), problem=problem)
+            if owners[-1] not in (None, instance_id):
+                problem = f"the SSD directories belong to another data directory ({instance_id})"
+                raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
+            if is_dry_run:
+                return _collect(given, instance_id)[0]
+            return _replace(data_directory, given, instance_id, created_by)
     except OSError as error:
         raise DataDirectoryUnusable(
             path=str(data_directory), problem=f"{error.strerror}: {error.filename}"
         ) from error
+
+
+@contextmanager
+def _claimed(directories: Sequence[Path]) -> Iterator[None]:
+    """Keep servers away, whichever data directory they have. Raises DataDirectoryUnusable."""
+    with ExitStack() as files:
+        for path in (directory / SEGMENTS for directory in directories):
+            if path.exists():
+                file = files.enter_context(path.open("rb"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    problem = f"another server holds {path}"
+                    raise DataDirectoryUnusable(path=str(path.parent), problem=problem) from error
+        yield
 
 
 def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, created_by: str) -> Rebuilt:
@@ -114,7 +145,7 @@ def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, li
         commit=contents.sequence, missing_commit_count=max(witness.sequence - contents.sequence, 0),
         problems=contents.problems,
     )  # fmt: skip
-    if not contents.records:
+    if not contents.records and contents.problems:
         raise CorruptMetadata(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
     places = _scan(directories, result)
     kept = dict(_segments(contents, directories, places, result))
@@ -164,8 +195,12 @@ def _segments(
 
 
 def _slot(record: SegmentRecord, directories: Sequence[Path], places: Iterable[Place]) -> Slot | None:
-    """The first place where all of the segment is. Others were given back, and may hold anything by now."""
-    for number, found in places:
+    """Where all of the segment is: where it is recorded, if it is there.
+
+    Other places were given back, and may hold anything by now.
+    """
+    recorded = (record.slot.path_index, record.slot.offset_bytes)
+    for number, found in sorted(places, key=lambda place: (place[0], place[1].offset_bytes) != recorded):
         if (
             found.header.segment_id == record.segment_id
             and found.header.identity == record.identity

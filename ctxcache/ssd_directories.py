@@ -84,6 +84,20 @@ def number_of(directory: Path) -> int | None:
         return None
 
 
+def forget_unreadable(data_directory: Path, directories: Sequence[Path]) -> None:
+    """Remove a DEVICE that cannot be read where PATHS says which directory it is. Raises OSError."""
+    known = _read_known(data_directory)
+    for path in (directory.absolute() / DEVICE for directory in directories):
+        try:
+            read_facts(path)
+        except FileNotFoundError:
+            continue
+        except CorruptMetadata as error:
+            if str(path.parent) in known:
+                log.error("device_file_removed error=%s", error)  # noqa: TRY400  the sentence says all
+                path.unlink()
+
+
 def _number(directory: Path, instance_id: str) -> int | None:
     try:
         facts = read_facts(directory / DEVICE)

@@ -139,6 +139,8 @@ class RocksDbMetadata:
         """
         self._seals, self._last = {}, Commit(sequence, 0, 0)
         remaining = iter(entries)
+        # The number counts also where there are no records.
+        self._write([])
         while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
             self._write(batch)
 

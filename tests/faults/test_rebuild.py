@@ -2,17 +2,22 @@
 
 import json
 import shutil
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from ctxcache.errors import CorruptMetadata
+from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
+from ctxcache.format.slot import Slot
+from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.rebuild import Rebuilt, rebuild
 from ctxcache.scan import scan
+from tests.faults.planted import command as planted
 from tests.faults.test_golden_directory import golden, server, wrong_sessions
 from tests.golden.make_directory import SSD_NAMES
-from tests.server_process import COMMAND_LINE, ServerDidNotStart
+from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 __all__ = ["golden"]
 
@@ -119,3 +124,106 @@ def test_a_header_without_its_rows_is_no_place(stored: Path) -> None:
 
     assert wrong == []
     assert rebuilt.is_complete
+
+
+def test_no_rebuild_beside_a_server(stored: Path) -> None:
+    """Its SSD directories are in use, whatever data directory is named: two servers would have one's sessions."""
+    with server(stored, *SSD_NAMES):
+        for is_dry_run in (True, False):
+            with pytest.raises(DataDirectoryUnusable, match="another server holds"):
+                rebuild(
+                    stored / "other",
+                    [stored / name for name in SSD_NAMES],
+                    created_by="a test",
+                    is_dry_run=is_dry_run,
+                )
+
+    assert not (stored / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["file_rename_before:1", "file_rename_after:2", "directory_sync_before:3", "record_write_after:1",
+     "file_rename_before:4", "file_rename_after:4"],
+)  # fmt: skip
+def test_a_rebuild_that_is_killed_is_made_again(stored: Path, step: str) -> None:
+    """No start takes half of it, and the next one has everything. Here of all that the data directory had."""
+    shutil.rmtree(stored / "data")
+    command = [*planted([f"kill_at_start_{step}"]), "rebuild", "--data-directory", str(stored / "data")]
+    command += [part for name in SSD_NAMES for part in ("--ssd-directories", str(stored / name))]
+    killed = subprocess.run(command, check=False, capture_output=True, text=True)
+    with suppress(ServerDidNotStart), server(stored, *SSD_NAMES) as running:
+        running.terminate()
+    again = server(stored, *SSD_NAMES)
+    again._options = (*again._options, "--rebuild-metadata", "true")
+    with again:
+        wrong = wrong_sessions(again)
+
+    assert (killed.returncode, wrong) == (-signal.SIGKILL, [])
+
+
+def test_another_servers_metadata_is_not_replaced(stored: Path) -> None:
+    """A data directory and the SSD directories of somebody else: nothing is touched."""
+    with ServerProcess(stored / "theirs") as other:
+        other.terminate()
+    before = sorted((stored / "theirs").rglob("*"))
+    with pytest.raises(DataDirectoryUnusable, match="belong to another data directory"):
+        rebuild(
+            stored / "theirs", [stored / name for name in SSD_NAMES], created_by="a test", is_dry_run=False
+        )
+    after = sorted((stored / "theirs").rglob("*"))
+    with ServerProcess(stored / "theirs"):
+        pass
+
+    assert after == before
+
+
+def test_a_store_without_records_is_made_anew_too(tmp_path: Path) -> None:
+    """There is a catalog, and it says that there was nothing."""
+    with ServerProcess(tmp_path / "data") as empty:
+        empty.terminate()
+    shutil.rmtree(tmp_path / "data" / "metadata")
+    found = rebuild(tmp_path / "data", [tmp_path / "data" / "ssd"], created_by="a test", is_dry_run=False)
+    with ServerProcess(tmp_path / "data") as again:
+        count = again.ready["session_count"]
+
+    assert (found.is_complete, found.session_count, count) == (True, 0, 0)
+
+
+def test_a_damaged_number_is_mended(stored: Path) -> None:
+    """What the refusal of the start advises helps: the data directory knows which number was where."""
+    for name in SSD_NAMES:
+        (stored / name / "DEVICE").write_text("{")
+    with pytest.raises(ServerDidNotStart, match=r"DEVICE.*; `ctxcache rebuild` makes it anew"):
+        server(stored, *SSD_NAMES).start()
+    found = made_anew(stored)
+    with server(stored, *SSD_NAMES) as running:
+        wrong = wrong_sessions(running)
+
+    assert (wrong, found.is_complete) == ([], True)
+
+
+def test_a_segment_stays_in_its_slot(stored: Path) -> None:
+    """An earlier copy in a slot that was given back may have somebody else's pages in its gaps by now."""
+    before = recorded_slots(stored)
+    first, last = (stored / SSD_NAMES[i] / "segments.dat" for i in (0, -1))
+    size_bytes = first.stat().st_size
+    # Where a scan comes by first.
+    with first.open("r+b") as copies, last.open("rb") as file:
+        for i, found in enumerate(scan(last), 1):
+            copies.seek(size_bytes - i * found.header.layout.size_bytes)
+            file.seek(found.offset_bytes)
+            copies.write(file.read(found.header.layout.size_bytes))
+    shutil.rmtree(stored / "data" / "metadata")
+    made_anew(stored)
+
+    assert recorded_slots(stored) == before
+
+
+def recorded_slots(stored: Path) -> dict[int, Slot]:
+    """Where the metadata says that each segment is."""
+    store = RocksDbMetadata(stored / "data" / "metadata")
+    try:
+        return {record.segment_id: record.slot for record in store.segments()}
+    finally:
+        store.close()
