@@ -111,7 +111,10 @@ class Server:
         self._upkeep: asyncio.Task[None] | None = None
         path = _control_path(settings)
         self._arena = _arena_message(storage.arena, path)
-        self._control = ControlSocket(cache, self._arena, storage.arena.fd, self._admissions.local_clients)
+        self._local_turns = Turns()
+        self._control = ControlSocket(
+            cache, self._arena, storage.arena.fd, self._admissions.local_clients, self._local_turns
+        )
 
     @property
     def control_socket(self) -> str:
@@ -220,7 +223,8 @@ class Server:
         )  # fmt: skip
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), self._grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), self._grpc)
-        arena_service = ArenaService(self._cache, self._arena, self._admissions.local_clients)
+        local_clients = self._admissions.local_clients
+        arena_service = ArenaService(self._cache, self._arena, local_clients, self._local_turns)
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, self._grpc)
         bulk_service = BulkService(self._bulk, self._cache.state.clock)
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, self._grpc)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
-from ctxcache.client.socket_access import ANSWER_LIMIT_BYTES, SocketAccess
+from ctxcache.client.socket_access import SocketAccess
+from ctxcache.client.wire import ANSWER_LIMIT_BYTES
 from ctxcache.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
 from ctxcache.status import from_status

@@ -21,7 +21,6 @@ from ctxcache.frames import Frame, FrameReader, Kind, encode_frame
 from ctxcache.status import from_status
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, Operation
 
-ANSWER_LIMIT_BYTES = 64 << 20
 UNREAD_LIMIT = 64
 """Answers that nobody waits for, at a time: then one is waited for, which brings those before it."""
 _READ_BYTES = 1 << 16
@@ -174,9 +173,9 @@ class SocketAccess(AccessStream):
         try:
             data = self._socket.recv(_READ_BYTES)
             self._reader.feed(data)
-        except BaseException:
+        except BaseException as error:
             # Whatever it is, a signal's too: bytes may be lost, and nothing could be read behind them.
-            self._break(Unavailable(target=self.target, problem="an answer was interrupted"))
+            self._break(self._gone(error))
             raise
         if not data:
             raise ConnectionResetError("the server closed the control socket")
@@ -253,7 +252,7 @@ class SocketAccess(AccessStream):
         poll.register(self._socket, events)
         return bool(poll.poll(max(timeout_s, 0) * 1000))
 
-    def _gone(self, error: Exception) -> Unavailable:
+    def _gone(self, error: BaseException) -> Unavailable:
         return Unavailable(target=self.target, problem=f"control socket: {error}")
 
     def _too_late(self) -> DeadlineExceeded:

@@ -19,8 +19,10 @@ from ctxcache.status import from_rpc_error
 from ctxcache.v1 import admin_pb2_grpc, arena_pb2_grpc, bulk_pb2_grpc, model_pb2_grpc, session_pb2_grpc
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
 
-# A chunk is at most 2 MiB; the rest is room for its envelope and for long lists of locations.
+# A chunk is at most 2 MiB; the rest is room for its envelope, and for batches of operations.
 MESSAGE_LIMIT_BYTES = 4 << 20
+# Lists of locations are longer.
+ANSWER_LIMIT_BYTES = 64 << 20
 # A bulk call may take its deadline and the time its bytes need at this pace, the caller's own included.
 SLOWEST_BYTES_PER_S = 20e6
 
@@ -50,7 +52,7 @@ _SERVICE_CONFIG = {
 }
 KEEPALIVE_MS = 20_000
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_receive_message_length", ANSWER_LIMIT_BYTES),
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     # A server that restarts is back within seconds; the default backs off for up to two minutes.

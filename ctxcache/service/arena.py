@@ -8,14 +8,17 @@ from ctxcache.cache import Cache
 from ctxcache.service.edge import Admission, Context
 from ctxcache.service.holder import Holder
 from ctxcache.service.tenant import tenant_of
+from ctxcache.service.turns import Turns
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc
 
 
 class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     """See proto/ctxcache/v1/arena.proto."""
 
-    def __init__(self, cache: Cache, arena: arena_pb2.Arena, admission: Admission) -> None:
+    def __init__(self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns) -> None:
+        """`turns`: in which local clients' work is done that takes long."""
         self._cache = cache
+        self._turns = turns
         self._admission = admission
         self._arena = arena
 
@@ -27,7 +30,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         self, request_iterator: AsyncIterator[arena_pb2.AccessRequest], context: Context
     ) -> AsyncIterator[arena_pb2.AccessResponse]:
         """See the proto."""
-        holder = Holder(self._cache, tenant_of(context))
+        holder = Holder(self._cache, tenant_of(context), self._turns)
         try:
             async with aclosing(self._until_drained(request_iterator, holder)) as requests:
                 async for request in requests:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,7 @@ from ctxcache.service.eager import Suspended, begin
 from ctxcache.service.edge import Admission, known_error
 from ctxcache.service.holder import Holder
 from ctxcache.service.tenant import DEFAULT_TENANT
+from ctxcache.service.turns import Slice, Turns
 from ctxcache.status import to_status
 from ctxcache.v1 import arena_pb2
 
@@ -43,8 +44,12 @@ _PEER_CREDENTIALS = struct.Struct("3i")
 class ControlSocket:
     """Listens for local clients. Owned by the event loop."""
 
-    def __init__(self, cache: Cache, arena: arena_pb2.Arena, arena_fd: int, admission: Admission) -> None:
+    def __init__(
+        self, cache: Cache, arena: arena_pb2.Arena, arena_fd: int, admission: Admission, turns: Turns
+    ) -> None:
+        """`turns`: in which local clients' work is done that takes long."""
         self.cache = cache
+        self.turns = turns
         self.admission = admission
         self.arena_fd = arena_fd
         self.welcome = arena_pb2.ControlWelcome(
@@ -95,7 +100,7 @@ class _Connection(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection is gone and nothing is held for it any more."""
         self._control = control
-        self._holder = Holder(control.cache, DEFAULT_TENANT)
+        self._holder = Holder(control.cache, DEFAULT_TENANT, control.turns)
         self._frames = FrameReader()
         self._admitted = ExitStack()
         self._transport: asyncio.Transport | None = None
@@ -182,10 +187,13 @@ class _Connection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Deal with what has come, up to where something must be waited for."""
+        """Deal with what has come, up to where something must be waited for, or others have their turn."""
+        part = Slice(self._control.turns)
         try:
             while self._is_ready() and (frame := self._frames.next()) is not None:
                 self._take(frame)
+                if part.is_over and self._is_ready():
+                    self._finish_later(part.rest())
             if self._is_draining and self._is_ready():
                 self._holder.check_empty()
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
@@ -229,11 +237,15 @@ class _Connection(asyncio.Protocol):
     def _carry_out(self, request: arena_pb2.AccessRequest) -> None:
         begun = begin(self._holder.carry_out(request))
         if isinstance(begun, Suspended):
-            self._batch = asyncio.get_running_loop().create_task(self._finish(begun))
+            self._finish_later(begun)
         else:
             self._answer(begun)
 
-    async def _finish(self, begun: Suspended[arena_pb2.AccessResponse]) -> None:
+    def _finish_later(self, begun: Awaitable[arena_pb2.AccessResponse | None]) -> None:
+        """Let a task wait for it, answer where there is an answer, and go on then."""
+        self._batch = asyncio.get_running_loop().create_task(self._finish(begun))
+
+    async def _finish(self, begun: Awaitable[arena_pb2.AccessResponse | None]) -> None:
         try:
             response = await begun
         except asyncio.CancelledError:
@@ -252,7 +264,8 @@ class _Connection(asyncio.Protocol):
             # Gone while the last step was done: nobody is there to take what was acquired.
             self._let_go()
             return
-        self._answer(response)
+        if response is not None:
+            self._answer(response)
         self._go_on()
 
     def _answer(self, response: arena_pb2.AccessResponse) -> None:

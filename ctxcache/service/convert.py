@@ -1,6 +1,6 @@
 """Between the wire's messages and the cache's facts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -25,6 +25,8 @@ COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
 CONSTANTS_LIMIT = 4096
 """Sessions whose unchanging facts are kept ready: a few KiB each."""
+RUN_BYTES, SEGMENT_BYTES = 16, 96
+"""What a run, and a segment with one run and without checksums, takes in a message at the most."""
 
 
 def timestamp(time_ns: int) -> Timestamp:
@@ -169,7 +171,7 @@ def _constants(of: Session | SessionView) -> _Constants:
 
 
 def fill_lease(message: arena_pb2.Lease, lease: Lease, expire_time_ns: int, *, is_brief: bool) -> None:
-    """Say where everything of a lease lies."""
+    """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another."""
     message.CopyFrom(_constants(lease.view).lease)
     _fill_session(message.session, lease.view)
     message.lease_id = lease.lease_id
@@ -177,13 +179,24 @@ def fill_lease(message: arena_pb2.Lease, lease: Lease, expire_time_ns: int, *, i
     _fill_time(message.expire_time, expire_time_ns)
     if is_brief:
         _fill_runs(message.runs, lease.pieces)
-        return
+
+
+def fill_segments(message: arena_pb2.Lease, lease: Lease) -> Iterator[None]:
+    """Say where everything of a lease lies and how it is verified, a segment at a time: each takes a while."""
     last: Segment | None = None
     for piece in lease.pieces:
         if piece.segment is not last:
+            yield
             _fill_location(location := message.segments.add(), piece.segment)
             last = piece.segment
         location.rows.add(row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin)
+
+
+def lease_bytes(lease: Lease, *, is_brief: bool) -> int:
+    """About how large the message about a lease is, from above for all but its layout."""
+    if is_brief:
+        return RUN_BYTES * len(lease.pieces)
+    return sum(SEGMENT_BYTES + 8 * len(piece.segment.checksums) for piece in lease.pieces)
 
 
 def fill_reservation(

@@ -12,22 +12,34 @@ from dataclasses import dataclass
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.writing import Reservation
-from ctxcache.errors import CacheError, Draining, InvalidArgument, LeaseNotFound, ReservationNotFound
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    Draining,
+    InvalidArgument,
+    LeaseNotFound,
+    ReservationNotFound,
+)
 from ctxcache.service import convert, validate
+from ctxcache.service.turns import Slice, Turns
 from ctxcache.status import code_of, message_of, wire_facts
 from ctxcache.v1 import arena_pb2
 
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
+ANSWER_LIMIT_BYTES = 16 << 20
+"""Locations of a lease beyond this are refused, and so is what follows in a batch whose results have as many bytes."""
 _CLIENTS = itertools.count(1)
 
 
 class Holder:
     """One client's leases and reservations. `end` it when the client is gone."""
 
-    def __init__(self, cache: Cache, tenant: str) -> None:
+    def __init__(self, cache: Cache, tenant: str, turns: Turns) -> None:
+        """`turns`: in which holders carry out batches that take long."""
         self._cache = cache
+        self._turns = turns
         self._tenant = tenant
         self._client = next(_CLIENTS)
         self._leases: set[int] = set()
@@ -37,13 +49,19 @@ class Holder:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch."""
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
         response = arena_pb2.AccessResponse(request_id=request.request_id)
+        part, size_bytes = Slice(self._turns), 0
         for operation in request.operations:
+            if part.is_over:
+                await part.rest()
             result = response.results.add()
             try:
-                await self._do(operation, result)
+                _check_answer(size_bytes)
+                await self._do(operation, result, part)
             except CacheError as error:
                 result.Clear()
                 _fill_error(result.error, error)
+            if len(request.operations) > 1:
+                size_bytes += result.ByteSize()
         return response
 
     def check_empty(self) -> None:
@@ -64,10 +82,12 @@ class Holder:
         self._leases.clear()
         self._reservations.clear()
 
-    async def _do(self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult) -> None:
+    async def _do(
+        self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, part: Slice
+    ) -> None:
         match operation.WhichOneof("operation"):
             case "acquire_lease":
-                await self._acquire(operation.acquire_lease, result.lease)
+                await self._acquire(operation.acquire_lease, result.lease, part)
             case "release_lease":
                 self._release_lease(operation.release_lease.lease_id)
                 result.released.SetInParent()
@@ -83,7 +103,7 @@ class Holder:
                 self._cache.writing.mark_written(self._own(mark.reservation_id), mark.token_count)
                 result.marked.SetInParent()
             case "commit_many":
-                await self._commit_many(operation.commit_many, result.committed_many)
+                await self._commit_many(operation.commit_many, result.committed_many, part)
             case _:
                 raise InvalidArgument(field="operation", problem="is required")
 
@@ -92,7 +112,7 @@ class Holder:
         self._leases = {i for i in self._leases if self._cache.reading.is_held(i)}
         self._reservations = {i for i in self._reservations if self._cache.writing.is_open(i)}
 
-    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
+    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, part: Slice) -> None:
         has_range = request.HasField("range")
         lease = await self._cache.reading.acquire(
             Request(
@@ -108,7 +128,16 @@ class Holder:
         self._leases.add(lease.lease_id)
         if len(self._leases) > self._cache.reading.lease_count:
             self._prune()
+        try:
+            _check_answer(convert.lease_bytes(lease, is_brief=request.is_brief))
+        except CapacityExceeded:
+            self._release_lease(lease.lease_id)
+            raise
         convert.fill_lease(message, lease, self._wall_time(lease.deadline_ns), is_brief=request.is_brief)
+        if not request.is_brief:
+            for _ in convert.fill_segments(message, lease):
+                if part.is_over:
+                    await part.rest()
 
     def _release_lease(self, lease_id: int) -> None:
         if lease_id not in self._leases:
@@ -145,7 +174,7 @@ class Holder:
         result.committed.CopyFrom(convert.session_message(view))
 
     async def _commit_many(
-        self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations
+        self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations, part: Slice
     ) -> None:
         count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
         if len(request.token_counts) != count:
@@ -154,12 +183,18 @@ class Holder:
         if len(set(request.reservation_ids)) != count:
             raise InvalidArgument(field="reservation_ids", problem="names one twice")
         pairs = zip(request.reservation_ids, request.token_counts, strict=True)
-        outcomes = [self._commit_one(i, n, keep_open=request.keep_open) for i, n in pairs]
+        outcomes = []
+        for reservation_id, token_count in pairs:
+            if part.is_over:
+                await part.rest()
+            outcomes.append(self._commit_one(reservation_id, token_count, keep_open=request.keep_open))
         if is_durable:
             await asyncio.gather(*map(self._flush, outcomes))
         message.generations.extend(one.generation for one in outcomes)
         for index, outcome in enumerate(outcomes):
             if outcome.error is not None:
+                if part.is_over:
+                    await part.rest()
                 _fill_error(message.failures.add(index=index).error, outcome.error)
 
     def _commit_one(self, reservation_id: int, token_count: int, *, keep_open: bool) -> "_Outcome":
@@ -205,6 +240,15 @@ class _Outcome:
     reservation: Reservation | None = None
     generation: int = 0
     error: CacheError | None = None
+
+
+def _check_answer(size_bytes: int) -> None:
+    """Raise CapacityExceeded when an answer has, or would have, more than it may."""
+    if size_bytes > ANSWER_LIMIT_BYTES:
+        raise CapacityExceeded(
+            f"{size_bytes} B of locations are more than an answer may hold, {ANSWER_LIMIT_BYTES} B",
+            needed_bytes=size_bytes, limit_bytes=ANSWER_LIMIT_BYTES,
+        )  # fmt: skip
 
 
 def _fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:

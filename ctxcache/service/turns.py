@@ -6,10 +6,13 @@ the work. Worst case of whoever waits: one piece of each of the others.
 """
 
 import asyncio
+import time
 from collections import deque
 
 TURNS_BETWEEN = 4
 """Turns of the loop that belong to others after each piece: what gRPC needs to take on a call."""
+SLICE_NS = 2_000_000
+"""How long one piece of work that never waits by itself may take."""
 
 
 class Turns:
@@ -40,3 +43,23 @@ class Turns:
                 self._rest(TURNS_BETWEEN)
                 return
         self._is_taken = False
+
+
+class Slice:
+    """The time that one caller's work may take of the loop before it has to rest. Begins when it is made."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._end_ns = time.monotonic_ns() + SLICE_NS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is time to rest."""
+        return time.monotonic_ns() >= self._end_ns
+
+    async def rest(self) -> None:
+        """Leave the loop to others, and begin anew when it is this caller's turn again."""
+        # A caller may have been begun without a task of its own; what waits needs one.
+        await asyncio.sleep(0)
+        await self._turns.take()
+        self._end_ns = time.monotonic_ns() + SLICE_NS

@@ -148,7 +148,9 @@ class AccessRequest(_message.Message):
     """Chosen by the client and returned with the results."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
-        """Operations, carried out in order, 1 to 1024."""
+        """Operations, carried out in order, 1 to 1024. What follows 16 MiB of results is refused with
+        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+        """
 
     def __init__(
         self,
@@ -230,7 +232,8 @@ Global___Operation: _TypeAlias = Operation  # noqa: Y015
 class AcquireLease(_message.Message):
     """Brings rows into the arena and keeps them there while the lease lasts. Counts as an access.
     Errors: those of SessionService.ReadSession; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED) when the rows
-    do not fit into the arena: lease a smaller range, or read by stream.
+    do not fit into the arena, or their locations, when it is not a brief one, into 16 MiB: lease a smaller
+    range, or read by stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

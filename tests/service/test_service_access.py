@@ -1,5 +1,6 @@
 """The Access stream: leases and reservations over shared memory, bound to the stream that made them."""
 
+import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.format.identity import SegmentIdentity, chunk_checksum
 from ctxcache.format.streams import StateKind, Stream
 from ctxcache.server import Server
+from ctxcache.service import holder, turns
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import arena_pb2, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
@@ -344,3 +346,86 @@ async def test_local_clients_are_bounded_apart_from_calls(client: Client, connec
     facts = await (await connect()).ended(Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
     assert facts == {"what": "local clients", "limit": "4"}
     await client.create("a")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is done on the loop has taken too long already."""
+    monkeypatch.setattr(turns, "SLICE_NS", 0)
+
+
+NOTHING = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param([NOTHING] * 1024, id="many operations"),
+        pytest.param(
+            [{"reservation_ids": range(1, 2000), "token_counts": [1] * 1999}], id="an operation of many"
+        ),
+    ],
+)
+async def test_a_large_batch_leaves_turns_to_others(
+    hurried: None, access: Access, connect: Connect, operation: list[Any]
+) -> None:
+    """Another client's operation comes between, and the batch is done in full."""
+    other = await connect()
+    await access.send(NOTHING)
+    await other.send(NOTHING)
+    batch = [
+        one
+        if isinstance(one, arena_pb2.Operation)
+        else arena_pb2.Operation(commit_many=arena_pb2.CommitReservations(**one))
+        for one in operation
+    ]
+    order = []
+
+    async def carry_out(name: str, way: Access, *operations: arena_pb2.Operation) -> int:
+        results = await way.send(*operations)
+        order.append(name)
+        return len(results)
+
+    large = asyncio.ensure_future(carry_out("large", access, *batch))
+    await asyncio.sleep(0)
+    await carry_out("small", other, NOTHING)
+
+    assert await large == len(batch)
+    assert order == ["small", "large"]
+
+
+async def test_a_full_leases_locations_take_turns(
+    hurried: None, client: Client, access: Access, server: Server
+) -> None:
+    """Interrupted after each segment, they are whole; a client that goes away meanwhile leaves nothing."""
+    await client.create("a")
+    await client.append("a", 1, 0, 640)
+    lease = (await access.one(acquire_lease=lease_of(client))).lease
+    assert [segment.position_begin for segment in lease.segments] == list(range(0, 640, 64))
+    await access.write(
+        arena_pb2.AccessRequest(operations=[arena_pb2.Operation(acquire_lease=lease_of(client))] * 100)
+    )
+    access.die()
+    await until(lambda: not server._cache.reading.lease_count)
+
+
+async def test_answers_are_bounded(
+    client: Client, access: Access, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locations that would be too long are refused and held by nobody; brief ones, and parts, can be had."""
+    await client.create("a")
+    await client.append("a", 1, 0, 640)
+    monkeypatch.setattr(holder, "ANSWER_LIMIT_BYTES", 600)
+    refusal(await access.one(acquire_lease=lease_of(client)), Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
+    assert server._cache.reading.lease_count == 0
+    part = lease_of(client, range=TokenRange(begin=0, end=128))
+    assert len((await access.one(acquire_lease=part)).lease.segments) == 2
+    brief = lease_of(client, is_brief=True)
+    results = await access.send(*[arena_pb2.Operation(acquire_lease=brief)] * 10)
+    kinds = [result.WhichOneof("result") for result in results]
+    granted = kinds.index("error")
+
+    assert 0 < granted < 10
+    assert set(kinds[granted:]) == {"error"}
+    refusal(results[-1], Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
+    assert server._cache.reading.lease_count == 1 + granted

@@ -20,6 +20,8 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.config import Settings
 from ctxcache.errors import AddressUnusable
 from ctxcache.server import Server
+from ctxcache.service import turns
+from ctxcache.service.holder import Holder
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
@@ -382,3 +384,28 @@ async def test_a_batch_that_breaks_when_its_client_dies_holds_nothing(
     await until(lambda: all(one._batch for one in server._control.connections))
     way.die()
     await until(lambda: not server._control.connections)
+
+
+async def test_many_requests_at_once_leave_turns_to_others(
+    way: SocketWay, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client's operation comes between them; all are answered, in order."""
+    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    nothing = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
+    carry_out, order = Holder.carry_out, list[Holder]()
+
+    async def noted(self: Holder, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
+        order.append(self)
+        return await carry_out(self, request)
+
+    other = await SocketWay.open(path)
+    await other.send(nothing)
+    monkeypatch.setattr(Holder, "carry_out", noted)
+    way.writer.write(b"".join(batch(number, nothing) for number in range(1000)))
+    await other.send(nothing)
+    answers = [await way.read() for _ in range(1000)]
+
+    assert [answer and answer.request_id for answer in answers] == list(range(1000))
+    assert order.count(order[0]) == 1000
+    assert order[-1] is order[0]
+    other.die()

@@ -20,7 +20,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.arena_pb2 import AccessResponse, Operation, ReleaseReservation
+from ctxcache.v1.arena_pb2 import AccessResponse, AcquireLease, Operation, ReleaseLease, ReleaseReservation
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
@@ -130,6 +130,23 @@ def _lose_reservation(client: Client, batch: DecodeBatch, lane: int) -> None:
     attachment = client._attach()
     assert attachment is not None
     attachment.stream.carry_out(Operation(release_reservation=release))
+
+
+def test_an_answer_of_many_locations_arrives(client: Client) -> None:
+    """A batch of full leases fills more than a request may; it breaks neither way."""
+    session = client.create_session("models/tiny", session_id="long", layout=[ODD])
+    count = 64 * 100
+    client.append(session, {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)})
+    acquire = AcquireLease(session=session.name, model_fingerprint=session.model_fingerprint)
+    attachment = client._attach()
+    assert attachment is not None
+    results = attachment.stream.call([Operation(acquire_lease=acquire)] * 1024)
+
+    assert sum(result.ByteSize() for result in results) > 4 << 20
+    assert {len(result.lease.segments) for result in results} == {100}
+    attachment.stream.send(
+        [Operation(release_lease=ReleaseLease(lease_id=r.lease.lease_id)) for r in results]
+    )
 
 
 @pytest.mark.parametrize("client", ["local-grpc"], indirect=True)
