@@ -1,9 +1,10 @@
-"""The SSD path beside the device: promotions and durable saves of one session, interleaved with O_DIRECT.
+"""One session over a Cache in this process: what the rows of SSD measure, and what no row does.
 
-    python -m ctxcache.bench.ssd --directory /var/tmp/ctxcache-bench
+    python -m ctxcache.bench.ssd --directory /var/tmp/ctxcache-bench --what paths
 
-Every function here measures one thing once, over a Cache in this process, and returns seconds. Worst
-case: a disk whose speed drifts within a round, which the spread shows.
+Several paths, one token per durable commit, memory of huge pages. Every function here measures one
+thing once and returns seconds. Worst case: a disk whose speed drifts within a round, which the spread
+shows.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from ctxcache.bench.device import MIB, Device, best_way
+from ctxcache.bench.device import MIB
 from ctxcache.bench.throttled import ThrottledTier
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
@@ -192,36 +193,6 @@ def summary(limit: Sequence[float], ours: Sequence[float], size_bytes: int) -> d
     }  # fmt: skip
 
 
-async def compare(
-    directory: Path, shape: Shape, session_bytes: int, *, round_count: int = 15
-) -> dict[str, object]:
-    """Promotion beside O_DIRECT reads, durable save beside O_DIRECT writes with a sync, round by round."""
-    async with opened(directory / "cache", shape, session_bytes) as rig:
-        with Device(directory, rig.size_bytes) as device:
-            return await _rounds(rig, device, round_count)
-
-
-async def _rounds(rig: Rig, device: Device, round_count: int) -> dict[str, object]:
-    memory = rig.cache.arena.view(Slot(0, ALIGN_BYTES, rig.size_bytes))
-    source = memoryview(mmap.mmap(-1, rig.size_bytes))
-    np.frombuffer(source, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, rig.size_bytes, np.uint8)
-    to_write = best_way(lambda way: device.write(memory, way))
-    to_read = best_way(lambda way: device.read(memory, way))
-    await save(rig, source)
-    times: dict[str, list[float]] = {"read": [], "promote": [], "write": [], "save": []}
-    for _ in range(round_count):
-        times["save"].append(await save(rig, source))
-        times["write"].append(device.write(memory, to_write))
-        await rig.cache.sessions.demote(TENANT, SESSION)
-        times["read"].append(device.read(memory, to_read))
-        times["promote"].append(await promote(rig))
-    return {
-        "session_bytes": rig.size_bytes, "segment_bytes": rig.layout.size_bytes,
-        "read": {"way": str(to_read), **summary(times["read"], times["promote"], rig.size_bytes)},
-        "save": {"way": str(to_write), **summary(times["write"], times["save"], rig.size_bytes)},
-    }  # fmt: skip
-
-
 async def paths_add_up(
     directory: Path, shape: Shape, session_bytes: int, *, path_bps: float = 100e6, round_count: int = 3
 ) -> dict[str, object]:
@@ -314,35 +285,25 @@ def _written_bytes() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one line of JSON per shape and size."""
+    """Print one line of JSON, of `paths` and `tails` one per shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="on the disk to measure; emptied")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--mib", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--what", choices=["device", "paths", "tails", "pages"], default="device")
+    parser.add_argument("--what", choices=["paths", "tails", "pages"], required=True)
     options = parser.parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
     if options.what == "pages":
-        found = asyncio.run(into_huge_pages(options.directory, round_count=options.rounds))
-        sys.stdout.write(json.dumps(found) + "\n")
-        return 0
-    if options.what != "device":
-        for name in options.shapes:
-            work = (
-                paths_add_up(options.directory, SHAPES[name], 64 * MIB)
-                if options.what == "paths"
-                else small_flushes(options.directory, SHAPES[name])
-            )
-            sys.stdout.write(json.dumps({"shape": name, **asyncio.run(work)}) + "\n")
+        sys.stdout.write(json.dumps(asyncio.run(into_huge_pages(options.directory))) + "\n")
         return 0
     for name in options.shapes:
-        for size in options.mib:
-            found = asyncio.run(
-                compare(options.directory, SHAPES[name], size * MIB, round_count=options.rounds)
-            )
-            sys.stdout.write(json.dumps({"shape": name, **found}) + "\n")
-            sys.stdout.flush()
+        shape = SHAPES[name]
+        work = (
+            paths_add_up(options.directory, shape, 64 * MIB)
+            if options.what == "paths"
+            else small_flushes(options.directory, shape)
+        )
+        sys.stdout.write(json.dumps({"shape": name, **asyncio.run(work)}) + "\n")
+        sys.stdout.flush()
     return 0
 
 

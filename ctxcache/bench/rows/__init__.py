@@ -1,13 +1,14 @@
 """The rows of the table, in its order."""
 
 from ctxcache.bench.row import Row
-from ctxcache.bench.rows import calls, cpu, lmcache, local, opening, remote, several, ssd
+from ctxcache.bench.rows import calls, cpu, lmcache, local, opening, remote, several, ssd, ssd_client
 
 ROWS: dict[str, Row] = {
     row.name: row
     for rows in (
         local.ROWS,
         ssd.ROWS,
+        ssd_client.ROWS,
         remote.ROWS,
         lmcache.ROWS,
         several.ROWS,

@@ -28,14 +28,15 @@ def _rig(place: Place) -> Iterator[tuple[asyncio.Runner, Rig, Device]]:
         context = opened(place.directory / "cache", shape, slots_bytes(scale, 1))
         rig = runner.run(context.__aenter__())
         try:
-            with _device(place, rig.size_bytes) as device:
+            with opened_device(place, rig.size_bytes) as device:
                 yield runner, rig, device
         finally:
             runner.run(context.__aexit__(None, None, None))
 
 
 @contextmanager
-def _device(place: Place, size_bytes: int) -> Iterator[Device]:
+def opened_device(place: Place, size_bytes: int) -> Iterator[Device]:
+    """The disk alone. Raises NoPeer where it cannot be had."""
     try:
         device = Device(place.directory, size_bytes)
     except OSError as error:
