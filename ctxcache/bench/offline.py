@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -84,7 +84,7 @@ def command(data: Path, *words: str) -> int:
 
 def measure(data: Path, round_count: int) -> None:
     """Print what each way takes."""
-    ways = {
+    ways: dict[str, Callable[[], int]] = {
         "O_DIRECT read": lambda: read(data),
         "ctxcache verify": lambda: command(data, "verify"),
         "ctxcache rebuild --dry-run": lambda: command(data, "rebuild", "--dry-run"),
