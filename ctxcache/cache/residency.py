@@ -316,7 +316,7 @@ class Residency:
         # Nobody loses anything for a path that would not take what comes in its place.
         self._io.check_any_path()
         # What was written ahead of need goes before what somebody was promised.
-        if self._write_back.unstage_something():
+        if await self._write_back.unstage_something():
             return
         victim = self._coldest_removable(for_session)
         if victim is None:

@@ -97,13 +97,19 @@ class WriteBack:
         if staged is not None:
             self._give_up(staged)
 
-    def unstage_something(self) -> bool:
-        """Give back the slot of something that no flush waits for; False when there is nothing."""
+    async def unstage_something(self) -> bool:
+        """Give back the slot of something that no flush waits for, or wait until that may be done.
+
+        False when nothing is staged.
+        """
         for segment, staged in self._staged.items():
             if staged.is_done:
                 self.unstage(segment)
                 return True
-        return False
+        under_way = [staged.task for staged in self._staged.values() if staged.written]
+        if under_way:
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+        return bool(under_way)
 
     def is_under_way(self, segment: Segment) -> bool:
         """Whether a staged segment is held for its write."""

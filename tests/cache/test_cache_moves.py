@@ -205,6 +205,29 @@ async def test_a_mark_makes_nobody_leave(rig: MemoryRig, writer: Writer) -> None
     assert rig.names() == {"kept", "a"}
 
 
+async def test_what_is_being_staged_goes_before_a_session_does(rig: MemoryRig, writer: Writer) -> None:
+    """A flush without room waits for a staged slot that the device still writes to, and evicts nobody."""
+    rig.ssd = type(rig.ssd)([3 * SLOT_BYTES])
+    await rig.restart()
+    for name in ("cold", "kept"):
+        await rig.create(name)
+        await rig.append(name, writer.make(SEGMENT_TOKENS), is_durable=True)
+    await rig.create("new")
+    reservation, tokens = await written(rig, writer, 1 * SEGMENT_TOKENS)
+    gate = rig.ssd.hold(Operation.WRITE)
+    rig.cache.writing.mark_written(reservation, len(tokens))
+    await rig.reached(Operation.WRITE, 1)
+    appending = asyncio.ensure_future(rig.append("new", more := writer.make(5), is_durable=True))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gate.set()
+    await appending
+    await rig.check()
+
+    assert rig.names() == {"cold", "kept", "new", "a"}
+    assert await rig.read("new") == expected(more)
+
+
 async def test_a_mark_outside_the_reservation_is_refused(rig: MemoryRig, writer: Writer) -> None:
     """Bad input gets an error and changes nothing."""
     reservation, tokens = await written(rig, writer, SEGMENT_TOKENS)
