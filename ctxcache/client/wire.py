@@ -51,7 +51,7 @@ _SERVICE_CONFIG = {
     ]
 }
 KEEPALIVE_MS = 20_000
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_LIMIT_BYTES),
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
@@ -98,9 +98,9 @@ class Wire:
         self.timeout_s = timeout_s
         self.tls_context = None if tls is None else tls.context()
         self._channel = (
-            grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
             if tls is None
-            else grpc.secure_channel(target, tls.credentials(), options=_CHANNEL_OPTIONS)
+            else grpc.secure_channel(target, tls.credentials(), options=CHANNEL_OPTIONS)
         )
         self.models = model_pb2_grpc.ModelServiceStub(self._channel)
         self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)

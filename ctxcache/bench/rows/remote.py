@@ -1,15 +1,16 @@
-"""Reading and saving over sockets: gRPC streams and the bulk channel, beside Redis and beside a bare socket."""
+"""Reading and saving over sockets: gRPC streams and the bulk channel, beside Redis and beside the bare transport."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import numpy as np
 
-from ctxcache.bench.bare_socket import ask_read, ask_save, far_side
-from ctxcache.bench.content import check
+from ctxcache.bench import bare_grpc, bare_socket
+from ctxcache.bench.content import Bytes, check
 from ctxcache.bench.contexts import Contexts, access, contexts, copy_out, seconds
 from ctxcache.bench.redis_peer import RedisClient, redis_client, values_of
-from ctxcache.bench.row import Place, Row, Side, Sides
+from ctxcache.bench.row import Place, Row, Scale, Side, Sides
 from ctxcache.bench.statistics import at_least
 
 MIB = 1 << 20
@@ -104,25 +105,44 @@ def beside_redis(ways: tuple[str, ...], value_bytes: int, *, is_read: bool) -> S
     return setup
 
 
-def beside_socket(ways: tuple[str, ...], *, is_read: bool) -> Setup:
-    """A row's setup: this access beside a bare Python socket, over TCP."""
+Ask = Callable[[int, Bytes], None]
+Bare = Callable[[Scale], AbstractContextManager[tuple[Ask, Ask]]]
+"""The transport alone: reading context i into memory, and saving it there; both wait until it is done."""
+
+
+@contextmanager
+def over_socket(scale: Scale) -> Iterator[tuple[Ask, Ask]]:
+    """A bare Python socket, over TCP."""
+    with bare_socket.far_side(scale.context_count, scale.context_bytes) as (connection, _):
+        yield partial(bare_socket.ask_read, connection), partial(bare_socket.ask_save, connection)
+
+
+@contextmanager
+def over_grpc(scale: Scale) -> Iterator[tuple[Ask, Ask]]:
+    """Bare streams of gRPC, over TCP."""
+    with bare_grpc.far_side(scale.context_count, scale.context_bytes) as far:
+        yield partial(bare_grpc.ask_read, far), partial(bare_grpc.ask_save, far)
+
+
+def beside_bare(ways: tuple[str, ...], transport: Bare, what: str, *, is_read: bool) -> Setup:
+    """A row's setup: this access beside its transport with nothing around it."""
 
     @contextmanager
     def setup(place: Place) -> Iterator[Sides]:
-        way, scale = access(*ways), place.scale
+        way = access(*ways)
         with (
             contexts(place, way, is_filled=is_read) as c,
-            far_side(scale.context_count, scale.context_bytes) as (connection, _),
+            transport(place.scale) as (ask_read, ask_save),
         ):
 
             def save(index: int) -> float:
-                taken = seconds(lambda: ask_save(connection, index, c.data[index]))
+                taken = seconds(lambda: ask_save(index, c.data[index]))
                 read(index)
                 return taken
 
             def read(index: int) -> float:
-                taken = seconds(lambda: ask_read(connection, index, c.whole))
-                c.verify(index, "bare socket")
+                taken = seconds(lambda: ask_read(index, c.whole))
+                c.verify(index, what)
                 return taken
 
             c.walk(save)
@@ -142,14 +162,19 @@ def _redis_rows(kind: str, title: str, ways: tuple[str, ...], bounds: tuple[floa
             )  # fmt: skip
 
 
+def _bare_rows(
+    kind: str, name: str, title: str, what: str, ways: tuple[str, ...], transport: Bare
+) -> Iterator[Row]:
+    for verb in ("read", "save"):
+        yield Row(
+            f"{kind}-{verb}-{name}", f"remote {verb}, {title}", what, at_least(0.85),
+            beside_bare(ways, transport, what, is_read=verb == "read"),
+        )  # fmt: skip
+
+
 ROWS = (
     *_redis_rows("grpc", "gRPC streams", GRPC, (1.0, 1.3, 1.7)),
-    *(
-        Row(
-            f"bulk-{verb}-socket", f"remote {verb}, bulk channel", "bare Python socket, TCP", at_least(0.85),
-            beside_socket(BULK, is_read=verb == "read"),
-        )
-        for verb in ("read", "save")
-    ),
+    *_bare_rows("grpc", "bare", "gRPC streams", "bare gRPC streams of bytes", GRPC, over_grpc),
+    *_bare_rows("bulk", "socket", "bulk channel", "bare Python socket, TCP", BULK, over_socket),
     *_redis_rows("bulk", "bulk channel", BULK, (2.2, 2.2, 2.2)),
 )  # fmt: skip
