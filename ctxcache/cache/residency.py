@@ -58,6 +58,8 @@ class Residency:
         self._moves = Moves()
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """What gives slots back as soon as records are gone."""
         self._evicting = asyncio.Lock()
         """One at a time, and those who wait look again: what goes for one may be room for them too."""
 
@@ -318,6 +320,9 @@ class Residency:
         # What was written ahead of need goes before what somebody was promised.
         if await self._write_back.unstage_something():
             return
+        if self._leaving:
+            await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
+            return
         victim = self._coldest_removable(for_session)
         if victim is None:
             raise CapacityExceeded(
@@ -365,7 +370,11 @@ class Residency:
         Durable when it returns; only then are the dead segments' slots given back. Raises TierFailure.
         """
         self.quarantined |= set(bad)
-        await asyncio.shield(self._moves.start(self._write_down(changed, gone, dead, bad)))
+        move = self._moves.start(self._write_down(changed, gone, dead, bad))
+        if dead:
+            self._leaving.add(move)
+            move.add_done_callback(self._leaving.discard)
+        await asyncio.shield(move)
 
     async def _write_down(
         self,

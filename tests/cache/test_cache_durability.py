@@ -373,6 +373,27 @@ async def test_a_flush_evicts_no_more_than_it_needs(rig: MemoryRig, writer: Writ
     assert rig.names() == {"warm", "hot", "new"}
 
 
+async def test_a_flush_waits_for_room_that_a_deletion_makes(rig: MemoryRig, writer: Writer) -> None:
+    """While a session is on its way out nobody else goes for the room that it leaves."""
+    rig.ssd_segments = (2,)
+    rig.__post_init__()
+    await rig.open()
+    for name in ("cold", "gone"):
+        await rig.create(name)
+        await rig.append(name, writer.make(SEGMENT_TOKENS), is_durable=True)
+    await rig.create("new")
+    with rig.slow_commits():
+        deleting = asyncio.ensure_future(rig.delete("gone"))
+        await asyncio.sleep(0)
+        appending = asyncio.ensure_future(rig.append("new", writer.make(5), is_durable=True))
+        for _ in range(5):
+            await asyncio.sleep(0)
+    await asyncio.gather(deleting, appending)
+    await rig.check()
+
+    assert rig.names() == {"cold", "new"}
+
+
 async def test_writers_without_a_path_evict_no_more_than_they_need(rig: MemoryRig, writer: Writer) -> None:
     """Several that lack room at once wait for one to go before they look for the next."""
     rig.ssd.fence(0)
