@@ -28,7 +28,7 @@ from ctxcache.bench.device import MIB
 from ctxcache.bench.throttled import ThrottledTier
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
-from ctxcache.cache.writing import Reservation
+from ctxcache.cache.reservation import Reservation
 from ctxcache.clock import SystemClock
 from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration

@@ -5,95 +5,27 @@ lies there. When a writer disappears, its slots are kept for a while before othe
 may still be writing.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ctxcache.cache.pins import Pins
+from ctxcache.cache.reservation import Reservation, Room, Run
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Client
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
-from ctxcache.errors import (
-    InvalidArgument,
-    ReservationNotFound,
-    WriteInProgress,
-    WriteOffsetMismatch,
-)
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.errors import ReservationNotFound, WriteInProgress, WriteOffsetMismatch
 from ctxcache.format.streams import Stream
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
 GRACE_NS = 60 * 10**9
 """How long slots of a writer that disappeared are kept from others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows `[row_begin, row_end)` of a segment to be written; the first one's token has index `token_begin`."""
-
-    segment: Segment
-    row_begin: int
-    row_end: int
-    token_begin: int
-
-    @property
-    def token_end(self) -> int:
-        """One past the index of the last row's token."""
-        return self.token_begin + self.row_end - self.row_begin
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop.
-
-    Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
-    `runs` in token order, one per segment, each segment held once; those committed in full are let go.
-    `client` is whose share of the arena they are counted in.
-    """
-
-    reservation_id: int
-    session: Session
-    committed: int
-    end: int
-    deadline_ns: int
-    marked: int = 0
-    client: Client = None
-    promised_bytes: int = 0
-    runs: list[Run] = field(default_factory=list)
-
-    def runs_of(self, token_begin: int, token_end: int) -> list[Run]:
-        """The runs that hold tokens of `[token_begin, token_end)`."""
-        first = bisect_right(self.runs, token_begin, key=lambda run: run.token_begin) - 1
-        last = bisect_left(self.runs, token_end, key=lambda run: run.token_begin)
-        return self.runs[max(first, 0) : last]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Room that another thread may fill while it is lent: runs in token order, and each one's slot."""
-
-    layout: SegmentLayout
-    runs: tuple[tuple[Run, memoryview], ...]
-
-    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[memoryview] | None:
-        """Where rows of one stream belong, in token order; None unless all of them have room here."""
-        first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
-        found = []
-        for run, view in self.runs[max(first, 0) :]:
-            begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
-            if begin >= end:
-                break
-            row = run.row_begin + begin - run.token_begin
-            found.append(view[self.layout.rows(stream, row, row + end - begin)])
-            if end == token_end:
-                return found
-        return None
 
 
 class Writing:
@@ -196,11 +128,9 @@ class Writing:
             # A segment before it was found bad, or all of it has expired: there is nothing to follow.
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
-        if not reservation.committed <= token_count <= reservation.end:
-            problem = f"{token_count} is not within [{reservation.committed}, {reservation.end}]"
-            raise InvalidArgument(field="token_count", problem=problem)
+        reservation.check(token_count)
         if keep_open:
-            self._stage(reservation, token_count)
+            self._residency.stage(session, reservation.mark(token_count))
         self._attach(reservation, token_count)
         if not keep_open:
             self.release(reservation)
@@ -215,11 +145,9 @@ class Writing:
         Raises ReservationNotFound, InvalidArgument.
         """
         self._check_open(reservation)
-        if not reservation.committed <= token_count <= reservation.end:
-            problem = f"{token_count} is not within [{reservation.committed}, {reservation.end}]"
-            raise InvalidArgument(field="token_count", problem=problem)
+        reservation.check(token_count)
         if not reservation.session.is_gone:
-            self._stage(reservation, token_count)
+            self._residency.stage(reservation.session, reservation.mark(token_count))
 
     def is_open(self, reservation_id: int) -> bool:
         """Whether a reservation has not ended yet."""
@@ -299,36 +227,17 @@ class Writing:
         self._open[self._last_id] = reservation
         return reservation
 
-    def _last(self, reservation: Reservation) -> tuple[Segment | None, int]:
-        """The segment that goes on, and its next row; None where a new one is needed."""
-        if reservation.runs:
-            segment, row = reservation.runs[-1].segment, reservation.runs[-1].row_end
-            return (segment, row) if row < segment.layout.segment_tokens else (None, 0)
-        tail = reservation.session.growing_tail
-        return (tail, tail.row_count) if tail and tail.dram else (None, 0)
-
-    def _needed(self, reservation: Reservation, token_count: int) -> dict[int, int]:
-        """What is pinned after `extend`; segments that are not made yet have no number of theirs."""
-        if not token_count:
-            return {}
-        last, row = self._last(reservation)
-        layout = reservation.session.layout
-        held = [run.segment.segment_id for run in reservation.runs] or ([last.segment_id] if last else [])
-        free_row_count = layout.segment_tokens - row if last else 0
-        new_count = -(-max(token_count - free_row_count, 0) // layout.segment_tokens)
-        return dict.fromkeys([*held, *range(-new_count, 0)], layout.size_bytes)
-
     def _new_segments(self, reservation: Reservation, token_count: int) -> dict[int, int]:
         """Numbers for the segments that `extend` has to make, and their sizes."""
-        new_count = sum(segment_id < 0 for segment_id in self._needed(reservation, token_count))
+        new_count = sum(segment_id < 0 for segment_id in reservation.needed(token_count))
         size_bytes = reservation.session.layout.size_bytes
         return {self._state.new_segment_id(): size_bytes for _ in range(new_count)}
 
     def _new_bytes(self, reservation: Reservation, token_count: int) -> int:
         """What room for so many more tokens adds to what may become dirty. Raises ReservationNotFound."""
         self._check_open(reservation)
-        needed = self._needed(reservation, token_count)
-        last, _ = self._last(reservation)
+        needed = reservation.needed(token_count)
+        last, _ = reservation.last()
         new_bytes = sum(size_bytes for segment_id, size_bytes in needed.items() if segment_id < 0)
         return new_bytes + (self._state.unwritten.new_bytes(last) if last and needed else 0)
 
@@ -350,7 +259,7 @@ class Writing:
             await self._wait_for_room(reservation, token_count)
 
     async def _wait_for_room(self, reservation: Reservation, token_count: int) -> None:
-        await self.pins.wait_for_room(reservation.client, lambda: self._needed(reservation, token_count))
+        await self.pins.wait_for_room(reservation.client, lambda: reservation.needed(token_count))
         self._check_open(reservation)
 
     async def _extend(self, reservation: Reservation, token_count: int) -> None:
@@ -359,7 +268,7 @@ class Writing:
         try:
             end, segment_ids = reservation.end + token_count, iter(new)
             while reservation.end < end:
-                segment, row = self._last(reservation)
+                segment, row = reservation.last()
                 if segment is None:
                     segment, row = await self._new_segment(reservation, next(segment_ids)), 0
                 self._add_run(reservation, segment, row, end)
@@ -407,14 +316,6 @@ class Writing:
         self._state.unwritten.reserve(segment)
         self._state.unwritten.promise(-taken_bytes)
         reservation.promised_bytes -= taken_bytes
-
-    def _stage(self, reservation: Reservation, token_count: int) -> None:
-        runs = reservation.runs_of(max(reservation.marked, reservation.committed), token_count)
-        full = [
-            r for r in runs if r.row_end == r.segment.layout.segment_tokens and r.token_end <= token_count
-        ]
-        reservation.marked = max(reservation.marked, token_count)
-        self._residency.stage(reservation.session, [run.segment for run in full])
 
     def _attach(self, reservation: Reservation, token_count: int) -> None:
         session = reservation.session

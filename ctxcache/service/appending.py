@@ -4,7 +4,8 @@ Knows no wire. Used by one task or thread at a time. Worst case: an append that 
 nothing of what its last commit did not cover.
 """
 
-from ctxcache.cache.writing import Reservation, Writing
+from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.writing import Writing
 from ctxcache.core.session import SessionView
 from ctxcache.errors import (
     CacheError,

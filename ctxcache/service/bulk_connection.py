@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ctxcache.cache.writing import Room
+from ctxcache.cache.reservation import Room
 from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument
 from ctxcache.format.identity import chunk_seed, wire_checksum
 from ctxcache.format.streams import Stream

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, ExitStack
 
 from ctxcache.cache import Cache
 from ctxcache.cache.reading import Bounce, Lease, Lent, Reading
-from ctxcache.cache.writing import Room
+from ctxcache.cache.reservation import Room
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert
 from ctxcache.service.appending import Append, begin_append

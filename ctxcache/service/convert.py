@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.cache.reading import Lease
-from ctxcache.cache.writing import Reservation, Run
+from ctxcache.cache.reservation import Reservation, Run
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, Session, SessionView
 from ctxcache.errors import InvalidArgument

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
-from ctxcache.cache.writing import Reservation
+from ctxcache.cache.reservation import Reservation
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,

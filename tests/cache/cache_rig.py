@@ -19,7 +19,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import Lease
-from ctxcache.cache.writing import Reservation
+from ctxcache.cache.reservation import Reservation
 from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ctxcache.cache.reading import Lease
-from ctxcache.cache.writing import Reservation
+from ctxcache.cache.reservation import Reservation
 from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
 from ctxcache.metadata.base import Changes
 from ctxcache.testing.fakes import Operation

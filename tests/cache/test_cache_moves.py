@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.cache import segment_io
+from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.segment_io import _pieces
-from ctxcache.cache.writing import Reservation
 from ctxcache.core.segment import Segment
 from ctxcache.errors import InvalidArgument, ReservationNotFound, TierFailure, TooManyRequests
 from ctxcache.format.header import header_checksum

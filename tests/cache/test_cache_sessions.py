@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
 
-from ctxcache.cache.writing import Reservation
+from ctxcache.cache.reservation import Reservation
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.session import Session
 from ctxcache.errors import (

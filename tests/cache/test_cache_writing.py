@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
 
-from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS, Reservation
+from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.core.session import SessionView
 from ctxcache.errors import (
     CapacityExceeded,

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ctxcache.cache import writing
+from ctxcache.cache.reservation import Reservation
 from ctxcache.service import streams
 from tests.faults.planted import plant
 
@@ -13,7 +14,7 @@ def append_outlives_stream(_: int) -> None:
     """Whoever stops half-way keeps the room, and the session's turn to write."""
     release = writing.Writing.release
 
-    def forgetful(self: writing.Writing, reservation: writing.Reservation, **how: bool) -> None:
+    def forgetful(self: writing.Writing, reservation: Reservation, **how: bool) -> None:
         if reservation.committed == reservation.end:
             release(self, reservation, **how)
 

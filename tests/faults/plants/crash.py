@@ -8,10 +8,11 @@ from typing import Any
 
 from ctxcache.cache import Cache, residency, sessions, write_back
 from ctxcache.cache.integrity import check_integrity
+from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.segment_io import Written
 from ctxcache.cache.state import State, record_of
 from ctxcache.cache.write_back import WriteBack
-from ctxcache.cache.writing import Reservation, Writing
+from ctxcache.cache.writing import Writing
 from ctxcache.core import ranges
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.segment import Segment
