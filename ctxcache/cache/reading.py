@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ctxcache.cache.asked import Asked, Request
 from ctxcache.cache.pins import Pins
@@ -52,8 +53,7 @@ class Lease:
     deadline_ns: int = NEVER_NS
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for."""
 
     stream: Stream
@@ -244,12 +244,18 @@ class Reading:
 
     async def _rows(self, lease: Lease, streams: Sequence[Stream]) -> AsyncIterator[Rows]:
         bounce = Bounce()
+        # What is in DRAM stays where it is as long as the lease holds it.
+        views: dict[int, memoryview] = {}
         for stream in streams:
             for piece in lease.pieces:
                 self.renew(lease)
-                if piece.segment.dram:
-                    rows = piece.segment.layout.rows(stream, piece.row_begin, piece.row_end)
-                    yield Rows(stream, piece.token_begin, self._io.view(piece.segment)[rows])
+                segment = piece.segment
+                if segment.dram:
+                    view = views.get(segment.segment_id)
+                    if view is None:
+                        view = views[segment.segment_id] = self._io.view(segment)
+                    rows = segment.layout.rows(stream, piece.row_begin, piece.row_end)
+                    yield Rows(stream, piece.token_begin, view[rows])
                 else:
                     data = await self._piece(piece, stream, bounce)
                     yield Rows(stream, piece.token_begin, data, is_passing=True)

@@ -6,7 +6,8 @@ together in any other way than the usual one is not read here, and left to the p
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from typing_extensions import Buffer
@@ -16,6 +17,10 @@ from ctxcache.format.streams import StateKind, Stream
 CHUNK_FIELD = 0x12  # field 2 of both messages, length-delimited
 STREAM_FIELD, TOKEN_BEGIN_FIELD, DATA_FIELD, CHECKSUM_FIELD = 0x0A, 0x10, 0x1A, 0x21
 LAYER_FIELD, KIND_FIELD = 0x08, 0x10
+NAME_LIMIT_BYTES = 64
+"""More than a stream's two numbers take: what is longer is not put together as usual."""
+STREAMS_KEPT = 4096
+"""Streams whose bytes are remembered, in each direction."""
 _CHECKSUM = struct.Struct("<BQ")
 _VARINT_LIMIT = 1 << 64
 _INT32, _INT64 = 1 << 31, 1 << 63
@@ -39,8 +44,7 @@ def encode_chunk(stream: Stream, token_begin: int, data: Iterable[Buffer], check
     """The message for rows that lie in several places, in one copy; the bytes that protobuf would make."""
     parts = [memoryview(part) for part in data]
     size_bytes = sum(part.nbytes for part in parts)
-    name = _field(LAYER_FIELD, stream.layer) + _field(KIND_FIELD, stream.kind)
-    before = bytes([STREAM_FIELD, len(name)]) + name + _field(TOKEN_BEGIN_FIELD, token_begin)
+    before = _encoded_stream(stream) + _field(TOKEN_BEGIN_FIELD, token_begin)
     if size_bytes:
         before += bytes([DATA_FIELD]) + _varint(size_bytes)
     after = _CHECKSUM.pack(CHECKSUM_FIELD, checksum) if checksum else b""
@@ -66,7 +70,8 @@ def _scan(message: memoryview) -> WireChunk:
     _expect(at + size_bytes == len(message))
     _expect(message[at] == STREAM_FIELD)
     size_bytes, at = _read_varint(message, at + 1)
-    stream = _scan_stream(message[at : at + size_bytes])
+    _expect(size_bytes <= NAME_LIMIT_BYTES)
+    stream = _scan_stream(bytes(message[at : at + size_bytes]))
     at += size_bytes
     token_begin, at = _optional(message, at, TOKEN_BEGIN_FIELD)
     _expect(message[at] == DATA_FIELD)
@@ -77,7 +82,14 @@ def _scan(message: memoryview) -> WireChunk:
     return WireChunk(stream, _signed(token_begin, _INT64), message[begin:end], checksum)
 
 
-def _scan_stream(name: memoryview) -> Stream:
+@lru_cache(STREAMS_KEPT)
+def _encoded_stream(stream: Stream) -> bytes:
+    name = _field(LAYER_FIELD, stream.layer) + _field(KIND_FIELD, stream.kind)
+    return bytes([STREAM_FIELD, len(name)]) + name
+
+
+@lru_cache(STREAMS_KEPT)
+def _scan_stream(name: bytes) -> Stream:
     layer, at = _optional(name, 0, LAYER_FIELD)
     kind, at = _optional(name, at, KIND_FIELD)
     _expect(at == len(name))
@@ -87,12 +99,12 @@ def _scan_stream(name: memoryview) -> Stream:
     return Stream(layer, StateKind(kind))
 
 
-def _optional(message: memoryview, at: int, field: int) -> tuple[int, int]:
+def _optional(message: Sequence[int], at: int, field: int) -> tuple[int, int]:
     """A varint field that is left out where it is 0."""
     return _read_varint(message, at + 1) if at < len(message) and message[at] == field else (0, at)
 
 
-def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(message: Sequence[int], at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = message[at]

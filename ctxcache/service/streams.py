@@ -133,7 +133,7 @@ async def packed(
     size_bytes = 0
     async for item in rows:
         for part in _cut(item, layout.row_bytes(item.stream)):
-            if first and (part.stream != first.stream or size_bytes + len(part.data) > MESSAGE_BYTES):
+            if first and (part.stream is not first.stream or size_bytes + len(part.data) > MESSAGE_BYTES):
                 yield first, parts
                 parts, first, size_bytes = [], None, 0
             first = first or part
@@ -143,8 +143,10 @@ async def packed(
         yield first, parts
 
 
-def _cut(rows: Rows, row_bytes: int) -> list[Rows]:
+def _cut(rows: Rows, row_bytes: int) -> Sequence[Rows]:
     """Rows in messages' sizes. Those that pass are copied: the next ones come to lie where they are."""
+    if len(rows.data) <= MESSAGE_BYTES and not rows.is_passing:
+        return (rows,)
     data = memoryview(bytes(rows.data)) if rows.is_passing else rows.data
     row_count = max(MESSAGE_BYTES // row_bytes, 1)
     begins = range(0, len(data) // row_bytes, row_count)
