@@ -21,6 +21,7 @@ from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.malloc import keep_freed_memory
+from ctxcache.process_memory import check_address_space
 
 if TYPE_CHECKING:
     from ctxcache.server import Server
@@ -41,6 +42,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     Works without any configuration. Options win over CTXCACHE_ variables, those over --config.
     """
     settings = load_settings(given)
+    check_address_space(settings.arena_size_bytes)
     output = call_of(context, given).output
     logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=LOG_FORMAT)
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)

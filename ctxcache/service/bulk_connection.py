@@ -18,6 +18,7 @@ from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument
 from ctxcache.format.identity import chunk_seed, wire_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
+from ctxcache.process_memory import refused_memory
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import CHUNK_BYTES_LIMIT
 from ctxcache.service.bulk_transfers import AppendTransfer, ReadTransfer, Transfers
@@ -97,9 +98,12 @@ class BulkConnection:
             self._skip()
         except FrameError:
             raise
-        except Exception:
-            self._refuse(CacheError())
-            raise
+        except Exception as error:
+            refusal = refused_memory(error)
+            self._refuse(refusal or CacheError())
+            if refusal is None:
+                raise
+            self._skip()
 
     def _carry_out(self, frame: Frame, tenant: str) -> None:
         if frame.kind is Kind.READ:

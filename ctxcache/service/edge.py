@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument, TooManyRequests
+from ctxcache.process_memory import refused_memory
 from ctxcache.service.turns import Turns
 from ctxcache.status import code_of, message_of, trailing_metadata
 
@@ -279,6 +280,9 @@ def known_error(error: Exception) -> CacheError:
     """An error as the caller may see it; one that is none of ours is logged, with its traceback."""
     if isinstance(error, CacheError):
         return error
+    if refusal := refused_memory(error):
+        log.warning("memory_refused error=%r", error)
+        return refusal
     log.error("internal_error", exc_info=error)
     return CacheError()
 

@@ -36,6 +36,16 @@ def test_a_file_in_the_place_of_the_data_directory(tmp_path: Path) -> None:
     assert (tmp_path / "data").read_text() == "mine"
 
 
+def test_a_bound_on_memory_that_leaves_no_room(tmp_path: Path) -> None:
+    """A bounded address space is refused with what is needed, before a library ends the process over it."""
+    with pytest.raises(ServerDidNotStart) as refused:
+        ServerProcess(tmp_path / "data", wrapper=("prlimit", f"--as={1 << 30}")).start()
+
+    assert refused.value.returncode == ExitCode.RESOURCE_EXHAUSTED
+    assert "address space (RLIMIT_AS)" in refused.value.stderr
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_parent_that_cannot_be_created(tmp_path: Path) -> None:
     """Below a file no directory can be created."""
     (tmp_path / "file").write_text("")

@@ -41,8 +41,11 @@ class Known:
 class Lifecycle:
     """One client's view. `problem` is told of every broken promise; `refused_count` of faults seen."""
 
-    def __init__(self, problem: Callable[[str], None]) -> None:
-        self._problem = problem
+    def __init__(
+        self, problem: Callable[[str], None], *, refusals: tuple[type[CacheError], ...] = ()
+    ) -> None:
+        """`refusals`: what else a call may meet, without a path."""
+        self._problem, self._refusals = problem, refusals
         self.sessions: dict[str, Known] = {}
         self.refused_count = 0
         self.acknowledged_count = 0
@@ -61,9 +64,9 @@ class Lifecycle:
             self.read(client, "a")
             self.create(client, "b")
             self.append(client, "b", 130, is_durable=True)
-            self._truncate(client, "b", 64)
+            self.truncate(client, "b", 64)
             self._fork(client, "b", "c")
-            self._delete(client, "b")
+            self.delete(client, "b")
             self.read(client, "c")
             time.sleep(max(0.0, ended_s - time.monotonic()))
             self.sessions["brief"].must_be_gone = True
@@ -123,7 +126,9 @@ class Lifecycle:
                 self._problem(f"{what}: {error}")
             return None
         except CacheError as error:
-            self._problem(f"{what}: {error.reason}: {error}")
+            self.refused_count += 1
+            if not isinstance(error, self._refusals):
+                self._problem(f"{what}: {error.reason}: {error}")
             return None
         self.acknowledged_count += 1
         return result
@@ -149,7 +154,8 @@ class Lifecycle:
         if done is not None:
             known.least = max(known.least, done.token_count)
 
-    def _truncate(self, client: Client, name: str, count: int) -> None:
+    def truncate(self, client: Client, name: str, count: int) -> None:
+        """Keep the first tokens."""
         known = self.sessions[name]
         session = self.try_("get", lambda: client.get_session(f"sessions/{name}"), known)
         if session is None or session.token_count < count:
@@ -167,7 +173,8 @@ class Lifecycle:
         if done is not None:
             known.least, known.may_be_gone = done.token_count, False
 
-    def _delete(self, client: Client, name: str) -> None:
+    def delete(self, client: Client, name: str) -> None:
+        """Delete a session: it is gone when that is acknowledged."""
         known = self.sessions[name]
         was_there = not known.may_be_gone
         known.may_be_gone, known.least = True, 0

@@ -1,4 +1,4 @@
-"""Faults that last: a device that hangs, a filesystem that is full, no descriptors, a clock that jumps.
+"""Faults that last: a device that hangs, no descriptors, a clock that jumps; `shortages.py` has more.
 
 Each scenario lets a real server meet one, and says what it did that it must not. What takes part of
 `syscalls.py` is how servers are made. Worst case: a call that is not answered, which is a problem.
@@ -6,7 +6,6 @@ Each scenario lets a real server meet one, and says what it did that it must not
 
 import os
 import resource
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ctxcache.client import Client
-from ctxcache.errors import CacheError, CapacityExceeded, SessionNotFound, WriteInProgress
+from ctxcache.errors import CacheError, SessionNotFound, WriteInProgress
 from tests.cli.stored import HIDDEN
 from tests.faults.harness import Unsupported
 from tests.faults.interposed import FOR_EVER, Interposer
@@ -54,28 +53,6 @@ def hanging_device(
         problem(f"{life.refused_count} calls were refused while a device hung")
 
 
-def full_metadata(server: ServerProcess, ballast: Path, problem: Problem) -> None:
-    """Without room around the records, what grows is refused by name; with room again it goes on, unrestarted."""
-    life = Lifecycle(problem)
-    with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
-        life.create(client, "a")
-        life.append(client, "a", 100, is_durable=True)
-        _fill(ballast)
-        _expect(
-            CapacityExceeded, "create", lambda: client.create_session("models/tiny", session_id="x"), problem
-        )
-        _expect(CapacityExceeded, "flush", lambda: client.flush_session("sessions/a"), problem)
-        life.append(client, "a", 50, is_durable=False)
-        life.read(client, "a")
-        ballast.unlink()
-        life.create(client, "b")
-        life.append(client, "b", 100, is_durable=True)
-        life.append(client, "a", 10, is_durable=True)
-        life.check_all(client)
-    if life.refused_count:
-        problem(f"{life.refused_count} calls were refused that need no room")
-
-
 def no_descriptors(server: ServerProcess, problem: Problem) -> None:
     """Without descriptors for new connections the old ones go on, and new ones come when there are some."""
     life = Lifecycle(problem)
@@ -86,7 +63,7 @@ def no_descriptors(server: ServerProcess, problem: Problem) -> None:
         limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (taken, limits[1]))
         with Client(server.target, access="remote", timeout_s=2.0) as other:
-            _expect(CacheError, "a new connection", other.stats, problem)
+            expect(CacheError, "a new connection", other.stats, problem)
             life.read(client, "a")
             life.append(client, "a", 50, is_durable=True)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
@@ -133,17 +110,16 @@ def clock_environment(clock: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-@contextmanager
-def small_filesystem(directory: Path, size: str) -> Iterator[None]:
-    """A tmpfs of that size at a directory. Raises Unsupported where we may not mount."""
-    directory.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        raise Unsupported("this user may not mount a tmpfs")
+def expect(kind: type[CacheError], what: str, call: Callable[[], object], problem: Problem) -> None:
+    """A call that must be refused so."""
     try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=False)
+        call()
+    except kind:
+        return
+    except CacheError as error:
+        problem(f"{what}: {error.reason}: {error}")
+    else:
+        problem(f"{what} was not refused")
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -157,7 +133,7 @@ def _write_across(client: Client, life: Lifecycle, jump: Callable[[], None], pro
             jump()
             if client.stats().lease_count != 1:
                 problem("a lease ended with the jump")
-            _expect(WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", 1), problem)
+            expect(WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", 1), problem)
             for stream, view in rows.items():
                 writer.write(stream, 0, view)
             writer.commit()
@@ -201,23 +177,6 @@ def _flushing(target: str, name: str, problem: Problem) -> Iterator[None]:
     thread.start()
     yield
     thread.join()
-
-
-def _fill(ballast: Path) -> None:
-    with ballast.open("wb") as file:
-        space = os.fstatvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - (1 << 20))
-
-
-def _expect(kind: type[CacheError], what: str, call: Callable[[], object], problem: Problem) -> None:
-    try:
-        call()
-    except kind:
-        return
-    except CacheError as error:
-        problem(f"{what}: {error.reason}: {error}")
-    else:
-        problem(f"{what} was not refused")
 
 
 def _until(is_so: Callable[[], bool], problem: Problem, what: str) -> None:

@@ -11,7 +11,6 @@ takes every point; without, some of each, drawn with the seed, and `fdatasync` a
 import argparse
 import random
 import shutil
-import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,8 @@ from pathlib import Path
 
 from ctxcache.client import Client
 from ctxcache.v1.admin_pb2 import PATH_STATE_FENCED
-from tests.faults import planted, scenarios
+from tests.faults import planted, scenarios, shortages
+from tests.faults.endings import check_refusal, last_line, stop
 from tests.faults.forked import ForkedServer, Zygote
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.interposed import FOR_EVER, Interposer
@@ -29,10 +29,6 @@ from tests.faults.lifecycle import DEADLINE_S, Lifecycle
 from tests.faults.points import ALWAYS, Point, every_series
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
-START_CODES = {
-    7: "CAPACITY_EXCEEDED", 9: "DATA_DIRECTORY_UNUSABLE", 12: "ADDRESS_UNUSABLE", 13: "TIER_FAILURE",
-}  # fmt: skip
-"""Exit codes that a fault of a system call may end a start with. Damage it is not, so 8 is none of them."""
 SIZES = ("--arena-size-bytes", "8MiB", "--ssd-size-bytes", "4MiB")
 
 
@@ -40,25 +36,33 @@ class Run:
     """One server's directories and faults."""
 
     def __init__(self, root: Path, forge: "Forge", control: str | None) -> None:
-        self.root = root
-        self.data = root / "data"
+        self.root = self.home = root
         self.arena = Path("/dev/shm") / f"ctxcache-faults-{uuid.uuid4().hex[:12]}"  # noqa: S108  # a tmpfs
         self.arena.mkdir()
         self.faults, self._zygote = forge.faults, forge.zygote
         self._plants = control or ""
+
+    @property
+    def data(self) -> Path:
+        """The data directory; SSD directories lie beside it."""
+        return self.home / "data"
 
     def server(self, *, is_faulty: bool) -> ServerProcess:
         """A server on this run's directories, not started."""
         plants = self._plants if is_faulty else ""
         return ForkedServer(self._zygote, self.data, *self._options(), plants=plants)
 
-    def unforked_server(self, environment: Mapping[str, str]) -> ServerProcess:
+    def unforked_server(
+        self, *, environment: Mapping[str, str] | None = None, wrapper: Sequence[str] = ()
+    ) -> ServerProcess:
         """A server of its own process, where libraries may be loaded before all others."""
         program = planted.command([self._plants]) if self._plants else COMMAND_LINE
-        return ServerProcess(self.data, *self._options(), environment=environment, program=program)
+        return ServerProcess(
+            self.data, *self._options(), environment=environment, wrapper=wrapper, program=program
+        )
 
     def _options(self) -> tuple[str, ...]:
-        ssd = (part for number in (1, 2) for part in ("--ssd-directories", str(self.root / f"ssd{number}")))
+        ssd = (part for number in (1, 2) for part in ("--ssd-directories", str(self.home / f"ssd{number}")))
         return ("--arena-directory", str(self.arena), "--unix-socket", "", *SIZES, *ssd)
 
     def prefixes(self, place: str) -> Sequence[str]:
@@ -66,9 +70,9 @@ class Run:
         return {
             "directory": [str(self.data / name) for name in ("LOCK", "FORMAT", "RUNS", "PATHS")],
             "metadata": [str(self.data / "metadata")],
-            "ssd": [str(self.root / path / "segments.dat") for path in ("ssd1", "ssd2")],
+            "ssd": [str(self.home / path / "segments.dat") for path in ("ssd1", "ssd2")],
             "copies": [
-                str(self.root / path / name) for path in ("ssd1", "ssd2") for name in ("WITNESS", "catalog")
+                str(self.home / path / name) for path in ("ssd1", "ssd2") for name in ("WITNESS", "catalog")
             ],
             "arena": [str(self.arena)],
         }[place]
@@ -171,9 +175,9 @@ def _live(run: Run, point: Point, life: Lifecycle, problems: list[str]) -> bool:
             _check_paths(point, server, run, life, problems)
         if point.phase == "stop":
             run.arm(point)
-        _stop(server, problems, is_faulty=point.phase in ("stop", "life"))
+        stop(server, problems, is_faulty=point.phase in ("stop", "life"))
     except ServerDidNotStart as error:
-        _check_refusal(error, problems)
+        check_refusal(error, problems)
     finally:
         is_met = run.faults.hit_count > 0
         run.faults.disarm()
@@ -182,49 +186,25 @@ def _live(run: Run, point: Point, life: Lifecycle, problems: list[str]) -> bool:
     return is_met
 
 
-def _stop(server: ServerProcess, problems: list[str], *, is_faulty: bool) -> None:
-    try:
-        code = server.terminate()
-    except subprocess.TimeoutExpired:
-        problems.append("it does not end after SIGTERM")
-        return
-    if code and not (is_faulty and code in START_CODES):
-        problems.append(f"its exit code is {code}: {_last_line(server.stderr)}")
-    if "Traceback" in server.stderr:
-        problems.append(f"a traceback: {_last_line(server.stderr)}")
-
-
-def _check_refusal(error: ServerDidNotStart, problems: list[str]) -> None:
-    last = _last_line(error.stderr)
-    reason = START_CODES.get(error.returncode or 0)
-    if error.returncode is None:
-        problems.append("it neither starts nor ends")
-    elif reason is None or not last.endswith(f"({reason})") or "Traceback" in error.stderr:
-        problems.append(f"it does not start, with exit code {error.returncode}: {last}")
-
-
 def _check_after(run: Run, life: Lifecycle, problems: list[str]) -> None:
     server = run.server(is_faulty=False)
     try:
         server.start()
         life.verify(server.target)
-        _stop(server, problems, is_faulty=False)
+        stop(server, problems, is_faulty=False)
     except ServerDidNotStart as error:
-        problems.append(
-            f"no clean start afterwards, exit code {error.returncode}: {_last_line(error.stderr)}"
-        )
+        problems.append(f"no clean start afterwards, exit code {error.returncode}: {last_line(error.stderr)}")
     finally:
         server.close()
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
-
-
 SAMPLE_COUNT = 2
 NUMBERS = range(1, 4)
-SCENARIO_CONTROLS = {"deadlines_by_wall_clock": "clock +1h"}
+SCENARIO_CONTROLS = {
+    "deadlines_by_wall_clock": "clock +1h",
+    "room_unchecked": "full",
+    "address_space_unchecked": "memory",
+}
 CONTROLS = {
     "sync_errors_ignored": ALWAYS[0],
     "sync_retried": ALWAYS[0],
@@ -242,10 +222,27 @@ def _last(servers: Forge, report: Report, names: Sequence[str]) -> None:
     for name in names:
         problems: list[str] = []
         with a_run(servers, report.control) as run:
-            _scenario(name, run, problems.append)
+            if name in ("full", "memory"):
+                _shortage(name, run, report, problems)
+            else:
+                _scenario(name, run, problems.append)
         report.count("scenarios")
         for problem in problems:
             report.find(f"{name}: {problem}")
+
+
+def _shortage(name: str, run: Run, report: Report, problems: list[str]) -> None:
+    if name == "memory":
+        shortages.refused_memory(
+            run.unforked_server,
+            lambda limit_bytes: run.unforked_server(wrapper=("prlimit", f"--as={limit_bytes}")),
+            problems,
+        )
+        return
+    run.home = run.root / "disk"
+    with shortages.small_disk(run.home, run.root / "disk.img") as kind:
+        report.figures["small_disk"] = kind
+        shortages.full_disk(lambda: run.server(is_faulty=True), run.home / "ballast", problems)
 
 
 def _scenario(name: str, run: Run, problem: scenarios.Problem) -> None:
@@ -253,11 +250,7 @@ def _scenario(name: str, run: Run, problem: scenarios.Problem) -> None:
     if what == "clock":
         clock = run.root / "clock"
         environment = scenarios.clock_environment(clock)
-        scenarios.clock_jump(lambda: run.unforked_server(environment), clock, jump, problem)
-    elif what == "full":
-        with scenarios.small_filesystem(run.data, "40m"), run.server(is_faulty=True) as server:
-            scenarios.full_metadata(server, run.data / "metadata" / "ballast", problem)
-            server.terminate()
+        scenarios.clock_jump(lambda: run.unforked_server(environment=environment), clock, jump, problem)
     else:
         with run.server(is_faulty=True) as server:
             if what == "hang":
@@ -266,7 +259,7 @@ def _scenario(name: str, run: Run, problem: scenarios.Problem) -> None:
                 scenarios.no_descriptors(server, problem)
 
 
-SCENARIOS = ("hang", "full", "descriptors", *(f"clock {jump}" for jump in scenarios.JUMPS))
+SCENARIOS = ("hang", "full", "memory", "descriptors", *(f"clock {jump}" for jump in scenarios.JUMPS))
 
 
 def run(options: argparse.Namespace, report: Report) -> None:
@@ -283,7 +276,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
             _last(servers, report, SCENARIOS)
         else:
             _visit_some(servers, report, options.points)
-            _last(servers, report, ["hang", "full"])
+            _last(servers, report, ["hang", "full", "memory"])
 
 
 def _visit_every(servers: Forge, report: Report, only: str) -> None:
@@ -332,6 +325,8 @@ HARNESS = Harness(
         "sync_retried": "a failed fdatasync is called again until it succeeds",
         "short_write_is_whole": "a write of fewer bytes than asked for is taken for all of them",
         "refused_record_acknowledged": "a record that found no room is acknowledged",
+        "room_unchecked": "records may use up the last of the disk",
+        "address_space_unchecked": "a bound on memory is met by whichever library comes to it first",
         "deadlines_by_wall_clock": "leases and reservations end by the clock on the wall",
         "failed_path_in_rotation": "a path that failed is still handed out",
     },

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
+from ctxcache.cli import serve
 from ctxcache.clock import SystemClock
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.tiers import ssd
@@ -72,3 +73,20 @@ def failed_path_in_rotation(_: int) -> None:
 def deadlines_by_wall_clock(_: int) -> None:
     """Leases and reservations end by the clock on the wall."""
     SystemClock.monotonic_ns = SystemClock.now_ns  # type: ignore[method-assign]
+
+
+@plant
+def room_unchecked(_: int) -> None:
+    """Nobody looks how much room there is for records."""
+    check = RocksDbMetadata.check
+
+    def check_failure_alone(store: RocksDbMetadata, **_: bool) -> None:
+        check(store, is_growing=False)
+
+    RocksDbMetadata.check = check_failure_alone  # type: ignore[method-assign,assignment]
+
+
+@plant
+def address_space_unchecked(_: int) -> None:
+    """A bound on memory is met by whichever library comes to it first."""
+    setattr(serve, "check_address_space", lambda _: None)  # noqa: B010  # mypy would have it typed
