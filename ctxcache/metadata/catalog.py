@@ -1,6 +1,6 @@
 """The catalog: a second copy of every record, in plain files that no database is needed to read.
 
-Written behind each commit and synced once a second, by a thread of its own: after the death of the
+Written behind each commit and synced within a second, by a thread of its own: after the death of the
 process it has every commit, after a power cut it may lack those of the last second or so. It is
 read when the metadata is gone or cannot be trusted, and then only. Worst case: its device refuses a
 write, which is logged; commits go on without it until the next start.
@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """A store's catalog, being written. Owned by the event loop, but for its thread."""
+    """A store's catalog, being written. Owned by the event loop, but for its threads."""
 
     def __init__(self, directory: str | Path, instance_id: str) -> None:
         """Open or create `directory`. Raises DataDirectoryUnusable."""
@@ -58,9 +59,12 @@ class Catalog:
         self._number = 0
         self._is_cut_off = False
         """Whether the newest log is that of a run that did not end in order: nothing may follow on it."""
-        self._synced_s = time.monotonic()
+        self._is_sync_due = False
+        """Whether a sync is waited for that will begin after this."""
+        self._closing = threading.Event()
         self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
         self._worker = ThreadPoolExecutor(1, "catalog")
+        self._syncer = ThreadPoolExecutor(1, "catalog-sync")
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -97,13 +101,12 @@ class Catalog:
             self._log_bytes += len(packed)
             if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes):
                 self._rotate(sequence)
-            now_s = time.monotonic()
-            if now_s - self._synced_s > SYNC_INTERVAL_S:
-                self._synced_s = now_s
-                self._worker.submit(_sync, os.dup(self._fd))
+            self._ask_for_sync()
 
     def close(self, sequence: int) -> None:
-        """Wait for the thread, mark the end, sync."""
+        """Wait for the threads, which make haste now, mark the end, sync."""
+        self._closing.set()
+        self._syncer.shutdown()
         self._worker.shutdown()
         if self._fd >= 0:
             with self._noticed():
@@ -143,15 +146,29 @@ class Catalog:
         fd = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode=0o600)
         if self._fd >= 0:
             self._worker.submit(_sync, self._fd)
-        self._fd, self._log_bytes = fd, 0
+        self._fd, self._log_bytes, self._is_sync_due = fd, 0, False
         self._worker.submit(self._write_base, self._number, sequence, self._snapshot())
+
+    def _ask_for_sync(self) -> None:
+        # Without descriptors the next commit asks again.
+        with contextlib.suppress(OSError):
+            if not self._is_sync_due:
+                fd = os.dup(self._fd)
+                self._is_sync_due = True
+                self._syncer.submit(self._sync_soon, fd)
+
+    def _sync_soon(self, fd: int) -> None:
+        # The last commit of all is followed by no other that could ask for a sync.
+        self._closing.wait(SYNC_INTERVAL_S)
+        self._is_sync_due = False
+        _sync(fd)
 
     def _write_base(self, number: int, sequence: int, records: Iterator[tuple[bytes, bytes]]) -> None:
         path = self._directory / f"{number:08d}.base"
         partial = path.with_suffix(".partial")
         try:
             with partial.open("wb") as file:
-                for batch in _unhurried(records):
+                for batch in _unhurried(records, self._closing):
                     file.write(b"".join(_pack(self._seed, sequence, key, value) for key, value in batch))
                 file.write(_pack(self._seed, sequence, b"", b""))
                 file.flush()
@@ -167,12 +184,14 @@ class Catalog:
             log.error("catalog_failed directory=%s error=%s", self._directory, error)  # noqa: TRY400
 
 
-def _unhurried(records: Iterator[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+def _unhurried(
+    records: Iterator[tuple[bytes, bytes]], hurry: threading.Event
+) -> Iterator[list[tuple[bytes, bytes]]]:
     """Batches of records, taking a quarter of the time: it is Python's lock that the thread would hold."""
     began_s = time.monotonic()
     while batch := list(islice(records, _ENTRIES_PER_WRITE)):
         yield batch
-        time.sleep(_PAUSE_SHARE * (time.monotonic() - began_s))
+        hurry.wait(_PAUSE_SHARE * (time.monotonic() - began_s))
         began_s = time.monotonic()
 
 

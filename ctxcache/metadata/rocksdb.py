@@ -289,9 +289,11 @@ def _open(path: str) -> Rdict:
         return Rdict(path, _options())
     except Exception as error:  # rocksdict raises nothing narrower
         problem = str(error)
-        if "Corruption" in problem or ("MANIFEST" in problem and "No such file" in problem):
+        # What RocksDB says; the path that it names may have any word in it.
+        said = problem.replace(path, "")
+        if "Corruption" in said or ("MANIFEST" in said and "No such file" in said):
             raise CorruptMetadata(where=path, problem=problem) from error
-        if "LOCK" in problem:
+        if "LOCK" in said:
             problem = f"another process holds the metadata ({problem})"
         raise DataDirectoryUnusable(path=path, problem=problem) from error
 

@@ -156,6 +156,19 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+@pytest.mark.parametrize("word", ["Corruption", "LOCK"])
+def test_what_a_directory_is_called_is_no_reason(tmp_path: Path, word: str) -> None:
+    """The refusal is the device's, whatever words are in the path that it names: nothing is made anew for them."""
+    path = tmp_path / word / "metadata"
+    RocksDbMetadata(path).close()
+    (path / "CURRENT").unlink()
+    (path / "CURRENT").mkdir()
+    with pytest.raises(DataDirectoryUnusable) as refused:
+        RocksDbMetadata(path)
+
+    assert "another process" not in str(refused.value)
+
+
 async def test_a_refused_sync_fails_every_commit_that_waits_for_it(tmp_path: Path) -> None:
     """Nobody who shares a failed sync is told that all is well."""
     store = RocksDbMetadata(tmp_path / "metadata")
