@@ -14,8 +14,8 @@ from functools import partial
 from ctxcache.cache.moves import Moves, in_window
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State, record_of
+from ctxcache.cache.victims import Victims
 from ctxcache.cache.write_back import WriteBack
-from ctxcache.core.evictable import Verdict
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.residence import Residence
 from ctxcache.core.segment import Segment
@@ -56,6 +56,7 @@ class Residency:
         self.quarantined: set[Slot] = set()
         """SSD slots that gave back other bytes than were written there. Taken until they are released."""
         self._moves = Moves()
+        self._victims = Victims(state, io)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -176,22 +177,12 @@ class Residency:
         if not is_open and self._evicting.locked():
             async with self._evicting:
                 return
-        coldest = None if is_open else self._coldest_in_memory()
+        coldest = None if is_open else self._victims.in_memory()
         if coldest is None:
             await self.flush(victim)
             return
         async with self._evicting:
             await self._evict(coldest)
-
-    def _coldest_in_memory(self) -> Session | None:
-        # What is clean has left already.
-        by_uid = self._state.by_uid
-        uid = self._state.unwritten.ranking.first(lambda uid: self._is_removable(by_uid[uid]))
-        return None if uid is None else by_uid[uid]
-
-    def _is_removable(self, session: Session) -> bool:
-        is_in_use = session.is_writing or any(s.hold_count for s in session.segments)
-        return not session.is_pinned and not is_in_use
 
     def excess_dirty_bytes(self, dirty_bytes: int) -> int:
         """How much of that is more than shall be; not positive when nothing is."""
@@ -323,7 +314,7 @@ class Residency:
         if self._leaving:
             await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
             return
-        victim = self._coldest_removable(for_session)
+        victim = self._victims.on_ssd(for_session)
         if victim is None:
             raise CapacityExceeded(
                 tier="SSD", needed_bytes=size_bytes, limit_bytes=self.ssd.capacity_bytes,
@@ -331,25 +322,10 @@ class Residency:
             )  # fmt: skip
         await self._evict(victim)
 
-    def _coldest_removable(self, for_session: Session) -> Session | None:
-        def judge(uid: bytes) -> Verdict:
-            session = self._state.by_uid[uid]
-            if session.is_pinned or not session.amounts().ssd_bytes:
-                return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
-            leaves = session is not for_session and self._is_removable(session) and self._frees_room(session)
-            return Verdict.LEAVES if leaves else Verdict.NOT_NOW
-
-        found = self._state.evictable.first(judge)
-        return None if found is None else self._state.by_uid[found]
-
     async def _evict(self, victim: Session) -> None:
         self._metadata.check(is_growing=False)
         self._state.counters.evicted_session_count += 1
         await self.remove([victim])
-
-    def _frees_room(self, session: Session) -> bool:
-        closed = self._io.refusals
-        return any(s.ssd and s.ssd.path_index not in closed for s in session.segments)
 
     # -- out of the cache --------------------------------------------------------------------------
 

@@ -93,7 +93,8 @@ def raw_records(golden: Path) -> dict[bytes, bytes]:
     """Everything in the metadata, whatever it is."""
     database = Rdict(str(golden / "data" / "metadata"), Options(raw_mode=True))
     try:
-        return dict(database.items())
+        items = database.items()
+        return {k: v for k, v in items if isinstance(k, bytes) and isinstance(v, bytes)}
     finally:
         database.close()
 

@@ -1,0 +1,45 @@
+"""Victims: which session is given up when there is no room. Looks at state, changes none of it.
+
+Never one that is pinned, being written, or held. Worst case: there is none.
+"""
+
+from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.state import State
+from ctxcache.core.evictable import Verdict
+from ctxcache.core.session import Session
+
+
+class Victims:
+    """Sessions that may be given up, the coldest first. Owned by the event loop."""
+
+    def __init__(self, state: State, io: SegmentIO) -> None:
+        self._state = state
+        self._io = io
+
+    def in_memory(self) -> Session | None:
+        """The coldest that gives room in DRAM; what is clean has left already. None when there is none."""
+        by_uid = self._state.by_uid
+        uid = self._state.unwritten.ranking.first(lambda uid: _is_removable(by_uid[uid]))
+        return None if uid is None else by_uid[uid]
+
+    def on_ssd(self, for_session: Session) -> Session | None:
+        """The coldest but this one that gives room on a path that takes writes. None when there is none."""
+
+        def judge(uid: bytes) -> Verdict:
+            session = self._state.by_uid[uid]
+            if session.is_pinned or not session.amounts().ssd_bytes:
+                return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
+            leaves = session is not for_session and _is_removable(session) and self._frees_room(session)
+            return Verdict.LEAVES if leaves else Verdict.NOT_NOW
+
+        found = self._state.evictable.first(judge)
+        return None if found is None else self._state.by_uid[found]
+
+    def _frees_room(self, session: Session) -> bool:
+        closed = self._io.refusals
+        return any(s.ssd and s.ssd.path_index not in closed for s in session.segments)
+
+
+def _is_removable(session: Session) -> bool:
+    is_in_use = session.is_writing or any(s.hold_count for s in session.segments)
+    return not session.is_pinned and not is_in_use
