@@ -15,7 +15,7 @@ from ctxcache.client.control import Control, connect_control
 from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.client.slots import SlotLayouts
 from ctxcache.client.wire import Wire
-from ctxcache.errors import Unavailable
+from ctxcache.errors import DeadlineExceeded, Unavailable
 from ctxcache.v1 import arena_pb2
 
 Way = Literal["auto", "socket", "grpc"]
@@ -49,13 +49,18 @@ class LocalAccess:
 
         Raises Unavailable, DeadlineExceeded, TooManyRequests, Draining.
         """
-        with self._lock:
+        timeout_s = self._wire.timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(target=self._wire.target, timeout_s=f"{timeout_s:g}")
+        try:
             if self._is_remote:
                 return None
             if self._attachment is None or self._attachment.stream.is_broken:
                 self._attachment = self._connect()
                 self._is_remote = self._attachment is None
             return self._attachment
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the way and everything held on it."""

@@ -64,6 +64,7 @@ class ChunkStream:
 
     def _resume(self) -> Iterator[Piece]:
         for request in self._missing_requests():
+            self._read.close()
             self._read = self._open(request)
             # The generation may be the same by chance; the uid never is.
             if self._read.header.session.uid != self.header.session.uid:

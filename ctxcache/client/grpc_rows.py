@@ -24,6 +24,7 @@ from ctxcache.v1.session_pb2 import (
     AppendHeader,
     AppendSessionRequest,
     Durability,
+    ReadHeader,
     ReadSessionRequest,
     ReadSessionResponse,
     Session,
@@ -70,10 +71,11 @@ class GrpcRead:
         self._wire, self._call = wire, call
         self._lock = threading.Lock()
         wire.open_reads.add(self)
-        first = self._receive()
-        if first is None or isinstance(first, WireChunk) or not first.HasField("header"):
-            raise CacheError(f"{wire.target}: the read does not start with a header")
-        self.header = first.header
+        try:
+            self.header = self._receive_header()
+        except BaseException:
+            self.close()
+            raise
 
     def next(self, landing: Landing) -> Piece | None:
         """See OpenRead."""
@@ -96,6 +98,12 @@ class GrpcRead:
         with self._lock:
             _draw_end(self._call)
         self._wire.open_reads.discard(self)
+
+    def _receive_header(self) -> ReadHeader:
+        first = self._receive()
+        if first is None or isinstance(first, WireChunk) or not first.HasField("header"):
+            raise CacheError(f"{self._wire.target}: the read does not start with a header")
+        return first.header
 
     def _receive(self) -> ReadMessage | None:
         with self._lock, self._wire.errors():

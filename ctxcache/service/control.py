@@ -230,9 +230,14 @@ class _Connection(asyncio.Protocol):
             self._hello_timer.cancel()
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         # By itself and first: a descriptor comes with the byte that it was sent with.
-        with self._transport.get_extra_info("socket").dup() as raw:
+        raw = socket.socket(fileno=self._transport.get_extra_info("socket").fileno())
+        try:
             message = encode_frame(Kind.HELLO, self._control.welcome.SerializeToString())
             socket.send_fds(raw, [message], [self._control.arena_fd])
+        except OSError as error:
+            raise _bad("hello", f"cannot be answered: {error.strerror}") from error
+        finally:
+            raw.detach()
 
     def _carry_out(self, request: arena_pb2.AccessRequest) -> None:
         begun = begin(self._holder.carry_out(request))

@@ -311,3 +311,15 @@ def _next_request(connection: socket.socket, asked: FrameReader) -> arena_pb2.Ac
     while (frame := asked.next()) is None:
         asked.feed(connection.recv(1 << 16))
     return arena_pb2.AccessRequest.FromString(frame.message)
+
+
+def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
+    connect: Connect, far_side: FarSide
+) -> None:
+    """One thread is at it and hears nothing; those behind it are not kept for its sake and then for their own."""
+    far_side.add(NAME, 5)
+    client = connect(access="local", timeout_s=0.3)
+    client.get_session(NAME)
+    with client._local._lock, ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(client.read, NAME)
+        assert isinstance(waiter.exception(SOON_S), DeadlineExceeded)

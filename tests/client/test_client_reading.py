@@ -330,3 +330,18 @@ def test_a_read_that_is_given_up_leaves_no_connection(connect: Connect, far_side
 
 def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_reads_that_fail_are_not_remembered(connect: Connect, far_side: FarSide) -> None:
+    """Neither one that never began, nor one that broke and was begun again."""
+    session = far_side.add(NAME, 11)
+    client = connect(access="grpc")
+    far_side.chunks_until_break = [1]
+    with client.read(NAME) as rows:
+        list(rows.chunks())
+    del far_side.sessions[NAME]
+    for _ in range(3):
+        with pytest.raises(CacheError):
+            client.read(session)
+
+    assert not client._wire.open_reads

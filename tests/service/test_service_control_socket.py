@@ -409,3 +409,16 @@ async def test_many_requests_at_once_leave_turns_to_others(
     assert order.count(order[0]) == 1000
     assert order[-1] is order[0]
     other.die()
+
+
+async def test_a_client_that_greets_and_goes_is_nobodys_fault(
+    path: str, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The welcome cannot be handed over any more; that is no error of the server's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain:
+        plain.connect(path)
+        plain.sendall(struct.pack("<IB", len(HELLO), 1) + HELLO)
+    await until(lambda: bool(server._control.connections))
+    await until(lambda: not server._control.connections)
+
+    assert not caplog.records
