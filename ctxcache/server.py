@@ -31,6 +31,7 @@ from ctxcache.core.limits import Limits
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import (
     AddressUnusable,
+    CacheError,
     CorruptMetadata,
     InvalidConfiguration,
 )
@@ -183,28 +184,33 @@ class Server:
 
     async def _listen(self) -> None:
         try:
-            self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
-            if self.addresses and self._arena.control_socket:
-                await self._control.start(self._arena.control_socket)
-            self._bulk.open(_bulk_places(self.settings, self.addresses))
-        except (AddressUnusable, InvalidConfiguration):
-            # One of two may be bound by now: grpc lets go of it at the end of a server, once it has begun.
+            await self._open_doors()
+            self._add_services()
+            # From here on something may be acknowledged that a crash would take back.
+            self.storage.directory.begin_run()
+        except CacheError:
+            self._bulk.close()
+            await self._control.stop(0)
+            # Addresses may be bound by now: grpc lets go of them at the end of a server, once it has begun.
             await self._grpc.start()
             await self._grpc.stop(None)
             raise
-        if not self.addresses:
-            raise InvalidConfiguration(
-                source="listen", problem="neither a TCP address nor a Unix socket is set"
-            )
-        self._add_services()
-        # From here on something may be acknowledged that a crash would take back.
-        self.storage.directory.begin_run()
         await self._grpc.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._upkeep = asyncio.get_running_loop().create_task(Upkeep(self._cache).run())
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
+
+    async def _open_doors(self) -> None:
+        self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
+        if not self.addresses:
+            raise InvalidConfiguration(
+                source="listen", problem="neither a TCP address nor a Unix socket is set"
+            )
+        if self._arena.control_socket:
+            await self._control.start(self._arena.control_socket)
+        self._bulk.open(_bulk_places(self.settings, self.addresses))
 
     def _bind(self, target: str) -> str:
         try:

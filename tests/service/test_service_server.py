@@ -215,6 +215,20 @@ async def test_an_address_that_fails_lets_go_of_the_others(settings: Settings, t
     await again.stop()
 
 
+async def test_a_run_that_cannot_be_noted_is_none(settings: Settings) -> None:
+    """The last step of a start that may fail: by then it listens, and nobody may be let in or kept waiting."""
+    await (await Server.start(settings)).stop()
+    in_the_way = settings.data_directory / "RUNS.partial"
+    in_the_way.mkdir()
+    with pytest.raises(DataDirectoryUnusable):
+        await Server.start(settings)
+    left = sorted(path.name for path in settings.data_directory.iterdir() if path.is_socket())
+    in_the_way.rmdir()
+    await (await Server.start(settings)).stop()
+
+    assert left == []
+
+
 # -- death ---------------------------------------------------------------------------------------------------
 
 
