@@ -27,8 +27,13 @@ class Moment:
         return cls(time.time_ns(), time.monotonic_ns())
 
     def deadline_ns(self, expire_time: Timestamp) -> int:
-        """Return `expire_time` on the monotonic clock; both clocks are this host's."""
-        return self.monotonic_ns + expire_time.ToNanoseconds() - self.wall_ns
+        """Return `expire_time`, told between this moment and now, on the monotonic clock; both are this host's.
+
+        The earlier of what then and now say: somebody may have set the wall clock in between.
+        """
+        now = Moment.now()
+        ahead_ns = max(self.wall_ns - self.monotonic_ns, now.wall_ns - now.monotonic_ns)
+        return expire_time.ToNanoseconds() - ahead_ns
 
 
 @dataclass(frozen=True, slots=True)

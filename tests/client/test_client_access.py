@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import KV, Connect, FarSide
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.client import Client, SessionRows, grpc_access
 from ctxcache.client.access import PROBE
 from ctxcache.client.arena import map_arena
 from ctxcache.client.grpc_access import SURE_FOR_NS, GrpcAccess
+from ctxcache.client.hold import Moment
 from ctxcache.client.leased_rows import LeasedRows
 from ctxcache.client.socket_access import UNREAD_LIMIT, SocketAccess
 from ctxcache.config import Settings
@@ -323,3 +326,18 @@ def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
     with client._local._lock, ThreadPoolExecutor(1) as threads:
         waiter = threads.submit(client.read, NAME)
         assert isinstance(waiter.exception(SOON_S), DeadlineExceeded)
+
+
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_a_clock_that_is_set_while_a_lease_is_acquired_makes_it_no_longer(
+    hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server says by the new time when it ends; reckoned from the old one that would be an hour too late."""
+    sent = Moment.now()
+    set_ns = time.time_ns() + hours * 3600 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: set_ns)
+    told = Timestamp()
+    told.FromNanoseconds(set_ns + 300 * 10**9)
+    deadline_ns = sent.deadline_ns(told)
+
+    assert deadline_ns <= time.monotonic_ns() + 300 * 10**9
