@@ -66,8 +66,9 @@ class Shape:
         )  # fmt: skip
 
 
-SHAPES = {"small": Shape(30, 1152), "8b": Shape(32, 4096), "wide": Shape(32, 8192)}
-"""Segments of 2, 8 and 16 MiB: SmolLM2's hidden states, K/V of an 8B model with grouped heads, of one without."""
+SHAPES = {"small": Shape(30, 1152), "8b": Shape(32, 4096), "wide": Shape(32, 8192), "tiny": Shape(1, 256)}
+"""Segments of 2, 8 and 16 MiB: SmolLM2's hidden states, K/V of an 8B model with grouped heads, of one without;
+24 KiB, to have many of."""
 
 
 @dataclass(slots=True)
@@ -141,10 +142,7 @@ async def save(rig: Rig, source: memoryview) -> float:
     """Reserve, copy rows into the arena, commit durable; seconds. The session is new each time."""
     await rig.create()
     begin = time.perf_counter()
-    reservation = await rig.cache.writing.reserve(
-        TENANT, SESSION, fingerprint=rig.model.fingerprint(), write_offset=0, generation=None,
-        token_count=rig.token_count,
-    )  # fmt: skip
+    reservation = await _reserved(rig, 0, rig.token_count)
     loop = asyncio.get_running_loop()
 
     def mark(token_count: int) -> None:
@@ -153,6 +151,13 @@ async def save(rig: Rig, source: memoryview) -> float:
     await asyncio.to_thread(_copy, rig, reservation, source, mark)
     await rig.cache.writing.commit(reservation, rig.token_count, is_durable=True, keep_open=False)
     return time.perf_counter() - begin
+
+
+async def _reserved(rig: Rig, write_offset: int, token_count: int) -> Reservation:
+    return await rig.cache.writing.reserve(
+        TENANT, SESSION, fingerprint=rig.model.fingerprint(), write_offset=write_offset, generation=None,
+        token_count=token_count,
+    )  # fmt: skip
 
 
 def _copy(rig: Rig, reservation: Reservation, source: memoryview, mark: Callable[[int], None]) -> None:
@@ -251,22 +256,28 @@ async def into_huge_pages(
     return summary(times["4 KiB"], times["2 MiB"], size_bytes)
 
 
-async def small_flushes(directory: Path, shape: Shape, *, round_count: int = 128) -> dict[str, object]:
-    """One token per durable commit, as a decoding engine would at worst: latency, and bytes written per new byte."""
-    async with opened(
-        directory / "cache", shape, 8 * MIB + 2 * 64 * shape.layer_count * shape.row_bytes
-    ) as rig:
+async def small_flushes(
+    directory: Path, shape: Shape, *, behind_count: int = 0, round_count: int = 128
+) -> dict[str, object]:
+    """One token per durable commit, as a decoding engine would at worst: latency, and bytes written per new byte.
+
+    `behind_count` segments are there already: the session's record grows with them.
+    """
+    segment_bytes = 2 * 64 * shape.layer_count * shape.row_bytes
+    async with opened(directory / "cache", shape, 8 * MIB + (1 + behind_count) * segment_bytes) as rig:
         await rig.create()
+        behind = behind_count * rig.layout.segment_tokens
+        if behind:
+            await rig.cache.writing.commit(
+                await _reserved(rig, 0, behind), behind, is_durable=True, keep_open=False
+            )
         source = memoryview(mmap.mmap(-1, rig.layout.size_bytes))
         taken, before = [], _written_bytes()
         for index in range(round_count):
             begin = time.perf_counter()
-            reservation = await rig.cache.writing.reserve(
-                TENANT, SESSION, fingerprint=rig.model.fingerprint(), write_offset=index, generation=None,
-                token_count=1,
-            )  # fmt: skip
+            reservation = await _reserved(rig, behind + index, 1)
             _copy(rig, reservation, source, lambda _: None)
-            await rig.cache.writing.commit(reservation, index + 1, is_durable=True, keep_open=False)
+            await rig.cache.writing.commit(reservation, behind + index + 1, is_durable=True, keep_open=False)
             taken.append(time.perf_counter() - begin)
         written = _written_bytes() - before
     new_bytes = round_count * rig.layout.token_bytes
@@ -288,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print one line of JSON, of `paths` and `tails` one per shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="on the disk to measure; emptied")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["small", "8b", "wide"])
+    parser.add_argument("--behind", type=int, default=0, help="segments there already, for tails")
     parser.add_argument("--what", choices=["paths", "tails", "pages"], required=True)
     options = parser.parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
@@ -300,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = (
             paths_add_up(options.directory, shape, 64 * MIB)
             if options.what == "paths"
-            else small_flushes(options.directory, shape)
+            else small_flushes(options.directory, shape, behind_count=options.behind)
         )
         sys.stdout.write(json.dumps({"shape": name, **asyncio.run(work)}) + "\n")
         sys.stdout.flush()
