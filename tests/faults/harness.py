@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, field
 
 GOOD, NOT_GOOD, SKIPPED = 0, 1, 77
 FINDINGS_SHOWN = 20
+PROGRESS_S = 30.0
+_shown_s = [time.monotonic()]
+"""When progress was last shown where nobody is looking."""
 
 
 class Unsupported(Exception):
@@ -111,10 +114,14 @@ class Harness:
 
 
 def progress(done: int, total: int, what: str) -> None:
-    """Show how far a long run is, where a person is looking."""
+    """Show how far a long run is: always where a person is looking, else a line every half minute."""
     if sys.stderr.isatty():
         end = "\n" if done >= total else ""
         sys.stderr.write(f"\r{done}/{total} {what}{end}")
+        sys.stderr.flush()
+    elif time.monotonic() - _shown_s[-1] >= PROGRESS_S:
+        _shown_s[:] = [time.monotonic()]
+        sys.stderr.write(f"{done}/{total} {what}\n")
         sys.stderr.flush()
 
 

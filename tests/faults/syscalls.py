@@ -138,10 +138,13 @@ def _check_paths(point: Point, server: ServerProcess, run: Run, life: Lifecycle,
         return
     if point.call in ("write", "fdatasync"):
         with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
-            states = {tier.path: tier.state for tier in client.stats().tiers}
-        hit = states.get(run.faults.where.split()[-1])
-        if hit != PATH_STATE_FENCED and (point.error == "EIO" or point.call == "fdatasync"):
-            problems.append("the path is not fenced")
+            tiers = {tier.path: tier for tier in client.stats().tiers}
+        hit = tiers[run.faults.where.split()[-1]]
+        if point.error == "EIO" or point.call == "fdatasync":
+            if hit.state != PATH_STATE_FENCED or not hit.problem:
+                problems.append("the path is not fenced, or nobody says why")
+            if server.stderr.count("path_fenced") != 1:
+                problems.append("the log does not say once that the path is fenced")
         if life.refused_count:
             problems.append(f"{life.refused_count} calls were refused though another path takes writes")
 
@@ -303,7 +306,7 @@ def _visit_some(servers: Forge, report: Report, count: int) -> None:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--every", action="store_true", help="every point: hours")
+    parser.add_argument("--every", action="store_true", help="every point: about 40 minutes")
     parser.add_argument(
         "--scenarios", action="store_true", help="faults that last, all of them and nothing else"
     )
