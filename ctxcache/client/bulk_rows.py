@@ -33,7 +33,7 @@ from ctxcache.v1.session_pb2 import (
     Session,
 )
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 
 
 class BulkRows:
