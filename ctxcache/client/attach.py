@@ -13,7 +13,8 @@ from ctxcache.client.access import PROBE, AccessStream
 from ctxcache.client.arena import MappedArena, map_arena, map_descriptor
 from ctxcache.client.control import Control, connect_control
 from ctxcache.client.grpc_access import GrpcAccess
-from ctxcache.client.slots import SlotLayouts
+from ctxcache.client.met import Met
+from ctxcache.client.slots import SlotLayout
 from ctxcache.client.wire import Wire
 from ctxcache.errors import DeadlineExceeded, Unavailable
 from ctxcache.v1 import arena_pb2
@@ -24,11 +25,11 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The arena, and the way on which to acquire parts of it. `layouts`: of sessions met on it."""
+    """The arena, and the way on which to acquire parts of it. `layouts`: of sessions met on it, by their uid."""
 
     arena: MappedArena
     stream: AccessStream
-    layouts: SlotLayouts = field(default_factory=SlotLayouts)
+    layouts: Met[str, SlotLayout] = field(default_factory=Met)
 
 
 class LocalAccess:

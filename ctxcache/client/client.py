@@ -19,6 +19,7 @@ from ctxcache.client.convert import model_from_wire, row_sizes, stream_from_wire
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.leased_rows import LeasedRows, lease_rows
+from ctxcache.client.met import Met
 from ctxcache.client.models import ModelCalls
 from ctxcache.client.reserved_writer import ReservedWriter, reserve
 from ctxcache.client.row_transport import RowTransport
@@ -49,8 +50,6 @@ DEFAULT_TIMEOUT_S = 30.0
 Access = Literal["auto", "local", "local-socket", "local-grpc", "remote", "bulk", "grpc"]
 Verify = Literal["loaded", "always"]
 _WAYS: dict[Access, Way] = {"local-socket": "socket", "local-grpc": "grpc"}
-FINGERPRINTS_LIMIT = 4096
-"""Sessions of which the model is remembered, so that reading one by its name takes one call."""
 
 
 class Client(ModelCalls, SessionCalls, AdminCalls):
@@ -82,9 +81,10 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
         self._transport = self._choose_transport(access)
         self._is_verified = verify == "always"
         self._local = LocalAccess(self._wire, _WAYS.get(access, "auto"))
-        self._fingerprints: dict[str, bytes] = {}
-        # Fingerprint to model. Models never change; as many as this process uses.
-        self._models: dict[bytes, ModelSpec] = {}
+        # By session name, model fingerprint, session uid.
+        self._fingerprints: Met[str, bytes] = Met()
+        self._models: Met[bytes, ModelSpec] = Met()
+        self._sizes: Met[str, Mapping[Stream, int]] = Met()
 
     def append(
         self,
@@ -198,11 +198,15 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
     def _snapshot(self, session: str | Session) -> Session:
         return self.get_session(session) if isinstance(session, str) else session
 
-    def _row_sizes(self, snapshot: Session) -> dict[Stream, int]:
-        fingerprint = snapshot.model_fingerprint
-        if fingerprint not in self._models:
-            self._models[fingerprint] = model_from_wire(self.get_model(snapshot.model))
-        return row_sizes(self._models[fingerprint], map(stream_from_wire, snapshot.layout))
+    def _row_sizes(self, snapshot: Session) -> Mapping[Stream, int]:
+        found = self._sizes.get(snapshot.uid)
+        return found or self._sizes.put(snapshot.uid, self._sizes_of(snapshot))
+
+    def _sizes_of(self, snapshot: Session) -> Mapping[Stream, int]:
+        model = self._models.get_or_make(
+            snapshot.model_fingerprint, lambda: model_from_wire(self.get_model(snapshot.model))
+        )
+        return row_sizes(model, map(stream_from_wire, snapshot.layout))
 
     def _attach(self) -> Attachment | None:
         attachment = None if self._access in ("remote", "bulk", "grpc") else self._local.attach()
@@ -252,19 +256,14 @@ class Client(ModelCalls, SessionCalls, AdminCalls):
             # The name is another session's by now.
             if known is None:
                 raise
-            self._fingerprints.pop(name, None)
+            self._fingerprints.forget(name)
             return self._lease(session, streams, wanted, if_generation_match)
         except CapacityExceeded:
             if self._is_only_local:
                 raise
             return None
-        self._remember(rows.session)
+        self._fingerprints.put(rows.session.name, rows.session.model_fingerprint)
         return rows
-
-    def _remember(self, session: Session) -> None:
-        if len(self._fingerprints) >= FINGERPRINTS_LIMIT:
-            self._fingerprints.clear()
-        self._fingerprints[session.name] = session.model_fingerprint
 
     @property
     def _is_only_local(self) -> bool:

@@ -7,6 +7,7 @@ lane is left out from then on, and the others go on.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -238,7 +239,7 @@ class DecodeBatch:
                 release = ReleaseReservation(reservation_id=made.reservation_id)
                 self._stream.send([Operation(release_reservation=release)])
                 continue
-            layout = self._layouts.of(made.session_uid, made.layout)
+            layout = self._layouts.get_or_make(made.session_uid, partial(SlotLayout, made.layout))
             if {stream: chunk.row_bytes for stream, chunk in layout.chunks.items()} != self._row_sizes:
                 raise CorruptSegment(segment_id="?", problem="its layout is not the session's")
             self._chunks = layout.chunks

@@ -13,7 +13,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.rows import Piece, SessionRows
-from ctxcache.client.slots import Chunk, SlotRows, spans_of_runs, spans_of_segments
+from ctxcache.client.slots import Chunk, SlotLayout, SlotRows, spans_of_runs, spans_of_segments
 from ctxcache.client.verifier import Verifier
 from ctxcache.errors import InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
@@ -115,7 +115,7 @@ def lease_rows(
             spans = spans_of_segments(lease.segments, begin, end)
         else:
             spans = spans_of_runs(lease.runs, begin, end)
-        layout = attachment.layouts.of(lease.session.uid, lease.layout)
+        layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
         slots = SlotRows(arena, layout, spans)
         verifier = None
         if is_verified:

@@ -12,7 +12,7 @@ import numpy as np
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
 from ctxcache.client.hold import Hold, acquire
-from ctxcache.client.slots import SlotRows, spans_of_runs
+from ctxcache.client.slots import SlotLayout, SlotRows, spans_of_runs
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, CorruptSegment, ReservationNotFound
 from ctxcache.format.streams import Stream
@@ -47,11 +47,11 @@ class ReservedWriter(SessionWriter):
             raise CorruptSegment(segment_id="?", problem="its layout is not the session's")
 
     def write_all(self, rows: Mapping[Stream, Bytes], *, is_marked: bool) -> None:
-        """Write all rows of every stream, [T, row_bytes] each, some tokens at a time.
+        """Write all rows of every stream, [T, row_bytes] each.
 
-        `is_marked`: the server may take them to disk while the next ones are copied.
+        `is_marked`: some tokens at a time, and the server may take them to disk while the next ones are copied.
         """
-        for begin, end in self._batches():
+        for begin, end in self._batches() if is_marked else [(0, self.token_count)]:
             for stream, view in rows.items():
                 self._write(stream, begin, view[begin:end])
                 self._written[stream] = end
@@ -74,13 +74,12 @@ class ReservedWriter(SessionWriter):
 
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
         begin = self.write_offset + row_begin
-        # Before the copy: after its end the room may be another session's.
+        # After its end the room may be another session's. What ends during the copy, the commit will say.
         self._hold.check()
         for token_begin, room in self._slots.blocks(stream, begin, begin + len(rows)):
             first = token_begin - begin
             last = first + room.shape[0] * room.shape[1]
             np.copyto(room, rows[first:last].reshape(room.shape))
-        self._hold.check()
 
     def _commit(self, row_count: int, durability: Durability.ValueType, *, keep_open: bool) -> Session:
         commit = CommitReservation(
@@ -116,7 +115,9 @@ def reserve(
         ended=ReservationNotFound(reservation_id=reservation.reservation_id),
     )
     try:
-        layout = attachment.layouts.of(reservation.session_uid, reservation.layout)
+        layout = attachment.layouts.get_or_make(
+            reservation.session_uid, lambda: SlotLayout(reservation.layout)
+        )
         end = request.write_offset + request.token_count
         slots = SlotRows(arena, layout, spans_of_runs(reservation.runs, request.write_offset, end))
         return ReservedWriter(

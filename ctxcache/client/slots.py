@@ -17,8 +17,6 @@ from ctxcache.errors import CorruptSegment
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import ChunkLayout, Runs, SegmentLocation
 
-LAYOUTS_LIMIT = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -48,22 +46,6 @@ class SlotLayout:
     def end_bytes(self, row_end: int) -> int:
         """How far rows below `row_end` of any stream reach into a slot."""
         return max((c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values()), default=0)
-
-
-class SlotLayouts:
-    """Layouts of sessions met before, by session uid: a session's never changes. Bounded."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, SlotLayout] = {}
-
-    def of(self, session_uid: str, layout: Iterable[ChunkLayout]) -> SlotLayout:
-        """The session's layout, read from the message only when it is new."""
-        found = self._known.get(session_uid)
-        if found is None:
-            if len(self._known) >= LAYOUTS_LIMIT:
-                self._known.clear()
-            found = self._known[session_uid] = SlotLayout(layout)
-        return found
 
 
 class Span(NamedTuple):

@@ -5,7 +5,7 @@ their size and element type, and nothing of what the numbers mean.
 """
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 TOKENS_LAYER = -1
 TOKEN_ROW_BYTES = 4
@@ -50,8 +50,7 @@ _DTYPE_BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Stream:
+class Stream(NamedTuple):
     """Names a stream within a session: layer number (-1 for token ids) and state kind."""
 
     layer: int
@@ -65,8 +64,7 @@ class Stream:
         return "tokens" if self.kind is StateKind.TOKENS else f"layer {self.layer} {self.kind.name.lower()}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class StreamSpec:
+class StreamSpec(NamedTuple):
     """A stream a model can save: its name, the bytes of one token's row, and the element type."""
 
     stream: Stream

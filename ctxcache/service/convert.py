@@ -113,16 +113,20 @@ def model_message(spec: ModelSpec, create_time_ns: int) -> model_pb2.Model:
 
 def session_message(view: SessionView) -> session_pb2.Session:
     """A session's facts."""
-    message = session_pb2.Session()
-    message.CopyFrom(_constants(view).lease.session)
-    _fill_session(message, view)
+    fill_session(message := session_pb2.Session(), view)
     return message
+
+
+def fill_session(message: session_pb2.Session, view: SessionView) -> None:
+    """Say a session's facts."""
+    message.CopyFrom(_constants(view).lease.session)
+    _fill_changes(message, view)
 
 
 _CONSTANTS: "dict[bytes, _Constants]" = {}
 
 
-def _fill_session(message: session_pb2.Session, view: SessionView) -> None:
+def _fill_changes(message: session_pb2.Session, view: SessionView) -> None:
     """Add what changes to what does not."""
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count
@@ -173,7 +177,7 @@ def _constants(of: Session | SessionView) -> _Constants:
 def fill_lease(message: arena_pb2.Lease, lease: Lease, expire_time_ns: int, *, is_brief: bool) -> None:
     """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another."""
     message.CopyFrom(_constants(lease.view).lease)
-    _fill_session(message.session, lease.view)
+    _fill_changes(message.session, lease.view)
     message.lease_id = lease.lease_id
     message.range.begin, message.range.end = lease.begin, lease.end
     _fill_time(message.expire_time, expire_time_ns)

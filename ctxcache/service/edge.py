@@ -149,6 +149,8 @@ class Edge(grpc.aio.ServerInterceptor):
         self._admissions = admissions
         self._stall_timeout_s = stall_timeout_s
         self._decoders = decoders or {}
+        self._wrapped: dict[str, Handler] = {}
+        """By method; the server's own methods only, so that it stays small."""
 
     async def intercept_service(
         self,
@@ -164,8 +166,10 @@ class Edge(grpc.aio.ServerInterceptor):
         refusal = admission.refusal()
         if refusal:
             return refusal.handler
-        handler = await continuation(handler_call_details)
-        return handler and self._wrap(handler, admission, self._decoders.get(method))
+        wrapped = self._wrapped.get(method)
+        if wrapped is None and (handler := await continuation(handler_call_details)):
+            wrapped = self._wrapped[method] = self._wrap(handler, admission, self._decoders.get(method))
+        return wrapped
 
     # grpc's handlers are untyped tuples
     def _wrap(self, handler: Any, admission: Admission, decoder: Decoder | None) -> Handler:

@@ -171,7 +171,7 @@ class Holder:
             )
         finally:
             self._forget_if_ended(request.reservation_id)
-        result.committed.CopyFrom(convert.session_message(view))
+        convert.fill_session(result.committed, view)
 
     async def _commit_many(
         self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations, part: Slice

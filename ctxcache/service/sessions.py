@@ -149,11 +149,12 @@ class SessionService(StreamRpcs):
             for i, q in enumerate(request.queries)
         ]
         tenant = tenant_of(context)
-        results = []
+        results: list[session_pb2.LookupResult] = []
         for session_id, print_ in asked:
+            if results:
+                # A thousand of them take long: others have their turn in between.
+                await asyncio.sleep(0)
             results.append(_result(self._sessions.lookup(tenant, session_id, print_)))
-            # A thousand long sessions take seconds: others have their turn in between.
-            await asyncio.sleep(0)
         return session_pb2.LookupSessionsResponse(results=results)
 
     def _future(self, expiration: Expiration | None) -> Expiration | None:
