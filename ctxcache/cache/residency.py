@@ -25,7 +25,7 @@ from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.format.slot import Slot
 from ctxcache.metadata.base import Changes, MetadataStore
 
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 32 << 20
 """Bytes that one move has in flight per SSD path: enough for the device never to wait, few enough for
 moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
 DROPS_PER_SLICE = 256

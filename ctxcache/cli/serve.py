@@ -22,6 +22,7 @@ from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.malloc import keep_freed_memory
 from ctxcache.process_memory import check_address_space
+from ctxcache.time_slice import shorten_time_slices
 
 if TYPE_CHECKING:
     from ctxcache.server import Server
@@ -47,6 +48,8 @@ def serve(context: typer.Context, **given: Any) -> None:
     logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=LOG_FORMAT)
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
     keep_freed_memory()
+    # Before any thread is begun.
+    shorten_time_slices()
     from ctxcache import server  # noqa: PLC0415  see the module's docstring
 
     asyncio.run(server.serve(settings, lambda running: _announce(running, output), _end_unfinished))
