@@ -56,10 +56,6 @@ class Stream(NamedTuple):
     layer: int
     kind: StateKind
 
-    def __hash__(self) -> int:
-        """As equal as the fields are. Streams are looked up several times per message: an enum's own hash is slow."""
-        return self.layer << 8 ^ self.kind
-
     def __str__(self) -> str:
         return "tokens" if self.kind is StateKind.TOKENS else f"layer {self.layer} {self.kind.name.lower()}"
 
