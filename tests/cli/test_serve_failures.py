@@ -1,6 +1,7 @@
 """Every way in which a server cannot start: one sentence, a documented exit code, nothing left open."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,17 @@ from failing_places import powerless, small_filesystem
 from server_process import ServerDidNotStart, ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.config import Settings
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
+SHARED_MEMORY = Settings.model_fields["arena_directory"].default
 
 
 def serve(data_directory: Path, *options: str, environment: dict[str, str] | None = None) -> Ran:
-    """Start a server that is expected not to start."""
-    given = ("--data-directory", str(data_directory))
-    return ctxcache("serve", *given, *SMALL, *options, environment=environment)
+    """Start a server that is expected not to start, where no other test's killed server has left its arena."""
+    with tempfile.TemporaryDirectory(prefix="ctxcache-", dir=SHARED_MEMORY) as arena:
+        given = ("--data-directory", str(data_directory), "--arena-directory", arena)
+        return ctxcache("serve", *given, *SMALL, *options, environment=environment)
 
 
 def check_refused(ran: Ran, exit_code: ExitCode, *facts: str) -> None:
