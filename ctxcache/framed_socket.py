@@ -54,6 +54,10 @@ class FrameError(Exception):
     """The connection is of no use any more: it ended, stalled, or carried something that is no frame."""
 
 
+class ConnectionEnded(FrameError):
+    """The peer has closed it, or is gone: it acts on nothing that it has not received by now."""
+
+
 class Part(NamedTuple):
     """Bytes of a frame's data that are verified by themselves: XXH3-64 of them with `seed` is `checksum`."""
 
@@ -221,7 +225,9 @@ def _translated() -> Iterator[None]:
     except BlockingIOError as error:
         # What a wait in the kernel says when its time is over.
         raise FrameError("the peer does not move") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConnectionEnded(f"the connection broke: {error}") from error
+    except ValueError as error:
         raise FrameError(f"the connection broke: {error}") from error
 
 

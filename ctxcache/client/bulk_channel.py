@@ -5,6 +5,7 @@ one connection attempt, and for a while nobody asks again.
 """
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -22,10 +23,23 @@ RETRY_INTERVAL_S = 60.0
 """How long a channel that cannot be reached is left alone."""
 IDLE_LIMIT = 8
 """Connections kept for the next use; with them, as many are open as threads are at work."""
+IDLE_SHARE = 0.9
+"""Of the server's idle timeout, how much of it a connection is kept: the rest is for what is on its way."""
 
 
 class NoBulkChannel(Exception):
     """There is none, it cannot be reached, or it takes no more connections; gRPC may do."""
+
+
+class Connection(FramedSocket):
+    """A framed socket that has said hello."""
+
+    idle_limit_s = math.inf
+    """How long after a request began the next one may."""
+    asked_s = -math.inf
+    """When the last request began: the server may have been idle since."""
+    is_kept = False
+    """Whether it has served a request already."""
 
 
 class BulkChannel:
@@ -34,8 +48,8 @@ class BulkChannel:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._lock = threading.Lock()
-        self._idle: list[FramedSocket] = []
-        self._in_use: set[FramedSocket] = set()
+        self._idle: list[Connection] = []
+        self._in_use: set[Connection] = set()
         self._is_closed = False
         self._not_before = 0.0
 
@@ -44,11 +58,13 @@ class BulkChannel:
         """What errors name."""
         return self._wire.target
 
-    def take(self) -> FramedSocket:
+    def take(self, *, is_fresh: bool = False) -> Connection:
         """Return a connection for one request. Raises NoBulkChannel, and Unavailable when closed."""
-        while (idle := self._take_idle()) is not None:
+        while not is_fresh and (idle := self._take_idle()) is not None:
+            now_s = time.monotonic()
             # What can be received while nobody has asked for anything is the end.
-            if not idle.wait(0):
+            if now_s < idle.asked_s + idle.idle_limit_s and not idle.wait(0):
+                idle.asked_s = now_s
                 return idle
             self.drop(idle)
         if time.monotonic() < self._not_before:
@@ -60,10 +76,12 @@ class BulkChannel:
             raise NoBulkChannel(str(error)) from error
         with self._lock:
             self._in_use.add(connected)
+        connected.asked_s = time.monotonic()
         return connected
 
-    def give_back(self, connection: FramedSocket) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Keep a connection that is between two requests."""
+        connection.is_kept = True
         with self._lock:
             self._in_use.discard(connection)
             if not self._is_closed and len(self._idle) < IDLE_LIMIT:
@@ -71,7 +89,7 @@ class BulkChannel:
                 return
         connection.close()
 
-    def drop(self, connection: FramedSocket) -> None:
+    def drop(self, connection: Connection) -> None:
         """Close a connection in whatever state it is."""
         with self._lock:
             self._in_use.discard(connection)
@@ -97,7 +115,7 @@ class BulkChannel:
             problem = "the client is closed" if self._is_closed else str(error)
             raise Unavailable(target=self.target, problem=problem) from error
 
-    def _take_idle(self) -> FramedSocket | None:
+    def _take_idle(self) -> Connection | None:
         with self._lock:
             if self._is_closed:
                 raise Unavailable(target=self.target, problem="the client is closed")
@@ -107,9 +125,9 @@ class BulkChannel:
             self._in_use.add(connection)
             return connection
 
-    def _connect(self) -> FramedSocket:
+    def _connect(self) -> Connection:
         ticket = self._ticket()
-        framed = FramedSocket(self._open(ticket))
+        framed = Connection(self._open(ticket))
         try:
             hello = bulk_pb2.BulkHello(ticket=ticket.ticket, version=VERSION)
             framed.send(Kind.HELLO, hello.SerializeToString())
@@ -121,6 +139,9 @@ class BulkChannel:
             framed.close()
             refusal = from_encoded_status(answer.message, self.target) if answer else "no answer"
             raise FrameError(f"the bulk channel: {refusal}")
+        welcome = bulk_pb2.BulkWelcome.FromString(answer.message)
+        if welcome.HasField("idle_timeout"):
+            framed.idle_limit_s = IDLE_SHARE * welcome.idle_timeout.ToNanoseconds() / 10**9
         return framed
 
     def _ticket(self) -> bulk_pb2.BulkTicket:

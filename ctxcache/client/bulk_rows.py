@@ -5,14 +5,15 @@ on where it broke.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.bulk_channel import BulkChannel, NoBulkChannel
+from ctxcache.client.bulk_channel import BulkChannel, Connection, NoBulkChannel
 from ctxcache.client.convert import stream_from_wire, stream_to_wire
 from ctxcache.client.row_transport import Landing, OpenRead, RowTransport
 from ctxcache.client.rows import Piece
@@ -20,7 +21,7 @@ from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, Unavailable
 from ctxcache.format.identity import wire_checksum
 from ctxcache.format.streams import Stream
-from ctxcache.framed_socket import PIECE_BYTES, Frame, FramedSocket, FrameError, Kind, Part
+from ctxcache.framed_socket import PIECE_BYTES, ConnectionEnded, Frame, Kind, Part
 from ctxcache.status import from_encoded_status
 from ctxcache.v1.bulk_pb2 import BulkChunk
 from ctxcache.v1.session_pb2 import (
@@ -34,6 +35,7 @@ from ctxcache.v1.session_pb2 import (
 )
 
 CHUNK_BYTES = 2 << 20
+T = TypeVar("T")
 
 
 class BulkRows:
@@ -46,24 +48,37 @@ class BulkRows:
     def read(self, request: ReadSessionRequest, *, size_bytes: int) -> OpenRead:
         """See RowTransport."""
         try:
-            connection = self._channel.take()
+            return self._ask(lambda talk: BulkRead(talk, request), size_bytes)
         except NoBulkChannel as error:
             return self._or_else(error).read(request, size_bytes=size_bytes)
-        return BulkRead(self._talk(connection, size_bytes), request)
 
     def append(
         self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
     ) -> Session:
         """See RowTransport."""
+        size_bytes = sum(view.nbytes for view in rows.values())
         try:
-            connection = self._channel.take()
+            return self._ask(lambda talk: _append(talk, header, rows, durability), size_bytes)
         except NoBulkChannel as error:
             return self._or_else(error).append(header, rows, durability)
-        talk = self._talk(connection, sum(view.nbytes for view in rows.values()))
-        with talk.failing():
-            return _append(talk, header, rows, durability)
 
-    def _talk(self, connection: FramedSocket, size_bytes: int) -> "_Talk":
+    def _ask(self, ask: Callable[["_Talk"], T], size_bytes: int) -> T:
+        """Ask; once more where a kept connection had ended before the server could act on it.
+
+        Raises NoBulkChannel, and what `ask` raises.
+        """
+        talk = self._talk(self._channel.take(), size_bytes)
+        try:
+            with talk.failing():
+                return ask(talk)
+        except Unavailable as error:
+            if not (talk.is_repeatable and isinstance(error.__cause__, ConnectionEnded)):
+                raise
+        talk = self._talk(self._channel.take(is_fresh=True), size_bytes)
+        with talk.failing():
+            return ask(talk)
+
+    def _talk(self, connection: Connection, size_bytes: int) -> "_Talk":
         return _Talk(self._channel, connection, self._wire.bulk_timeout_s(size_bytes))
 
     def _or_else(self, error: NoBulkChannel) -> RowTransport:
@@ -77,9 +92,8 @@ class BulkRead:
 
     def __init__(self, talk: "_Talk", request: ReadSessionRequest) -> None:
         self._talk = talk
-        with talk.failing():
-            talk.send(Kind.READ, request.SerializeToString())
-            self.header = ReadHeader.FromString(talk.receive(Kind.READ_HEADER).message)
+        talk.send(Kind.READ, request.SerializeToString())
+        self.header = ReadHeader.FromString(talk.receive(Kind.READ_HEADER).message)
 
     def next(self, landing: Landing) -> Piece | None:
         """See OpenRead."""
@@ -115,10 +129,12 @@ class BulkRead:
 class _Talk:
     """One request on a connection: ended in order it is kept for the next, otherwise it is closed."""
 
-    def __init__(self, channel: BulkChannel, connection: FramedSocket, timeout_s: float) -> None:
+    def __init__(self, channel: BulkChannel, connection: Connection, timeout_s: float) -> None:
         self._channel, self._connection, self._timeout_s = channel, connection, timeout_s
         self._deadline = time.monotonic() + timeout_s
         self.is_over = False
+        self.is_repeatable = connection.is_kept
+        """Whether nothing was answered and nothing asked that changes what anybody sees, on a connection kept."""
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -148,7 +164,8 @@ class _Talk:
             self._check_time()
         frame = self._connection.receive()
         if frame is None:
-            raise FrameError("the server ended the connection")
+            raise ConnectionEnded("the server ended the connection")
+        self.is_repeatable = False
         if frame.kind is Kind.ERROR:
             self.end()
             raise from_encoded_status(frame.message, self._channel.target)
@@ -186,18 +203,25 @@ def _append(
     talk: _Talk, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
 ) -> Session:
     talk.send(Kind.APPEND, header.SerializeToString())
-    for stream, view in rows.items():
-        for message, data in _chunks(stream, view, header.write_offset):
-            if talk.has_answer():
-                # The append failed: nothing more is wanted.
-                break
-            talk.send(Kind.CHUNK, message, data)
-    token_count = header.write_offset + len(next(iter(rows.values())))
-    talk.send(Kind.COMMIT, AppendCommit(token_count=token_count, durability=durability).SerializeToString())
+    if _send_rows(talk, rows, header.write_offset):
+        token_count = header.write_offset + len(next(iter(rows.values())))
+        commit = AppendCommit(token_count=token_count, durability=durability)
+        talk.is_repeatable = False
+        talk.send(Kind.COMMIT, commit.SerializeToString())
     talk.send(Kind.FINISH)
     answer = AppendSessionResponse.FromString(talk.receive(Kind.APPENDED).message)
     talk.end()
     return answer.session
+
+
+def _send_rows(talk: _Talk, rows: Mapping[Stream, Bytes], write_offset: int) -> bool:
+    """Whether all of them were sent; else the append has failed, and nothing more is wanted."""
+    for stream, view in rows.items():
+        for message, data in _chunks(stream, view, write_offset):
+            if talk.has_answer():
+                return False
+            talk.send(Kind.CHUNK, message, data)
+    return True
 
 
 def _chunks(stream: Stream, view: Bytes, write_offset: int) -> Iterator[tuple[bytes, memoryview]]:

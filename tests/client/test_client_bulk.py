@@ -1,15 +1,19 @@
 """The client's ways to rows over sockets, against a real server: the same rows, errors and mending by each."""
 
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES, SPEC, Connect, FarSide, make_rows
 from server_process import ServerProcess
 
-from ctxcache.client import Client
-from ctxcache.client.bulk_channel import host_of
+from ctxcache.client import Client, bulk_channel
+from ctxcache.client.bulk_channel import Connection, host_of
 from ctxcache.errors import (
     CacheError,
     GenerationMismatch,
@@ -19,6 +23,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.streams import TOKENS
+from ctxcache.framed_socket import Kind
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 NAME = "sessions/a"
@@ -215,6 +220,76 @@ def test_a_connection_is_used_again(bulk: Client) -> None:
 
     assert len(bulk._bulk._idle) == 1
     assert not bulk._bulk._in_use
+
+
+def kept(client: Client) -> Connection:
+    """The one connection that is kept for the next request."""
+    [connection] = client._bulk._idle
+    return connection
+
+
+@pytest.mark.parametrize(("idle_s", "is_same"), [(100, True), (119, False), (1000, False)])
+def test_a_connection_that_the_server_is_about_to_end_is_not_used(
+    bulk: Client, monkeypatch: pytest.MonkeyPatch, idle_s: float, *, is_same: bool
+) -> None:
+    """It says how long it waits for the next request; what is on its way then would be lost."""
+    bulk.append(NAME, make_rows(1))
+    before, now_s = kept(bulk), time.monotonic()
+    monkeypatch.setattr(bulk_channel, "time", SimpleNamespace(monotonic=lambda: now_s + idle_s))
+    bulk.append(NAME, make_rows(1))
+
+    assert (kept(bulk) is before) is is_same
+
+
+def ends_unnoticed(connection: Connection, monkeypatch: pytest.MonkeyPatch, after: Kind | None) -> None:
+    """Lose what is sent on it, and let its end be seen after that frame; None: when the first one is sent."""
+    send, wait, has_ended = connection.send, connection.wait, after is None
+
+    def sends(kind: Kind, *parts: Any) -> None:
+        nonlocal has_ended
+        if has_ended:
+            connection.shut()
+            send(kind, *parts)
+        if kind is after:
+            has_ended = True
+            connection._socket.shutdown(socket.SHUT_RD)
+
+    monkeypatch.setattr(connection, "send", sends)
+    monkeypatch.setattr(connection, "wait", lambda timeout_s: has_ended and wait(timeout_s))
+
+
+@pytest.mark.parametrize("after", [None, Kind.READ])
+def test_a_read_on_a_kept_connection_that_had_ended_begins_again(
+    bulk: Client, monkeypatch: pytest.MonkeyPatch, after: Kind | None
+) -> None:
+    """The server closes an idle connection at the very moment of a request: nobody has noticed yet."""
+    bulk.append(NAME, make_rows(1))
+    ends_unnoticed(kept(bulk), monkeypatch, after)
+
+    with bulk.read(NAME, end=3) as rows:
+        np.testing.assert_array_equal(rows.array(KV), make_rows(3)[KV])
+
+
+@pytest.mark.parametrize("after", [None, Kind.APPEND, Kind.CHUNK])
+def test_an_append_on_a_kept_connection_that_had_ended_begins_again(
+    bulk: Client, monkeypatch: pytest.MonkeyPatch, after: Kind | None
+) -> None:
+    """Nothing of it was asked to be visible yet."""
+    bulk.append(NAME, make_rows(1))
+    ends_unnoticed(kept(bulk), monkeypatch, after)
+
+    assert bulk.append(NAME, make_rows(2)).token_count == 60_003
+
+
+def test_an_append_whose_commit_was_sent_is_not_repeated(
+    bulk: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have carried it out: whoever asked for it has to look."""
+    bulk.append(NAME, make_rows(1))
+    ends_unnoticed(kept(bulk), monkeypatch, Kind.FINISH)
+    monkeypatch.setattr(bulk._bulk, "_connect", lambda: pytest.fail("it was asked again"))
+    with pytest.raises(Unavailable):
+        bulk.append(NAME, make_rows(2))
 
 
 def test_without_a_bulk_channel_rows_travel_by_grpc(tmp_path: Path) -> None:
