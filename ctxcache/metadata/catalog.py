@@ -53,6 +53,7 @@ class Catalog:
     def __init__(self, directory: str | Path, instance_id: str) -> None:
         """Open or create `directory`. Raises DataDirectoryUnusable."""
         self._directory = Path(directory)
+        self._instance_id = instance_id
         self._seed = xxh3_64_intdigest(instance_id.encode())
         self._fd = -1
         self._log_bytes = self._base_bytes = 0
@@ -69,6 +70,22 @@ class Catalog:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
+
+    def check_new(self, has: Callable[[bytes], bool]) -> None:
+        """Raise CorruptMetadata where this catalog is not that of a store without any commit.
+
+        `has` says whether the store has a record. A first start that was cut off may have left a catalog, of
+        the records of format 1 if any; the second commit comes after the first one was synced.
+        """
+        try:
+            contents = read_catalog(self._directory, self._instance_id)
+            damage = "; ".join(contents.problems) if _is_begun(self._directory) else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise DataDirectoryUnusable(path=str(self._directory), problem=problem) from error
+        if contents.sequence > 1 or damage or not all(map(has, contents.records)):
+            problem = f"it knows of {contents.sequence} commits, and the metadata is gone"
+            raise CorruptMetadata(where=str(self._directory), problem=f"{problem}; {damage}".rstrip("; "))
 
     def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
         """Go on where the last run ended, when it did so at `sequence`; else begin anew with the first commit.
@@ -278,6 +295,11 @@ def _pack(seed: int, sequence: int, key: bytes, value: bytes | None) -> bytes:
 
 def _numbers(directory: Path, kind: str) -> Iterable[int]:
     return [int(path.stem) for path in directory.glob(f"*.{kind}") if path.stem.isdigit()]
+
+
+def _is_begun(directory: Path) -> bool:
+    """Whether anything was ever written."""
+    return any(path.stat().st_size for kind in ("base", "log") for path in directory.glob(f"*.{kind}"))
 
 
 def _sync(fd: int) -> None:

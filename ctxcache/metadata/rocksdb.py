@@ -7,7 +7,8 @@ TierFailure, and only a restart, which reads what is really there, lifts that.
 A record is never dropped in silence: the log is replayed in the mode that refuses damage before
 its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
 has a number, and notes how many sessions there are and a digest of their records, so that a database
-that lost a file and does not know it is refused: by its witness, or when its sessions are read.
+that lost a file and does not know it is refused: by its witness, by its catalog when all is gone, or when
+its sessions are read.
 """
 
 import asyncio
@@ -234,6 +235,8 @@ class RocksDbMetadata:
         if last.sequence < witnessed:
             problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
             raise CorruptMetadata(where=self._path, problem=problem)
+        if value is None and self._catalog:
+            self._catalog.check_new(lambda key: self._db.get(key) is not None)
         return value is not None, last
 
     def _check_sessions(self, seals: dict[bytes, int]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
 from ctxcache.metadata.rocksdb import RocksDbMetadata
@@ -53,6 +54,22 @@ def test_all_comes_back_without_metadata(stored: Path, lost: str) -> None:
     assert wrong == []
     assert (found.session_count, found.lost_token_count, found.is_complete) == (5, 0, True)
     assert foreseen.token_count == found.token_count == 388
+
+
+def test_metadata_and_witnesses_that_are_gone_together_are_refused(stored: Path) -> None:
+    """The catalog knows of commits: a start that went on without them would write over it."""
+    shutil.rmtree(stored / "data" / "metadata")
+    for name in SSD_NAMES:
+        (stored / name / "WITNESS").unlink()
+    for _ in range(2):
+        with pytest.raises(ServerDidNotStart, match=r"gone.*; `ctxcache rebuild` makes it anew") as refused:
+            server(stored, *SSD_NAMES).start()
+        assert refused.value.returncode == ExitCode.DATA_LOSS
+    found = made_anew(stored)
+    with server(stored, *SSD_NAMES) as running:
+        wrong = wrong_sessions(running)
+
+    assert (wrong, found.token_count, found.is_complete) == ([], 388, True)
 
 
 def test_a_server_does_it_at_the_start_where_it_is_told_to(stored: Path) -> None:

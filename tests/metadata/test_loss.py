@@ -90,6 +90,35 @@ def test_an_older_copy_is_refused(stored: Path) -> None:
         open_store(stored)
 
 
+@pytest.mark.parametrize("damage", ["none", "log", "base and log"])
+def test_a_catalog_without_metadata_is_refused(stored: Path, damage: str) -> None:
+    """Also without a witness, and when the catalog is damaged: nothing is written over what may be all there is."""
+    shutil.rmtree(stored / "metadata")
+    (stored / "WITNESS").unlink()
+    for kind in ("log", "base"):
+        if kind in damage:
+            (stored / "catalog" / f"00000001.{kind}").write_bytes(b"?" * 100)
+    before = {path.name: path.read_bytes() for path in (stored / "catalog").iterdir()}
+    with pytest.raises(CorruptMetadata, match=r"gone"):
+        open_store(stored)
+
+    assert {path.name: path.read_bytes() for path in (stored / "catalog").iterdir()} == before
+
+
+def test_a_first_start_that_was_cut_off_is_no_loss(tmp_path: Path) -> None:
+    """The catalog is begun before the first commit: that there is none yet is no reason to refuse."""
+    store = open_store(tmp_path / "live")
+    assert store._catalog
+    store._catalog._worker.submit(lambda: None).result()
+    shutil.copytree(tmp_path / "live" / "catalog", tmp_path / "killed" / "catalog")
+    store.close()
+    again = open_store(tmp_path / "killed")
+    commit(again, 1)
+    again.close()
+
+    assert (tmp_path / "killed" / "catalog" / "00000002.base").exists()
+
+
 @pytest.mark.parametrize("loss", ["gone", "old", "back"])
 def test_a_session_that_is_gone_old_or_back_is_refused(stored: Path, loss: str) -> None:
     """The last commit's number is right, and one record is not what it was: a table went missing."""
