@@ -1,7 +1,7 @@
 """The bulk channel: where it listens, who may connect, and the end of it.
 
-Owned by the event loop; each connection runs in a thread of a bounded pool. Worst case: as many
-connections as there may be; more are closed at once, and their clients use the streams of gRPC.
+Owned by the event loop; each connection runs in a thread of its own. Worst case: as many connections
+as there may be, or threads as there can be; more are closed at once, and their clients use the streams of gRPC.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import stat
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,6 @@ class BulkChannel:
         self._transfers = Transfers(cache, calls, self.tickets)
         self._limit = connection_limit
         self._tls = tls
-        self._threads = ThreadPoolExecutor(connection_limit, "bulk")
         self._listening: list[socket.socket] = []
         self._running: dict[asyncio.Future[None], _Accepted] = {}
 
@@ -93,7 +92,6 @@ class BulkChannel:
             accepted.framed_shut()
         if self._running:
             await asyncio.wait(self._running)
-        self._threads.shutdown()
 
     def close(self) -> None:
         """Listen no more."""
@@ -144,10 +142,15 @@ class BulkChannel:
         if len(self._running) >= self._limit:
             connected.close()
             return
-        accepted = _Accepted(connected, self._tls, self._transfers, loop)
-        running = loop.run_in_executor(self._threads, accepted.serve)
-        self._running[running] = accepted
-        running.add_done_callback(self._running.pop)
+        accepted, ended = _Accepted(connected, self._tls, self._transfers, loop), loop.create_future()
+        try:
+            threading.Thread(target=_serve, args=(accepted, loop, ended), name="bulk").start()
+        except (RuntimeError, MemoryError) as error:
+            log.warning("bulk_accept_failed error=%s", error)
+            connected.close()
+            return
+        self._running[ended] = accepted
+        ended.add_done_callback(self._running.pop)
 
 
 class _Accepted:
@@ -192,6 +195,14 @@ class _Accepted:
         with contextlib.suppress(OSError):
             # Past the TLS layer, which may be in use by the thread.
             socket.socket.shutdown(self._connected, socket.SHUT_RDWR)
+
+
+def _serve(accepted: _Accepted, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+    """A connection's thread."""
+    try:
+        accepted.serve()
+    finally:
+        loop.call_soon_threadsafe(ended.set_result, None)
 
 
 class BulkService(bulk_pb2_grpc.BulkServiceServicer):

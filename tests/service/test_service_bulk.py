@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import socket
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc, session_pb2
 
 Code = grpc.StatusCode
+PATIENCE_S = 30.0
 RUBBISH = b"\xff\xff\xff\xff"
 
 
@@ -508,3 +510,26 @@ async def test_a_server_without_descriptors_pauses(
         await until(lambda: server._bulk.connection_count == 1)
 
     assert sum("bulk_accept_failed" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_server_without_threads_closes_the_connection(
+    client: Client, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes is not left waiting, it counts for nothing, and the next one is served."""
+    ticket = await ticket_of(client)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_thread)
+        reader, writer = await asyncio.open_connection("127.0.0.1", ticket.tcp_port)
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+    writer.close()
+    assert server._bulk.connection_count == 0
+    assert sum("bulk_accept_failed" in record.getMessage() for record in caplog.records) == 1
+    await client.create("a")
+    connection = await Connection.open(client.channel)
+    assert (await append(connection, client, 1, 0, 3)).token_count == 3
+    connection.close()
+
+
+def no_thread(_: threading.Thread) -> None:
+    """As CPython does when the system has none."""
+    raise RuntimeError("can't start new thread")
