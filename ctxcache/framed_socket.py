@@ -2,11 +2,12 @@
 
 A frame is 16 bytes (kind, sizes), a protobuf message and data; data is sent from where it lies and
 received where it belongs. Knows no session. Not thread-safe, but `shut` may come from any thread.
-Worst case: a peer that stops costs `PIECE_TIMEOUT_S` per 256 KiB, then FrameError.
+Worst case: a peer that stops, or dribbles, costs `PIECE_TIMEOUT_S` per 256 KiB, then FrameError.
 """
 
 import contextlib
 import enum
+import math
 import select
 import socket
 import ssl
@@ -131,10 +132,12 @@ class FramedSocket:
         """
         is_right = True
         rest = _Places(places)
+        # However many parts and places there are: time is for bytes.
+        deadline = time.monotonic() + PIECE_TIMEOUT_S * -(-self._left_bytes // PIECE_BYTES)
         for part in parts:
             hasher = xxh3_64(seed=part.seed)
             for piece in rest.take(part.size_bytes):
-                self._left_bytes -= self._fill(piece)
+                self._left_bytes -= self._fill(piece, deadline)
                 hasher.update(piece)
             is_right &= hasher.intdigest() == part.checksum
         return is_right
@@ -182,10 +185,13 @@ class FramedSocket:
             begun = now
             parts = _after(parts, sent_bytes)
 
-    def _fill(self, place: memoryview, *, may_end: bool = False) -> int:
+    def _fill(self, place: memoryview, deadline: float = math.inf, *, may_end: bool = False) -> int:
         filled = 0
-        deadline = time.monotonic() + PIECE_TIMEOUT_S
+        now = time.monotonic()
+        deadline = min(deadline, now + PIECE_TIMEOUT_S)
         while filled < len(place):
+            if now > deadline:
+                raise FrameError("the peer sends too slowly")
             with _translated():
                 count = self._socket.recv_into(place[filled:], 0, 0 if self._is_tls else socket.MSG_WAITALL)
             if not count:
@@ -193,8 +199,7 @@ class FramedSocket:
                     return 0
                 raise FrameError("the connection ended in the middle of a frame")
             filled += count
-            if filled < len(place) and time.monotonic() > deadline:
-                raise FrameError("the peer sends too slowly")
+            now = time.monotonic()
         return filled
 
 

@@ -122,7 +122,7 @@ class BulkConnection:
         while self._is_unfinished:
             if time.monotonic() > deadline:
                 raise FrameError("an append that failed is not finished")
-            self._next_part()
+            self._next_part(deadline)
 
     # -- reads ---------------------------------------------------------------------------------------
 
@@ -159,7 +159,15 @@ class BulkConnection:
         with self._closing(transfer.close):
             room: Room | None = None
             renewed = time.monotonic()
-            while (frame := self._next_part()).kind is not Kind.FINISH:
+            while True:
+                silent_since = time.monotonic()
+                # Slots that nobody fills are not lent for longer than they are surely reserved.
+                if room is not None and not self._framed.wait(renewed + RENEW_INTERVAL_S - silent_since):
+                    self._await(transfer.take_back())
+                    room = None
+                frame = self._next_part(silent_since + SILENCE_TIMEOUT_S)
+                if frame.kind is Kind.FINISH:
+                    break
                 if time.monotonic() - renewed > RENEW_INTERVAL_S:
                     room, renewed = None, time.monotonic()
                 if frame.kind is Kind.CHUNK:
@@ -172,8 +180,8 @@ class BulkConnection:
             answer = self._await(transfer.finish())
         self._framed.send(Kind.APPENDED, answer.SerializeToString())
 
-    def _next_part(self) -> Frame:
-        if not self._framed.wait(SILENCE_TIMEOUT_S):
+    def _next_part(self, deadline: float) -> Frame:
+        if not self._framed.wait(deadline - time.monotonic()):
             raise FrameError("the writer is silent")
         frame = self._framed.receive()
         if frame is None:

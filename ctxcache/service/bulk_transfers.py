@@ -73,13 +73,17 @@ class AppendTransfer:
 
     async def room(self, token_end: int) -> Room:
         """Room up to that token at least; what was lent before is not any more. Raises as `Append.make_room`."""
-        self._lent.close()
+        await self.take_back()
         await self.append.make_room(token_end)
         return self._lent.enter_context(self._writing.lend(self.append.reservation))
 
+    async def take_back(self) -> None:
+        """What was lent is not any more."""
+        self._lent.close()
+
     async def commit(self, request: session_pb2.AppendCommit) -> None:
         """See Append.commit. Takes the room back."""
-        self._lent.close()
+        await self.take_back()
         await self.append.commit(request)
 
     async def close(self) -> None:

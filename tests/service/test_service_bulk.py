@@ -33,7 +33,7 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.config import Settings
 from ctxcache.server import Server
-from ctxcache.service import bulk
+from ctxcache.service import bulk, bulk_connection
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, TICKET_LIMIT
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc, session_pb2
@@ -273,6 +273,26 @@ async def test_a_writer_that_stalls_in_a_chunk_is_cut(hurried: None, client: Cli
     assert await connection.is_ended()
     await until(lambda: server._cache.writing.reservation_count == 0)
     assert (await client.get("a")).token_count == 0
+
+
+async def test_a_writer_that_falls_silent_keeps_no_room(
+    client: Client, server: Server, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was lent is the reservation's alone again long before that ends; when the writer goes on it is lent anew."""
+    monkeypatch.setattr(bulk_connection, "RENEW_INTERVAL_S", 0.1)
+    await client.create("a")
+    await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
+    first, *others = chunks(1, 0, 60)
+    await connection.send(*as_frame(first, is_first=False))
+    await until(lambda: server._cache.writing.held_count == 1)
+    [segment] = server._cache.writing.held()
+    await until(lambda: segment.hold_count == 1)
+    for message in [*others, commit(60)]:
+        await connection.send(*as_frame(message, is_first=False))
+    await connection.send(FINISH)
+
+    assert (await connection.receive())[0] == APPENDED
+    assert await client.read_rows("a") == all_rows(1, 60)
 
 
 async def test_a_reader_that_takes_nothing_is_cut(hurried: None, client: Client, server: Server) -> None:
