@@ -24,7 +24,7 @@ from ctxcache.facts_file import sync_directory
 from ctxcache.format.slot import Slot
 from ctxcache.metadata import records
 from ctxcache.metadata.base import SegmentRecord, SessionRecord
-from ctxcache.metadata.catalog import Contents, Entry, read_catalog
+from ctxcache.metadata.catalog_contents import Contents, Entry, read_catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.scan import Found, is_whole, scan

@@ -6,44 +6,43 @@ read when the metadata is gone or cannot be trusted, and then only. Worst case: 
 write, which is logged; commits go on without it until the next start.
 
     NNNNNNNN.base   every record when log N was begun, then an end mark
-    NNNNNNNN.log    the changes since, in the order of the commits; an end mark where a run ended
+    NNNNNNNN.log    the changes since, in the order of the commits, with marks where a run began and ended
+                    and where a commit is whole
 
-    entry     key bytes u32 | value bytes u32, 2^32-1 for a deletion | sequence u64 | key | value
-              | XXH3-64 of all before it, seeded with XXH3-64 of the store's id, u64
-    end mark  an entry without key and value
-
-Keys and values are those of `records.py`. The newest base that is whole counts, and the logs from its
-number on.
+`catalog_contents.py` reads it and has the format of what is in these files.
 """
 
 import contextlib
 import logging
 import os
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
+from ctxcache.metadata.catalog_contents import (
+    BEGIN,
+    COMMIT,
+    END,
+    MARK_BYTES,
+    Entry,
+    numbers,
+    pack,
+    pack_mark,
+    read_catalog,
+)
 
 SYNC_INTERVAL_S = 1.0
 LOG_LIMIT_BYTES = 64 << 20
 """A log may grow to this, or to its base's size; then the next base is written."""
-_HEAD = struct.Struct("<IIQ")
-_CHECKSUM = struct.Struct("<Q")
-_DELETED = (1 << 32) - 1
-_END_BYTES = _HEAD.size + _CHECKSUM.size
 _ENTRIES_PER_WRITE = 1024
 _PAUSE_SHARE = 3
 """Pauses in proportion to the work: a million records take about twenty seconds, and delay nobody much."""
-Entry = tuple[bytes, bytes | None]
-"""A record's key, and its value or None: it is deleted."""
 log = logging.getLogger(__name__)
 
 
@@ -58,6 +57,8 @@ class Catalog:
         self._fd = -1
         self._log_bytes = self._base_bytes = 0
         self._number = 0
+        self._is_marked = False
+        """Whether this run, or the log that it has begun, said where it begins."""
         self._is_cut_off = False
         """Whether the newest log is that of a run that did not end in order: nothing may follow on it."""
         self._is_sync_due = False
@@ -95,7 +96,7 @@ class Catalog:
         """
         self._snapshot = snapshot
         with self._noticed():
-            self._number = max(_numbers(self._directory, "log"), default=0)
+            self._number = max(numbers(self._directory, "log"), default=0)
             if self._number and self._ends_at(sequence):
                 self._fd = os.open(self._path("log"), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
                 self._log_bytes = os.fstat(self._fd).st_size
@@ -107,14 +108,18 @@ class Catalog:
 
     def append(self, entries: Sequence[Entry], sequence: int) -> None:
         """Note a commit's changes. Costs one write to the page cache."""
-        if self._fd < 0 and not self._is_cut_off:
+        # Without changes is the first commit only: the next one says what it follows.
+        if not entries or (self._fd < 0 and not self._is_cut_off):
             return
         with self._noticed():
             if self._is_cut_off:
                 self._is_cut_off = False
                 self._rotate(sequence)
-            packed = b"".join(_pack(self._seed, sequence, key, value) for key, value in entries)
+            begin = b"" if self._is_marked else pack_mark(self._seed, sequence - 1, BEGIN)
+            changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
+            packed = begin + changes + pack_mark(self._seed, sequence, COMMIT)
             _write_all(self._fd, packed)
+            self._is_marked = True
             self._log_bytes += len(packed)
             if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes):
                 self._rotate(sequence)
@@ -127,7 +132,7 @@ class Catalog:
         self._worker.shutdown()
         if self._fd >= 0:
             with self._noticed():
-                _write_all(self._fd, _pack(self._seed, sequence, b"", b""))
+                _write_all(self._fd, pack_mark(self._seed, sequence, END))
                 os.fdatasync(self._fd)
         self._give_up()
 
@@ -149,12 +154,12 @@ class Catalog:
 
     def _ends_at(self, sequence: int) -> bool:
         """Whether the newest log ends with a mark of that commit, and its base is there."""
-        end = _pack(self._seed, sequence, b"", b"")
+        end = pack_mark(self._seed, sequence, END)
         path = self._path("log")
-        if not self._path("base").exists() or path.stat().st_size < _END_BYTES:
+        if not self._path("base").exists() or path.stat().st_size < MARK_BYTES:
             return False
         with path.open("rb") as file:
-            file.seek(-_END_BYTES, os.SEEK_END)
+            file.seek(-MARK_BYTES, os.SEEK_END)
             return file.read() == end
 
     def _rotate(self, sequence: int) -> None:
@@ -163,7 +168,7 @@ class Catalog:
         fd = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode=0o600)
         if self._fd >= 0:
             self._worker.submit(_sync, self._fd)
-        self._fd, self._log_bytes, self._is_sync_due = fd, 0, False
+        self._fd, self._log_bytes, self._is_sync_due, self._is_marked = fd, 0, False, False
         self._worker.submit(self._write_base, self._number, sequence, self._snapshot())
 
     def _ask_for_sync(self) -> None:
@@ -186,8 +191,8 @@ class Catalog:
         try:
             with partial.open("wb") as file:
                 for batch in _unhurried(records, self._closing):
-                    file.write(b"".join(_pack(self._seed, sequence, key, value) for key, value in batch))
-                file.write(_pack(self._seed, sequence, b"", b""))
+                    file.write(b"".join(pack(self._seed, sequence, key, value) for key, value in batch))
+                file.write(pack_mark(self._seed, sequence, END))
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(path)
@@ -217,84 +222,6 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-@dataclass(slots=True)
-class Contents:
-    """What a catalog says: records by key, as of commit `sequence`, and what could not be read of it."""
-
-    records: dict[bytes, bytes] = field(default_factory=dict)
-    sequence: int = 0
-    problems: list[str] = field(default_factory=list)
-
-
-def read_catalog(directory: str | Path, instance_id: str) -> Contents:
-    """Read a catalog that nobody writes. Raises OSError when a file cannot be read."""
-    directory, seed = Path(directory), xxh3_64_intdigest(instance_id.encode())
-    contents = Contents()
-    first = _newest_base(directory, seed, contents) if directory.is_dir() else None
-    if first is None:
-        contents.problems.append(f"{directory} has no base that is whole")
-    for number in sorted(_numbers(directory, "log")) if directory.is_dir() else ():
-        if number >= (first or 0):
-            _replay(directory / f"{number:08d}.log", seed, contents)
-    return contents
-
-
-def _newest_base(directory: Path, seed: int, contents: Contents) -> int | None:
-    for number in sorted(_numbers(directory, "base"), reverse=True):
-        found = Contents()
-        if _replay(directory / f"{number:08d}.base", seed, found):
-            contents.records, contents.sequence = found.records, found.sequence
-            return number
-        contents.problems += found.problems
-    return None
-
-
-def _replay(path: Path, seed: int, contents: Contents) -> bool:
-    """Apply a file's entries; False unless an end mark is the last of them."""
-    data = memoryview(path.read_bytes())
-    offset, is_ended = 0, False
-    while offset < len(data):
-        found = _unpack(seed, data, offset)
-        if found is None:
-            contents.problems.append(
-                f"{path}: {len(data) - offset} bytes from byte {offset} on are damaged or torn"
-            )
-            return False
-        (key, value), contents.sequence, offset = found
-        is_ended = not key
-        if value is None:
-            contents.records.pop(key, None)
-        elif key:
-            contents.records[key] = value
-    return is_ended
-
-
-def _unpack(seed: int, data: memoryview, offset: int) -> tuple[Entry, int, int] | None:
-    """An entry, its sequence, and where the next one begins; None when it is not whole."""
-    if offset + _END_BYTES > len(data):
-        return None
-    key_bytes, value_bytes, sequence = _HEAD.unpack_from(data, offset)
-    key_end = offset + _HEAD.size + key_bytes
-    value_end = key_end + (0 if value_bytes == _DELETED else value_bytes)
-    if value_end + _CHECKSUM.size > len(data):
-        return None
-    if xxh3_64_intdigest(data[offset:value_end], seed=seed) != _CHECKSUM.unpack_from(data, value_end)[0]:
-        return None
-    key = bytes(data[offset + _HEAD.size : key_end])
-    value = None if value_bytes == _DELETED else bytes(data[key_end:value_end])
-    return (key, value), sequence, value_end + _CHECKSUM.size
-
-
-def _pack(seed: int, sequence: int, key: bytes, value: bytes | None) -> bytes:
-    value_bytes = _DELETED if value is None else len(value)
-    body = _HEAD.pack(len(key), value_bytes, sequence) + key + (value or b"")
-    return body + _CHECKSUM.pack(xxh3_64_intdigest(body, seed=seed))
-
-
-def _numbers(directory: Path, kind: str) -> Iterable[int]:
-    return [int(path.stem) for path in directory.glob(f"*.{kind}") if path.stem.isdigit()]
 
 
 def _is_begun(directory: Path) -> bool:

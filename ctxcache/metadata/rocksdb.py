@@ -36,7 +36,8 @@ from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnus
 from ctxcache.format.slot import Slot
 from ctxcache.metadata import records
 from ctxcache.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
-from ctxcache.metadata.catalog import Catalog, Entry
+from ctxcache.metadata.catalog import Catalog
+from ctxcache.metadata.catalog_contents import Entry
 from ctxcache.metadata.records import Commit
 from ctxcache.metadata.witness import Witness
 

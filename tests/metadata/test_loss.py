@@ -13,7 +13,8 @@ from ctxcache.format.slot import Slot
 from ctxcache.metadata import catalog as catalogs
 from ctxcache.metadata import records
 from ctxcache.metadata.base import Changes
-from ctxcache.metadata.catalog import Catalog, read_catalog
+from ctxcache.metadata.catalog import Catalog
+from ctxcache.metadata.catalog_contents import read_catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.testing.metadata import make_model, make_session
