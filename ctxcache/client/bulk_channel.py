@@ -74,10 +74,13 @@ class BulkChannel:
         except (OSError, FrameError) as error:
             self._not_before = time.monotonic() + RETRY_INTERVAL_S
             raise NoBulkChannel(str(error)) from error
-        with self._lock:
-            self._in_use.add(connected)
         connected.asked_s = time.monotonic()
-        return connected
+        with self._lock:
+            if not self._is_closed:
+                self._in_use.add(connected)
+                return connected
+        connected.close()
+        raise self._closed()
 
     def give_back(self, connection: Connection) -> None:
         """Keep a connection that is between two requests."""
@@ -115,10 +118,13 @@ class BulkChannel:
             problem = "the client is closed" if self._is_closed else str(error)
             raise Unavailable(target=self.target, problem=problem) from error
 
+    def _closed(self) -> Unavailable:
+        return Unavailable(target=self.target, problem="the client is closed")
+
     def _take_idle(self) -> Connection | None:
         with self._lock:
             if self._is_closed:
-                raise Unavailable(target=self.target, problem="the client is closed")
+                raise self._closed()
             if not self._idle:
                 return None
             connection = self._idle.pop()

@@ -36,7 +36,7 @@ class Moment:
         return expire_time.ToNanoseconds() - ahead_ns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hold:
     """A lease or reservation. `ended` is what to raise once it protects nothing any more."""
 
@@ -44,6 +44,7 @@ class Hold:
     deadline_ns: int
     release_operation: Operation
     ended: CacheError
+    is_released: bool = False
 
     def check(self) -> None:
         """Raise `ended` unless the stream holds it for certain and the deadline has not passed."""
@@ -53,16 +54,19 @@ class Hold:
 
     def check_known(self) -> None:
         """Raise `ended` when that is plain without asking the system: cheaper, and no proof of the contrary."""
-        is_gone = self.stream.is_in_doubt and not self.stream.still_holds()
+        is_gone = self.is_released or (self.stream.is_in_doubt and not self.stream.still_holds())
         if is_gone or time.monotonic_ns() >= self.deadline_ns:
             raise type(self.ended)(**self.ended.facts)
 
     def release_soon(self) -> None:
-        """Give it back without waiting: later operations on the stream come after it."""
-        self.stream.send([self.release_operation])
+        """Give it back without waiting, once: later operations on the stream come after it."""
+        if not self.is_released:
+            self.is_released = True
+            self.stream.send([self.release_operation])
 
     def release(self) -> None:
         """Give it back and wait until it is. Raises LeaseNotFound, ReservationNotFound, Unavailable."""
+        self.is_released = True
         self.stream.carry_out(self.release_operation)
 
 

@@ -292,6 +292,27 @@ def test_an_append_whose_commit_was_sent_is_not_repeated(
         bulk.append(NAME, make_rows(2))
 
 
+def test_a_client_that_closes_meanwhile_leaves_no_connection(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was just being opened carries nothing for a closed client."""
+    with Client(server.target, access="bulk") as client:
+        channel, made = client._bulk, []
+        connect = channel._connect
+
+        def connects() -> Connection:
+            made.append(connect())
+            channel.close()
+            return made[0]
+
+        monkeypatch.setattr(channel, "_connect", connects)
+        with pytest.raises(Unavailable, match="closed"):
+            channel.take()
+
+    assert made[0]._socket.fileno() == -1
+    assert not channel._in_use
+
+
 def test_without_a_bulk_channel_rows_travel_by_grpc(tmp_path: Path) -> None:
     """Unless only the bulk channel would do: then that is an error, not silence."""
     with ServerProcess(tmp_path / "data", "--bulk-listen", "") as process:

@@ -127,6 +127,22 @@ def test_a_lease_past_its_deadline_gives_no_rows(connect: Connect, far_side: Far
         rows.array(KV)
 
 
+def test_rows_that_were_closed_are_not_returned(connect: Connect, far_side: FarSide) -> None:
+    """Their slots are another session's by now, and nobody asks the server."""
+    far_side.add(NAME, 6)
+    rows = connect(access="local").read(NAME)
+    rows.close()
+    rows.close()
+
+    for ask in (rows.pieces, rows.array):
+        with pytest.raises(LeaseNotFound):
+            ask(KV)
+    with pytest.raises(LeaseNotFound):
+        next(rows.chunks())
+    with pytest.raises(LeaseNotFound):
+        rows.check()
+
+
 def test_a_broken_stream_ends_its_leases(connect: Connect, far_side: FarSide) -> None:
     """Rows under a lease whose stream broke are no longer protected."""
     far_side.add(NAME, 6)
