@@ -25,6 +25,8 @@ from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 from ctxcache.facts_file import read_facts, sync_directory, write_facts
 
 DATA_FORMAT = 2
+FIRST_NUMBERED_FORMAT = 2
+"""From here on SSD directories carry their numbers."""
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
 METADATA = "metadata"
 # What may lie in a directory that is to become ours: what an interrupted creation leaves, and

@@ -121,9 +121,10 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
     )
     with DataDirectory.open(data_directory) as directory:
         ordered = in_order(data_directory, instance_id, given)
+        # First: what it refuses gets no number and keeps its format.
+        result, entries = _collect(ordered, instance_id)
         directory.upgrade()
         write_down(data_directory, instance_id, ordered)
-        result, entries = _collect(ordered, instance_id)
         fresh = data_directory / f"{METADATA}.rebuilt"
         shutil.rmtree(fresh, ignore_errors=True)
         store = RocksDbMetadata(fresh)

@@ -45,6 +45,15 @@ def scan(path: Path) -> Iterator[Found]:
         os.close(fd)
 
 
+def header_at(path: Path, offset_bytes: int) -> Found | None:
+    """The segment that begins there; None when none does, or there is no file. Raises OSError."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return _header(file.fileno(), offset_bytes)
+    except FileNotFoundError:
+        return None
+
+
 def is_whole(path: Path, found: Found) -> bool:
     """Whether every chunk of a found segment is what its header says. Raises OSError."""
     layout, identity = found.header.layout, found.header.identity
@@ -74,11 +83,15 @@ def _extents(fd: int) -> Iterator[tuple[int, int]]:
 def _headers(fd: int, offset: int, block: memoryview) -> Iterator[Found]:
     words = np.frombuffer(block, "<u8")[::_WORDS_PER_PAGE]
     for page in np.flatnonzero(words == _MAGIC_WORD):
-        begin = offset + int(page) * ALIGN_BYTES
-        fixed = os.pread(fd, HEADER_FIXED_BYTES, begin)
-        stream_count = int.from_bytes(fixed[_STREAM_COUNT_OFFSET : _STREAM_COUNT_OFFSET + 4], "little")
-        raw = os.pread(fd, HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * min(stream_count, 1 << 16), begin)
-        try:
-            yield Found(begin, decode_header(raw), header_checksum(raw))
-        except CorruptSegment:
-            continue
+        if found := _header(fd, offset + int(page) * ALIGN_BYTES):
+            yield found
+
+
+def _header(fd: int, begin: int) -> Found | None:
+    fixed = os.pread(fd, HEADER_FIXED_BYTES, begin)
+    stream_count = int.from_bytes(fixed[_STREAM_COUNT_OFFSET : _STREAM_COUNT_OFFSET + 4], "little")
+    raw = os.pread(fd, HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * min(stream_count, 1 << 16), begin)
+    try:
+        return Found(begin, decode_header(raw), header_checksum(raw))
+    except CorruptSegment:
+        return None

@@ -13,8 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ctxcache.config import Settings
-from ctxcache.data_directory import DataDirectory
+from ctxcache.data_directory import FIRST_NUMBERED_FORMAT, DataDirectory
 from ctxcache.errors import DataDirectoryUnusable, TierFailure
+from ctxcache.first_order import check_first_order
 from ctxcache.format.layout import align
 from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
@@ -53,6 +54,8 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
     files.callback(directory.close)
     ordered = in_order(directory.path, directory.instance_id, named)
+    if directory.found_format < FIRST_NUMBERED_FORMAT:
+        check_first_order(directory.metadata_path, ordered)
     # The arena first: what it refuses leaves no large file behind.
     arena = _open_arena(settings, directory)
     files.callback(arena.close)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from rocksdict import Options, Rdict
 
 from ctxcache.client import Client
+from ctxcache.errors import CorruptMetadata
+from ctxcache.rebuild import rebuild
 from tests.faults.planted import command as planted
 from tests.faults.rows import rows_of
 from tests.golden.make_directory import ARCHIVE, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
@@ -60,6 +63,22 @@ def test_the_first_versions_directory_opens_reads_right_and_is_upgraded(golden: 
 
     assert first == again == []
     assert (facts["format"], facts["created_by"]) == (2, "ctxcache 0.1.0")
+
+
+@pytest.mark.parametrize("names", [SSD_NAMES[::-1], SSD_NAMES[1:]], ids=["reversed", "second alone"])
+def test_another_order_than_the_first_version_had_is_refused(golden: Path, names: Sequence[str]) -> None:
+    """It noted none, and this version's numbers are for good: what lies there tells. Nothing is changed."""
+    before = raw_records(golden)
+    with pytest.raises(ServerDidNotStart, match=r"it was SSD directory number [01] and is named") as caught:
+        server(golden, *names).start()
+    with pytest.raises(CorruptMetadata, match="no base that is whole"):
+        rebuild(golden / "data", [golden / name for name in names], created_by="a test", is_dry_run=False)
+    unchanged = raw_records(golden) == before
+    facts = json.loads((golden / "data" / "FORMAT").read_text())
+    with server(golden, *SSD_NAMES) as running:
+        wrong = wrong_sessions(running)
+
+    assert (caught.value.returncode, facts["format"], unchanged, wrong) == (9, 1, True, [])
 
 
 def test_looking_at_a_first_versions_directory_leaves_it_to_that_version(golden: Path) -> None:
