@@ -47,6 +47,7 @@ from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
 from ctxcache.service.tls import load_tls
 from ctxcache.service.turns import Turns
+from ctxcache.service.unix_path import remove_stale
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
 from ctxcache.tiers.dram import DramArena
 from ctxcache.upkeep import Upkeep
@@ -213,14 +214,20 @@ class Server:
         self._bulk.open(_bulk_places(self.settings, self.addresses))
 
     def _bind(self, target: str) -> str:
+        is_unix = target.startswith("unix:")
         try:
-            if self._tls and not target.startswith("unix:"):
+            if is_unix:
+                # By itself gRPC takes the path of a server that lives.
+                remove_stale(target.removeprefix("unix:"))
+            if self._tls and not is_unix:
                 port = self._grpc.add_secure_port(target, self._tls.credentials)
             else:
                 port = self._grpc.add_insecure_port(target)
+        except OSError as error:
+            raise AddressUnusable(address=target, problem=error.strerror or str(error)) from error
         except RuntimeError as error:
             raise AddressUnusable(address=target, problem="it is in use or not ours to use") from error
-        return target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}"
+        return target if is_unix else f"{target.rpartition(':')[0]}:{port}"
 
     def _add_services(self) -> None:
         about = About(

@@ -7,10 +7,8 @@ as there may be, or threads as there can be; more are closed at once, and their 
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import ssl
-import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from ctxcache.service.bulk_transfers import Transfers
 from ctxcache.service.edge import Admission, Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
+from ctxcache.service.unix_path import remove_stale
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -116,9 +115,10 @@ class BulkChannel:
         return _bound(listening, address, f"{host}:{port}")
 
     def _listen_unix(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.lstat(path).st_mode):
-                Path(path).unlink()
+        try:
+            remove_stale(path)
+        except OSError as error:
+            raise _unusable(f"unix:{path}", error) from error
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.append(listening)
         _bound(listening, path, f"unix:{path}")

@@ -7,7 +7,6 @@ that sends without reading is not read any more until its answers have gone.
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -27,6 +26,7 @@ from ctxcache.service.edge import Admission, known_error
 from ctxcache.service.holder import Holder
 from ctxcache.service.tenant import DEFAULT_TENANT
 from ctxcache.service.turns import Slice, Turns
+from ctxcache.service.unix_path import remove_stale
 from ctxcache.status import to_status
 from ctxcache.v1 import arena_pb2
 
@@ -301,7 +301,7 @@ def _check_peer(transport: asyncio.Transport) -> None:
 def _bind(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _remove_stale(path)
+        remove_stale(path)
         listener.bind(path)
         # Nobody can connect before it listens.
         Path(path).chmod(0o600)
@@ -309,17 +309,3 @@ def _bind(path: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _remove_stale(path: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            # A socket that nobody listens to; anything else that has the name stays, and is in the way.
-            if Path(path).is_socket():
-                Path(path).unlink()
-        except FileNotFoundError:
-            return
-        else:
-            raise OSError(errno.EADDRINUSE, "another process listens there")

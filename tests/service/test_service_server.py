@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,29 @@ async def test_an_address_that_fails_lets_go_of_the_others(settings: Settings, t
         await Server.start(settings.model_copy(update=bad))
     again = await Server.start(settings.model_copy(update={"listen": port}))
     await again.stop()
+
+
+@pytest.mark.parametrize("suffix", ["", ".bulk"])
+async def test_a_unix_socket_that_somebody_listens_to_is_not_taken_away(
+    settings: Settings, tmp_path: Path, suffix: str
+) -> None:
+    """Whoever comes second is told, even while the first takes nobody; what a killed one left is replaced."""
+    path = tmp_path / "socket"
+    wanted = settings.model_copy(update={"listen": "", "unix_socket": str(path)})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as living:
+        living.bind(f"{path}{suffix}")
+        living.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
+            waiting.connect(f"{path}{suffix}")
+            with pytest.raises(AddressUnusable, match="another process listens"):
+                await Server.start(wanted)
+        living.accept()[0].close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(f"{path}{suffix}")
+    server = await Server.start(wanted)
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        await Client(channel).register()
+    await server.stop()
 
 
 async def test_a_run_that_cannot_be_noted_is_none(settings: Settings) -> None:
