@@ -6,103 +6,48 @@ read goes on; and no number of them makes the server hold more memory than its b
 
 import argparse
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
-import numpy as np
 
 from ctxcache.client import Client
 from ctxcache.format.identity import wire_checksum
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 from ctxcache.v1.arena_pb2_grpc import ArenaServiceStub
 from ctxcache.v1.session_pb2_grpc import SessionServiceStub
 from tests.faults.blackhole import Blackhole
+from tests.faults.client_bench import (
+    GONE_WITHIN_S,
+    KEEPALIVE_S,
+    KV,
+    MODEL,
+    ROW_BYTES,
+    SESSIONS,
+    SILENT_GONE_WITHIN_S,
+    TIMEOUT_S,
+    TOKENS_EACH,
+    Bench,
+    child,
+    holding,
+)
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
-from tests.faults.rows import first_difference, rows_of
+from tests.faults.rows import rows_of
 from tests.server_process import COMMAND_LINE, ServerProcess
 
-KV = Stream(0, StateKind.KV)
-ROW_BYTES = 1 << 16
-TOKENS_EACH = 512
-SESSIONS = 6
 APPEND_TOKENS = 16
-TIMEOUT_S = 20.0
-GONE_WITHIN_S = 10.0
 BEGUN_ONE_IN = 10
-KEEPALIVE_S = 2
-HALF_OPEN_WITHIN_S = 3.0 * KEEPALIVE_S
-"""A peer that answers no ping is given up after one and a half times the keep-alive time; twice that for slow timers."""
+STREAMS_BESIDE = 16
+"""Streams admitted beside stalled ones."""
 STALLED_READER_BYTES = 3 << 20
 """What one reader that takes nothing may cost the server: a message of 1 MiB, made, copied and on its way."""
-MODEL = ModelSpec(
-    model_id="clients", architecture="Clients", revision="", weights_digest="", tokenizer_digest="",
-    dtype=DType.FLOAT16, layer_count=1, hidden_size=8, kv_head_count=1, head_size=4, rope="", norm="",
-    is_relocatable=True, streams=(StreamSpec(KV, ROW_BYTES, DType.FLOAT16),),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """The server under test, an honest client, and where findings go."""
-
-    server: ServerProcess
-    client: Client
-    report: Report
-    options: argparse.Namespace
-
-    @property
-    def names(self) -> list[str]:
-        """The sessions there are, each with its content."""
-        return [f"sessions/s{owner}" for owner in range(SESSIONS)]
-
-    def wait_until(self, what: str, is_so: Callable[[], bool], within_s: float) -> float:
-        """Seconds until it is so; a finding when that is too long."""
-        began_s = time.monotonic()
-        while not is_so():
-            if time.monotonic() - began_s > within_s:
-                self.report.find(f"{what} is not so after {within_s:g} s")
-                self.report.end_if_found()
-                break
-            time.sleep(0.05)
-        return round(time.monotonic() - began_s, 2)
-
-    def holds_nothing(self) -> bool:
-        """Whether no lease and no reservation is left."""
-        stats = self.client.stats()
-        return not stats.lease_count and not stats.reservation_count
-
-    def holds_all(self) -> bool:
-        """Whether there is a lease or a reservation for each session."""
-        stats = self.client.stats()
-        return stats.lease_count + stats.reservation_count == SESSIONS
-
-
-@contextmanager
-def _holding(bench: Bench, kind: str, names: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
-    arguments = [sys.executable, "-m", "tests.faults.holder", bench.server.target, kind, *names]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        if process.stdout is None or process.stdout.readline() != "held\n":
-            raise RuntimeError(f"the {kind} holder did not start")
-        yield process
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+THAWS = 2
+THIEVES = 2
 
 
 # -- what can happen to clients ------------------------------------------------------------------------
@@ -111,25 +56,46 @@ def _holding(bench: Bench, kind: str, names: Sequence[str]) -> Iterator["subproc
 def dead_clients(bench: Bench) -> None:
     """A killed client's leases, reservations and streams end with its connection."""
     for kind in ("lease", "reservation", "read", "append"):
-        with _holding(bench, kind, bench.names) as process:
+        with holding(bench, kind, bench.names) as process:
             # An append that was begun here may not have arrived there yet.
-            bench.wait_until(f"a {kind} of each session", bench.holds_all, GONE_WITHIN_S)
+            bench.wait_until(f"a {kind} of each session", bench.holds_all, TIMEOUT_S)
             process.kill()
-            process.wait()
             waited_s = bench.wait_until(f"dead {kind} holder gone", bench.holds_nothing, GONE_WITHIN_S)
         bench.report.figures[f"dead_{kind}_holder_gone_s"] = waited_s
 
 
 def frozen_clients(bench: Bench) -> None:
     """While a client that holds rows is frozen, others read, write and delete as ever."""
-    with _holding(bench, "lease", bench.names[:3]) as process:
-        process.send_signal(signal.SIGSTOP)
+    with holding(bench, "lease", bench.names[:3]) as process:
+        process.freeze()
         for owner in range(3):
-            _check_rows(bench, owner, "local")
-            _check_rows(bench, owner, "remote")
+            bench.check_rows(owner, "local")
+            bench.check_rows(owner, "remote")
         _append_and_drop(bench, 0)
         bench.report.count("frozen_clients", 1)
     bench.wait_until("the frozen client is gone", bench.holds_nothing, GONE_WITHIN_S)
+
+
+def thawed_clients(bench: Bench) -> None:
+    """A client that is frozen until it is given up, and goes on over others' rows, believes none of them."""
+    for _ in range(THAWS):
+        with child(
+            "copier", "copies", bench.server.target, bench.names[0], bench.options.control or ""
+        ) as copier:
+            copier.freeze()
+            waited_s = bench.wait_until(
+                "a frozen gRPC client is gone", bench.holds_nothing, SILENT_GONE_WITHIN_S
+            )
+            bench.client.demote_session(bench.names[0])
+            thieves = [bench.store(f"thief{i}", SESSIONS + i) for i in range(THIEVES)]
+            copier.thaw()
+            if (said := copier.word()) != "refused foreign":
+                bench.report.find(f"a frozen client goes on: its copy was {said or 'good for ever'}")
+        for thief in thieves:
+            bench.client.delete_session(thief)
+        bench.report.count("thawed_clients")
+        bench.report.end_if_found()
+    bench.report.figures["frozen_grpc_client_gone_s"] = waited_s
 
 
 def stalled_readers(bench: Bench) -> None:
@@ -137,9 +103,9 @@ def stalled_readers(bench: Bench) -> None:
     before_bytes = _rss_bytes(bench.server.pid)
     count = bench.options.stalled
     names = [bench.names[i % SESSIONS] for i in range(count)]
-    with _holding(bench, "read", names):
+    with holding(bench, "read", names):
         for owner in range(SESSIONS):
-            _check_rows(bench, owner, "remote")
+            bench.check_rows(owner, "remote")
         growth_bytes = _rss_bytes(bench.server.pid) - before_bytes
     bench.report.figures["stalled_readers"] = count
     bench.report.figures["stalled_reader_rss_bytes"] = growth_bytes // count
@@ -157,13 +123,13 @@ def half_open(bench: Bench) -> None:
 
         def requests() -> Iterator[arena_pb2.AccessRequest]:
             yield asked
-            time.sleep(HALF_OPEN_WITHIN_S * 2)
+            time.sleep(SILENT_GONE_WITHIN_S * 2)
 
         call = stub.Access(requests())
         if not next(call).results[0].HasField("lease"):
             bench.report.find("no lease through the proxy: the check below means nothing")
         proxy.cut()
-        waited_s = bench.wait_until("the half-open peer is gone", bench.holds_nothing, HALF_OPEN_WITHIN_S)
+        waited_s = bench.wait_until("the half-open peer is gone", bench.holds_nothing, SILENT_GONE_WITHIN_S)
         call.cancel()
     bench.report.figures["half_open_gone_s"] = waited_s
 
@@ -186,7 +152,7 @@ def cancelled_appends(bench: Bench) -> None:
     bench.report.count("cancelled_appends", bench.options.cancels)
     bench.wait_until("cancelled appends are gone", bench.holds_nothing, GONE_WITHIN_S)
     for owner in range(SESSIONS):
-        _check_rows(bench, owner, "remote")
+        bench.check_rows(owner, "remote")
     bench.wait_until(
         "the room of cancelled appends is back", lambda: _used_bytes(bench) == used, GONE_WITHIN_S
     )
@@ -203,7 +169,7 @@ def _cancel_a_begun_one(bench: Bench, stub: SessionServiceStub, owner: int) -> N
 
     bench.wait_until("cancelled appends are gone", bench.holds_nothing, GONE_WITHIN_S)
     call = stub.AppendSession.future(messages())
-    bench.wait_until("an append is under way", lambda: not bench.holds_nothing(), GONE_WITHIN_S)
+    bench.wait_until("an append is under way", lambda: not bench.holds_nothing(), TIMEOUT_S)
     call.cancel()
     over.set()
 
@@ -220,7 +186,7 @@ def out_of_turn(bench: Bench) -> None:
                 if error.code() != code:
                     bench.report.find(f"append with {name}: {error.code()}, not {code}: {error.details()}")
             bench.report.count("wrong_appends")
-            _check_rows(bench, 0, "remote")
+            bench.check_rows(0, "remote")
     if not bench.holds_nothing():
         bench.report.find("refused appends leave something behind")
 
@@ -284,17 +250,6 @@ def _wrong_appends() -> dict[str, tuple[list[session_pb2.AppendSessionRequest], 
     }  # fmt: skip
 
 
-def _check_rows(bench: Bench, owner: int, access: str) -> None:
-    with (
-        Client(bench.server.target, timeout_s=TIMEOUT_S, access="local" if access == "local" else "remote") as client,
-        client.read(f"sessions/s{owner}") as rows,
-    ):  # fmt: skip
-        found = np.concatenate([np.asarray(piece) for piece in rows.pieces(KV)])
-        if len(found) != TOKENS_EACH or first_difference(found, owner, KV, 0) is not None:
-            bench.report.find(f"s{owner} ({access}): {len(found)} tokens, or other bytes than were written")
-    bench.report.count("sessions_checked")
-
-
 def _append_and_drop(bench: Bench, owner: int) -> None:
     rows = {s: rows_of(owner, s, TOKENS_EACH, TOKENS_EACH + 8, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
     bench.client.append(f"sessions/s{owner}", rows)
@@ -317,6 +272,7 @@ def _rss_bytes(pid: int) -> int:
 SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "dead_clients": dead_clients,
     "frozen_clients": frozen_clients,
+    "thawed_clients": thawed_clients,
     "stalled_readers": stalled_readers,
     "cancelled_appends": cancelled_appends,
     "out_of_turn": out_of_turn,
@@ -329,24 +285,18 @@ def run(options: argparse.Namespace, report: Report) -> None:
     program = command([options.control]) if options.control else COMMAND_LINE
     chosen = options.scenarios or list(SCENARIOS)
     with tempfile.TemporaryDirectory(prefix="ctxcache-clients-") as folder:
-        arena = (
-            "--arena-size-bytes",
-            "512MiB",
-            "--ssd-size-bytes",
-            "512MiB",
-            "--keepalive-s",
-            str(KEEPALIVE_S),
-        )
-        server = ServerProcess(Path(folder) / "data", *arena, program=program)
+        given = (
+            "--arena-size-bytes", "512MiB", "--ssd-size-bytes", "512MiB", "--keepalive-s", str(KEEPALIVE_S),
+            "--max-concurrent-streams", str(options.stalled + STREAMS_BESIDE),
+        )  # fmt: skip
+        server = ServerProcess(Path(folder) / "data", *given, program=program)
         with server, Client(server.target, timeout_s=TIMEOUT_S) as client:
             client.register_model(MODEL)
+            bench = Bench(server, client, report, options)
             for owner in range(SESSIONS):
-                client.create_session("models/clients", session_id=f"s{owner}", layout=[KV])
-                rows = {s: rows_of(owner, s, 0, TOKENS_EACH, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
-                client.append(f"sessions/s{owner}", rows)
-                client.flush_session(f"sessions/s{owner}")
+                bench.store(f"s{owner}", owner)
             for name in chosen:
-                SCENARIOS[name](Bench(server, client, report, options))
+                SCENARIOS[name](bench)
         if "Traceback" in server.stderr:
             report.find("the server's log says " + server.stderr[server.stderr.index("Traceback") :][:1500])
 
@@ -365,6 +315,7 @@ HARNESS = Harness(
         "lease_outlives_stream": "what a local client holds is not let go at its end",
         "append_outlives_stream": "a cancelled append keeps its reservation",
         "rows_before_commit": "rows are visible as they arrive",
+        "lease_believed": "a client that was frozen believes its lease",
         "readers_unbounded": "a read puts everything into messages, whoever takes them",
     },
     _options,

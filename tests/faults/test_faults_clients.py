@@ -6,6 +6,7 @@ from tests.faults.clients import HARNESS
 
 WHERE = {
     "lease_outlives_stream": "dead_clients",
+    "lease_believed": "thawed_clients",
     "append_outlives_stream": "cancelled_appends",
     "rows_before_commit": "out_of_turn",
     "readers_unbounded": "stalled_readers",

@@ -5,6 +5,7 @@ from typing import Any
 
 from ctxcache.cache import writing
 from ctxcache.cache.reservation import Reservation
+from ctxcache.client import grpc_access
 from ctxcache.service import streams
 from tests.faults.planted import plant
 
@@ -45,3 +46,9 @@ def readers_unbounded(_: int) -> None:
             yield message
 
     setattr(streams.StreamRpcs, "_messages", greedy)  # noqa: B010
+
+
+@plant
+def lease_believed(_: int) -> None:
+    """An answer proves for good that the server knows its client: what one that was frozen knows."""
+    grpc_access.SURE_FOR_NS = 1 << 62

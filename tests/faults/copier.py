@@ -1,0 +1,44 @@
+"""A client that leases a session over gRPC and copies its rows again and again: what others freeze.
+
+    python -m tests.faults.copier TARGET SESSION [BUG]
+
+Prints `copies` once it has a copy. When a check fails it prints `refused`, and `foreign` or `own` for what
+lies in its slots by then; when a check passes over other rows than it copied first, `believed`.
+"""
+
+import sys
+
+import numpy as np
+
+from ctxcache.client import Client
+from ctxcache.errors import LeaseNotFound
+from ctxcache.format.streams import TOKENS
+from tests.faults import planted, plants  # noqa: F401  # they register
+
+TOKENS_COPIED = 8
+"""So few that copying them never lets go of the interpreter: the thread that receives hears of nothing before."""
+
+
+def copy_on(target: str, name: str) -> str:
+    """Copy for as long as the copies are good; returns what ended it."""
+    with Client(target, access="local-grpc") as client:
+        rows = client.read(name, streams=[TOKENS], end=TOKENS_COPIED)
+        first, views = rows.array(TOKENS), rows.pieces(TOKENS)
+        copy = np.empty_like(first)
+        _say("copies")
+        try:
+            while np.array_equal(rows.array(TOKENS, out=copy), first):
+                continue
+        except LeaseNotFound:
+            return "refused own" if np.array_equal(np.concatenate(views), first) else "refused foreign"
+    return "believed"
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    planted.plant_all(",".join(sys.argv[3:]))
+    _say(copy_on(*sys.argv[1:3]))
