@@ -47,6 +47,11 @@ def slots_bytes(scale: Scale, context_count: int) -> int:
     return context_count * -(-scale.token_count // layout.segment_tokens) * layout.size_bytes
 
 
+def arena_bytes_of(scale: Scale) -> int:
+    """An arena with room for all contexts and a few more."""
+    return slots_bytes(scale, scale.context_count + _ROOM)
+
+
 @dataclass(frozen=True, slots=True)
 class Contexts:
     """A client, and the contexts' bytes: `data[i]` is all of one, flat, `rows[i]` by stream.
@@ -99,15 +104,19 @@ def access(*names: str) -> Access:
 
 
 @contextmanager
-def contexts(place: Place, way: Access, *, is_filled: bool = True, room_bytes: int = 0) -> Iterator[Contexts]:
+def contexts(
+    place: Place, way: Access, *, is_filled: bool = True, room_bytes: int = 0, options: Sequence[str] = ()
+) -> Iterator[Contexts]:
     """A server with `scale.context_count` contexts in DRAM, when `is_filled`, and a client of that access.
 
-    `room_bytes`: what the arena has room for beside a few contexts.
+    `room_bytes`: what the arena has room for beside a few contexts. `options` are the server's.
     """
     scale = place.scale
-    arena_bytes = slots_bytes(scale, scale.context_count + _ROOM) + room_bytes
+    arena_bytes = arena_bytes_of(scale) + room_bytes
     with (
-        serving(place.directory / "data", arena_bytes=arena_bytes, ssd_bytes=2 * arena_bytes) as server,
+        serving(
+            place.directory / "data", arena_bytes=arena_bytes, ssd_bytes=2 * arena_bytes, options=options
+        ) as server,
         Client(server.target(place.transport), access=way) as client,
     ):
         client.register_model(model_of(scale))

@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +44,13 @@ class Server:
 
 
 @contextmanager
-def serving(directory: Path, *, arena_bytes: int, ssd_bytes: int) -> Iterator[Server]:
-    """Serve over `directory`; killed at the end, and its arena removed. Raises ServerDidNotStart."""
+def serving(
+    directory: Path, *, arena_bytes: int, ssd_bytes: int, options: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Serve over `directory`, with more `options` if need be; killed at the end, and its arena removed.
+
+    Raises ServerDidNotStart.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     # Sockets' paths have to be short, whatever the directory's is.
     with (
@@ -57,6 +62,7 @@ def serving(directory: Path, *, arena_bytes: int, ssd_bytes: int) -> Iterator[Se
                 *_COMMAND, "--data-directory", str(directory), "--listen", "127.0.0.1:0",
                 "--arena-size-bytes", str(arena_bytes), "--ssd-size-bytes", str(ssd_bytes),
                 "--unix-socket", f"{sockets}/grpc", "--control-socket", f"{sockets}/control", "--output", "json",
+                *options,
             ],
             env=_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True,
         )  # fmt: skip

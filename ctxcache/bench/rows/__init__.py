@@ -1,7 +1,18 @@
 """The rows of the table, in its order."""
 
 from ctxcache.bench.row import Row
-from ctxcache.bench.rows import calls, cpu, lmcache, local, opening, remote, several, ssd, ssd_client
+from ctxcache.bench.rows import (
+    calls,
+    cpu,
+    huge_pages,
+    lmcache,
+    local,
+    opening,
+    remote,
+    several,
+    ssd,
+    ssd_client,
+)
 
 ROWS: dict[str, Row] = {
     row.name: row
@@ -9,6 +20,7 @@ ROWS: dict[str, Row] = {
         local.ROWS,
         ssd.ROWS,
         ssd_client.ROWS,
+        huge_pages.ROWS,
         remote.ROWS,
         lmcache.ROWS,
         several.ROWS,
