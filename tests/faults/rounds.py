@@ -135,7 +135,7 @@ class Rounds:
         return self._epoch
 
     def _start(self, epoch: Epoch, plants: Sequence[str]) -> ServerProcess:
-        """Start the server; when it is to die on its way, once more without that."""
+        """Start the server; when it is to die on its way or soon after, once more without that."""
         try:
             return self._start_once(epoch, plants)
         except ServerDidNotStart as error:
@@ -157,6 +157,10 @@ class Rounds:
                 if not epoch.ledger.sessions:
                     client.register_model(epoch.ledger.shape.model)
                 afterwards.compare(client, epoch.ledger, epoch.terms)
+        except Unavailable as error:
+            code = server.wait(END_TIMEOUT_S)
+            server.close()
+            raise ServerDidNotStart(code, str(error)) from error
         except BaseException:
             server.close()
             raise

@@ -19,6 +19,7 @@ from ctxcache.errors import (
     CapacityExceeded,
     DeadlineExceeded,
     Draining,
+    LeaseNotFound,
     ReservationNotFound,
     SessionNotFound,
     TierFailure,
@@ -102,6 +103,11 @@ class Worker(threading.Thread):
             self._vanished(session)
         except (CapacityExceeded, ReservationNotFound) as error:
             self._resolve(client, session, error)
+        except LeaseNotFound as error:
+            # Of a server that has died meanwhile, which the next call is told; otherwise nothing ends a lease so soon.
+            client.get_session(session.name)
+            self._ledger.find(f"{act.__name__} of {session.name}: {error}")
+            session.is_done = True
         except CacheError as error:
             if self._stopping.is_set() and type(error) is CacheError:
                 raise
