@@ -105,19 +105,34 @@ class Residency:
 
     async def place(self, size_bytes: int) -> Slot:
         """A DRAM slot, made free if need be. Raises CapacityExceeded, TierFailure."""
+        slot = self._take(size_bytes)
+        if slot is None:
+            # A caller may have been begun without a task of its own; what waits needs one.
+            await asyncio.sleep(0)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.watermarks.writer_wait_s):
+                    slot = await self._take_what_is_cleaned(size_bytes)
+        if slot is None:
+            raise CapacityExceeded(
+                tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
+                limit_bytes=self.dram.capacity_bytes,
+            )  # fmt: skip
+        return slot
+
+    async def _take_what_is_cleaned(self, size_bytes: int) -> Slot | None:
         for _ in range(FLUSHES_WAITED_FOR):
-            while (slot := self.dram.take(size_bytes)) is None and self._drop_clean(size_bytes):
-                continue
-            if self.watermarks.is_low(self.dram.free_bytes, self.dram.capacity_bytes):
-                self.is_short.set()
-            if slot is not None:
+            slot = self._take(size_bytes)
+            if slot is not None or not await self._clean_something(self._may_leave):
                 return slot
-            if not await self._clean_something(self._may_leave):
-                break
-        raise CapacityExceeded(
-            tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
-            limit_bytes=self.dram.capacity_bytes,
-        )  # fmt: skip
+        return None
+
+    def _take(self, size_bytes: int) -> Slot | None:
+        """A slot that is free, or clean."""
+        while (slot := self.dram.take(size_bytes)) is None and self._drop_clean(size_bytes):
+            continue
+        if self.watermarks.is_low(self.dram.free_bytes, self.dram.capacity_bytes):
+            self.is_short.set()
+        return slot
 
     async def admit(self, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
         """Wait until a writer may claim so much more, promise it, and return how much it is.

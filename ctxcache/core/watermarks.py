@@ -14,8 +14,8 @@ class Watermarks:
     """The bounds between which the arena is kept.
 
     Once less than `low` is free, clean segments leave until `high` is. Above `dirty` rows are written
-    behind at once, tails too; above `dirty_limit` writers wait, `writer_wait_s` at most. A tail is
-    written `tail_age_ns` after its first row that is not (0: never because of its age).
+    behind at once, tails too; above `dirty_limit` writers wait, `writer_wait_s` at most, and so long
+    does whoever needs room that has to be written first. A tail is written `tail_age_ns` after its first row that is not (0: never because of its age).
     `write_behind_bytes_per_s`: see Allowance.
     """
 

@@ -16,6 +16,7 @@ from ctxcache.upkeep import Upkeep
 ARENA_SEGMENTS = 32
 MARKS = Watermarks(low=2 / 32, high=4 / 32, dirty=8 / 32, dirty_limit=24 / 32, writer_wait_s=0)
 MANY_SESSIONS = 50_000
+PATIENCE_S = 30.0
 Make = Callable[..., Awaitable[MemoryRig]]
 
 
@@ -191,6 +192,34 @@ async def test_a_writer_waits_for_the_device(large: Make, writer: Writer) -> Non
 
     assert was_waiting
     assert await rig.read("next") == expected(tokens)
+
+
+async def test_room_that_a_hanging_device_has_to_make_is_refused(large: Make, writer: Writer) -> None:
+    """A writer within the limit and a reader alike; both are served when the device goes on."""
+    rig = await large(Watermarks(low=0, high=0, dirty_limit=1, writer_wait_s=0.05))
+    tokens = {
+        name: writer.make(count * SEGMENT_TOKENS)
+        for name, count in (("cold", 1), ("held", 20), ("dirty", 12))
+    }
+    for name, made in tokens.items():
+        await rig.create(name)
+        await rig.append(name, made, is_durable=name != "dirty")
+    lease = await rig.acquire("held")
+    assert not free_segments(rig)
+    assert not rig.cache.state.session(TENANT, "cold").segments[0].dram
+    await rig.create("next")
+    gate = rig.ssd.hold(Operation.WRITE)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(CapacityExceeded):
+            await rig.reserve("next", 1)
+        with pytest.raises(CapacityExceeded):
+            await rig.acquire("cold")
+    gate.set()
+    await rig.cache.residency.drain()
+    await rig.append("next", writer.make(1))
+
+    assert await rig.read("cold") == expected(tokens["cold"])
+    rig.cache.reading.release(lease.lease_id)
 
 
 async def test_what_is_larger_than_the_limit_can_be_written(large: Make, writer: Writer) -> None:
