@@ -50,6 +50,7 @@ from ctxcache.service.turns import Turns
 from ctxcache.service.unix_path import remove_stale
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
 from ctxcache.tiers.dram import DramArena
+from ctxcache.tiers.shared_memory import unlink_all
 from ctxcache.upkeep import Upkeep
 from ctxcache.v1 import (
     admin_pb2,
@@ -68,6 +69,8 @@ log = logging.getLogger(__name__)
 
 SOCKET_PATH_LIMIT = 100
 """Longest Unix socket path, in bytes; the kernel's own limit is 107."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""What ends a server."""
 PING_INTERVAL_MS = 5000
 """Least time between two pings of an idle client; one that asks more often is cut off."""
 CONNECTION_STREAMS_LIMIT = 1024
@@ -129,24 +132,27 @@ class Server:
         return self._bulk.addresses
 
     @classmethod
-    async def start(cls, settings: Settings, clock: Clock | None = None) -> "Server":
+    async def start(
+        cls, settings: Settings, clock: Clock | None = None, on_loaded: Callable[[], None] = lambda: None
+    ) -> "Server":
         """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
 
+        `on_loaded` is called before the first address is bound.
         Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
         CapacityExceeded, AddressUnusable; nothing stays open then.
         """
         _check_exposure(settings)
         try:
-            return await cls._start(settings, clock)
+            return await cls._start(settings, clock, on_loaded)
         except CorruptMetadata as error:
             if not settings.rebuild_metadata:
                 raise
             log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
         await asyncio.to_thread(_rebuild, settings)
-        return await cls._start(settings, clock)
+        return await cls._start(settings, clock, on_loaded)
 
     @classmethod
-    async def _start(cls, settings: Settings, clock: Clock | None) -> "Server":
+    async def _start(cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None]) -> "Server":
         with ExitStack() as files:
             storage = open_storage(settings, files)
             cache = Cache(
@@ -156,6 +162,7 @@ class Server:
                 crash_count=storage.directory.crash_count, limits=_limits(settings), watermarks=_watermarks(settings),
             )  # fmt: skip
             await _load(cache)
+            on_loaded()
             server = cls(settings, storage, cache, files)
             await server._listen()
             server._files = files.pop_all()
@@ -248,18 +255,32 @@ class Server:
 
 
 async def serve(
-    settings: Settings, on_ready: Callable[[Server], None], on_overdue: Callable[[Server], None]
+    settings: Settings,
+    on_ready: Callable[[Server], None],
+    on_overdue: Callable[[Server], None],
+    on_early_end: Callable[[], None],
 ) -> None:
     """Run until SIGTERM or SIGINT. Raises as `Server.start` and `Server.stop` do.
 
-    `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
+    `on_early_end` ends the process: it is called when the signal comes while data are opened, loaded or made
+    anew. Nobody was answered by then, and a start may be cut off anywhere; it may take long, and cannot be
+    interrupted otherwise. `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
     settings allow. Nothing else would: a device that hangs never answers those who wait for it.
     """
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    server = await Server.start(settings)
+
+    def end_start(*_: object) -> None:
+        unlink_all()
+        on_early_end()
+
+    def end_in_order() -> None:
+        for number in SIGNALS:
+            loop.add_signal_handler(number, ended.set)
+
+    for number in SIGNALS:
+        signal.signal(number, end_start)
+    server = await Server.start(settings, on_loaded=end_in_order)
     try:
         on_ready(server)
         await ended.wait()

@@ -52,7 +52,9 @@ def serve(context: typer.Context, **given: Any) -> None:
     shorten_time_slices()
     from ctxcache import server  # noqa: PLC0415  see the module's docstring
 
-    asyncio.run(server.serve(settings, lambda running: _announce(running, output), _end_unfinished))
+    asyncio.run(
+        server.serve(settings, lambda running: _announce(running, output), _end_unfinished, _end_start)
+    )
     _say("stopped: everything is on disk")
 
 
@@ -83,6 +85,14 @@ def _end_unfinished(server: "Server") -> None:
     )
     server.storage.arena.unlink()
     os._exit(ExitCode.DEVICE)
+
+
+def _end_start() -> None:
+    """End a start, wherever it is. Called by a signal, so that what Python buffers may be half written."""
+    try:
+        os.write(sys.stderr.fileno(), b"ctxcache: stopped before it was ready\n")
+    finally:
+        os._exit(ExitCode.OK)
 
 
 def _facts(server: "Server") -> Ready:

@@ -25,6 +25,10 @@ _MFD_HUGE_2MB = 21 << 26
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
+_names: set[str] = set()
+"""Names that this process has made, or is about to make."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMemory:
     """Memory that others map through `fd`, and by `path` unless that is empty. `reason`: why these pages."""
@@ -53,6 +57,7 @@ class SharedMemory:
             # What cannot be removed now the next start removes.
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
+            _names.discard(self.path)
 
 
 def create_shared(path: str, size_bytes: int, huge_pages: HugePages) -> SharedMemory:
@@ -77,6 +82,13 @@ def create_shared(path: str, size_bytes: int, huge_pages: HugePages) -> SharedMe
             limit_bytes=_pool_bytes(),
         )
     return _create_file(path, size_bytes, f"4 KiB pages: huge pages {problem or 'went while we asked'}")
+
+
+def unlink_all() -> None:
+    """Remove every name that this process has made: for one that ends without closing anything."""
+    for path in tuple(_names):
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 def free_huge_bytes() -> int:
@@ -123,6 +135,7 @@ def _create_huge(size_bytes: int) -> SharedMemory | None:
 def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
     try:
         _remove_stale(path)
+        _names.add(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, mode=0o600)
     except OSError as error:

@@ -1,0 +1,90 @@
+"""SIGTERM and Ctrl-C while a server starts: it ends at once, as one that had nothing to do, and leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess, without_settings
+
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.data_directory import DataDirectory
+
+SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
+HANG = """
+import importlib, sys, time
+from ctxcache.cli.main import main
+
+module, _, name = sys.argv.pop(1).rpartition(":")
+*path, name = name.split(".")
+owner = importlib.import_module(module)
+for part in path:
+    owner = getattr(owner, part)
+
+def hang(*_, **__):
+    print("hangs", flush=True)
+    time.sleep(600)
+
+setattr(owner, name, hang)
+main()
+"""
+
+
+def start(step: str, directory: Path, *options: str) -> "subprocess.Popen[str]":
+    """A server that hangs at a step of its start, there by now."""
+    (directory / "shm").mkdir(exist_ok=True)
+    command = [sys.executable, "-c", HANG, step, "serve", "--data-directory", str(directory / "data"), *SMALL]
+    process = subprocess.Popen(
+        [*command, "--arena-directory", str(directory / "shm"), *options], env=without_settings(os.environ),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    return process
+
+
+def ended(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[str, str]:
+    """What it says from the signal to its end."""
+    process.send_signal(number)
+    try:
+        return process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "mmap:mmap",
+        "ctxcache.storage:SsdFiles",
+        "ctxcache.metadata.rocksdb:_open",
+        "ctxcache.cache:Cache.open",
+    ],
+)
+def test_a_start_is_ended_at_once(tmp_path: Path, step: str, number: signal.Signals) -> None:
+    """No arena, no lock, no run that counts as a crash; and the exit code of an end in order."""
+    process = start(step, tmp_path)
+    stdout, stderr = ended(process, number)
+    left = list((tmp_path / "shm").iterdir())
+    runs = json.loads((tmp_path / "data" / "RUNS").read_text())
+    DataDirectory.open(tmp_path / "data").close()
+
+    assert (process.returncode, stdout, left) == (ExitCode.OK, "", [])
+    assert stderr.splitlines()[-1] == "ctxcache: stopped before it was ready"
+    assert (runs["crash_count"], runs["is_clean"]) == (0, True)
+
+
+def test_a_rebuild_at_the_start_is_ended_at_once(tmp_path: Path) -> None:
+    """It reads all of the SSD files, in a thread; it can be made again."""
+    with ServerProcess(tmp_path / "data", "--ssd-size-bytes", "16MiB") as server:
+        server.terminate()
+    (tmp_path / "data" / "metadata" / "CURRENT").unlink()
+    process = start("ctxcache.rebuild:scan", tmp_path, "--rebuild-metadata", "true")
+    ended(process, signal.SIGTERM)
+
+    assert process.returncode == ExitCode.OK
+    assert list((tmp_path / "shm").iterdir()) == []
