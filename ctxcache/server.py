@@ -1,27 +1,23 @@
-"""The server: builds everything, listens, and on a signal lets go of it in the reverse order.
+"""The server: builds everything, listens, and at the end lets go of it in the reverse order.
 
-Order of the end: health says no, new rpcs are
-refused, running ones finish by a deadline, dirty state is flushed, files are closed.
+Order of the end: health says no, new rpcs are refused, running ones finish by a deadline, dirty state
+is flushed, files are closed.
 """
 
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
-import os
-import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
+from ctxcache.addresses import bulk_places, check_exposure, control_path, targets
 from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
@@ -39,7 +35,7 @@ from ctxcache.frames import MESSAGE_LIMIT_BYTES
 from ctxcache.rebuild import rebuild
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.arena import ArenaService
-from ctxcache.service.bulk import BulkChannel, BulkPlaces, BulkService
+from ctxcache.service.bulk import BulkChannel, BulkService
 from ctxcache.service.control import ControlSocket
 from ctxcache.service.edge import Admission, Admissions, Edge
 from ctxcache.service.models import ModelService
@@ -50,7 +46,6 @@ from ctxcache.service.turns import Turns
 from ctxcache.service.unix_path import remove_stale
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
 from ctxcache.tiers.dram import DramArena
-from ctxcache.tiers.shared_memory import unlink_all
 from ctxcache.upkeep import Upkeep
 from ctxcache.v1 import (
     admin_pb2,
@@ -67,10 +62,6 @@ from ctxcache.v1 import (
 
 log = logging.getLogger(__name__)
 
-SOCKET_PATH_LIMIT = 100
-"""Longest Unix socket path, in bytes; the kernel's own limit is 107."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What ends a server."""
 PING_INTERVAL_MS = 5000
 """Least time between two pings of an idle client; one that asks more often is cut off."""
 CONNECTION_STREAMS_LIMIT = 1024
@@ -114,7 +105,7 @@ class Server:
         options = (*OPTIONS, *_keepalive(settings.keepalive_s))
         self._grpc = grpc.aio.server(interceptors=[edge], options=options)
         self._upkeep: asyncio.Task[None] | None = None
-        path = _control_path(settings)
+        path = control_path(settings)
         self._arena = _arena_message(storage.arena, path)
         self._local_turns = Turns()
         self._control = ControlSocket(
@@ -141,7 +132,7 @@ class Server:
         Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
         CapacityExceeded, AddressUnusable; nothing stays open then.
         """
-        _check_exposure(settings)
+        check_exposure(settings)
         try:
             return await cls._start(settings, clock, on_loaded)
         except CorruptMetadata as error:
@@ -211,14 +202,14 @@ class Server:
             self.storage.arena.prefault()
 
     async def _open_doors(self) -> None:
-        self.addresses = tuple(self._bind(address) for address in _targets(self.settings))
+        self.addresses = tuple(self._bind(address) for address in targets(self.settings))
         if not self.addresses:
             raise InvalidConfiguration(
                 source="listen", problem="neither a TCP address nor a Unix socket is set"
             )
         if self._arena.control_socket:
             await self._control.start(self._arena.control_socket)
-        self._bulk.open(_bulk_places(self.settings, self.addresses))
+        self._bulk.open(bulk_places(self.settings, self.addresses))
 
     def _bind(self, target: str) -> str:
         is_unix = target.startswith("unix:")
@@ -252,46 +243,6 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-
-
-async def serve(
-    settings: Settings,
-    on_ready: Callable[[Server], None],
-    on_overdue: Callable[[Server], None],
-    on_early_end: Callable[[], None],
-) -> None:
-    """Run until SIGTERM or SIGINT. Raises as `Server.start` and `Server.stop` do.
-
-    `on_early_end` ends the process: it is called when the signal comes while data are opened, loaded or made
-    anew. Nobody was answered by then, and a start may be cut off anywhere; it may take long, and cannot be
-    interrupted otherwise. `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
-    settings allow. Nothing else would: a device that hangs never answers those who wait for it.
-    """
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def end_start(*_: object) -> None:
-        unlink_all()
-        on_early_end()
-
-    def end_in_order() -> None:
-        for number in SIGNALS:
-            loop.add_signal_handler(number, ended.set)
-
-    for number in SIGNALS:
-        signal.signal(number, end_start)
-    server = await Server.start(settings, on_loaded=end_in_order)
-    try:
-        on_ready(server)
-        await ended.wait()
-    finally:
-        limit = threading.Timer(settings.drain_timeout_s + settings.flush_timeout_s, on_overdue, (server,))
-        limit.daemon = True
-        limit.start()
-        try:
-            await server.stop()
-        finally:
-            limit.cancel()
 
 
 def _keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:
@@ -351,66 +302,3 @@ def _arena_message(arena: DramArena, control_socket: str) -> arena_pb2.Arena:
         arena_id=arena.arena_id, path=arena.shared_path, size_bytes=arena.capacities_bytes[0],
         control_socket=control_socket, page_bytes=arena.page_bytes,
     )  # fmt: skip
-
-
-def _control_path(settings: Settings) -> str:
-    return _socket_path(settings.control_socket, Path(settings.data_directory) / "control.sock")
-
-
-def _socket_path(path: str, automatic: Path) -> str:
-    """The path of a Unix socket, empty for none. Raises AddressUnusable when it is too long."""
-    if path == "auto":
-        path = str(automatic.absolute())
-        if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
-            log.warning("unix_socket_off path=%s reason=path_too_long", path)
-            path = ""
-    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
-        raise AddressUnusable(
-            address=f"unix:{path}", problem=f"the path is longer than {SOCKET_PATH_LIMIT} bytes"
-        )
-    return path and str(Path(path).absolute())
-
-
-def _targets(settings: Settings) -> list[str]:
-    targets = [settings.listen] if settings.listen else []
-    path = _socket_path(settings.unix_socket, Path(settings.data_directory) / "ctxcache.sock")
-    return [*targets, f"unix:{path}"] if path else targets
-
-
-def _check_exposure(settings: Settings) -> None:
-    """Raise InvalidConfiguration for an address that others reach, without TLS, unless that is wanted."""
-    if settings.tls_certificate or settings.insecure_listen:
-        return
-    bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
-    for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
-        if address and not _is_loopback(_host(address)):
-            problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
-            raise InvalidConfiguration(source=source, problem=problem)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
-    """Beside the gRPC addresses; a host and port of its own where that is set."""
-    if not settings.bulk_listen:
-        return BulkPlaces()
-    unix_paths = [address.removeprefix("unix:") for address in addresses if address.startswith("unix:")]
-    unix_path = f"{unix_paths[0]}.bulk" if unix_paths else ""
-    if settings.bulk_listen == "auto":
-        tcp = [address for address in addresses if not address.startswith("unix:")]
-        return BulkPlaces(_host(tcp[0]) if tcp else None, 0, unix_path)
-    host, _, port = settings.bulk_listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise InvalidConfiguration(
-            source="bulk_listen", problem=f"{settings.bulk_listen!r} is neither auto nor host:port"
-        )
-    return BulkPlaces(_host(settings.bulk_listen), int(port), unix_path)
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")

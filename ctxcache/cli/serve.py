@@ -50,10 +50,10 @@ def serve(context: typer.Context, **given: Any) -> None:
     keep_freed_memory()
     # Before any thread is begun.
     shorten_time_slices()
-    from ctxcache import server  # noqa: PLC0415  see the module's docstring
+    from ctxcache import lifecycle  # noqa: PLC0415  see the module's docstring
 
     asyncio.run(
-        server.serve(settings, lambda running: _announce(running, output), _end_unfinished, _end_start)
+        lifecycle.serve(settings, lambda running: _announce(running, output), _end_unfinished, _end_start)
     )
     _say("stopped: everything is on disk")
 

@@ -1,0 +1,83 @@
+"""Addresses: where a server listens, as its settings say it, and which of those others may reach.
+
+Pure but for a log line; binds nothing. Worst case: an address that cannot be, or that is open to others
+without TLS, which is refused with the setting's name.
+"""
+
+import ipaddress
+import logging
+import os
+from pathlib import Path
+
+from ctxcache.config import Settings
+from ctxcache.errors import AddressUnusable, InvalidConfiguration
+from ctxcache.service.bulk import BulkPlaces
+
+SOCKET_PATH_LIMIT = 100
+"""Longest Unix socket path, in bytes; the kernel's own limit is 107."""
+log = logging.getLogger(__name__)
+
+
+def control_path(settings: Settings) -> str:
+    """The control socket's path, empty for none. Raises AddressUnusable when it is too long."""
+    return _socket_path(settings.control_socket, Path(settings.data_directory) / "control.sock")
+
+
+def _socket_path(path: str, automatic: Path) -> str:
+    """The path of a Unix socket, empty for none. Raises AddressUnusable when it is too long."""
+    if path == "auto":
+        path = str(automatic.absolute())
+        if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+            log.warning("unix_socket_off path=%s reason=path_too_long", path)
+            path = ""
+    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+        raise AddressUnusable(
+            address=f"unix:{path}", problem=f"the path is longer than {SOCKET_PATH_LIMIT} bytes"
+        )
+    return path and str(Path(path).absolute())
+
+
+def targets(settings: Settings) -> list[str]:
+    """Where gRPC listens, TCP first. Raises AddressUnusable for a socket path that is too long."""
+    targets = [settings.listen] if settings.listen else []
+    path = _socket_path(settings.unix_socket, Path(settings.data_directory) / "ctxcache.sock")
+    return [*targets, f"unix:{path}"] if path else targets
+
+
+def check_exposure(settings: Settings) -> None:
+    """Raise InvalidConfiguration for an address that others reach, without TLS, unless that is wanted."""
+    if settings.tls_certificate or settings.insecure_listen:
+        return
+    bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
+    for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
+        if address and not _is_loopback(_host(address)):
+            problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
+            raise InvalidConfiguration(source=source, problem=problem)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
+    """Beside the gRPC addresses; a host and port of its own where that is set. Raises InvalidConfiguration."""
+    if not settings.bulk_listen:
+        return BulkPlaces()
+    unix_paths = [address.removeprefix("unix:") for address in addresses if address.startswith("unix:")]
+    unix_path = f"{unix_paths[0]}.bulk" if unix_paths else ""
+    if settings.bulk_listen == "auto":
+        tcp = [address for address in addresses if not address.startswith("unix:")]
+        return BulkPlaces(_host(tcp[0]) if tcp else None, 0, unix_path)
+    host, _, port = settings.bulk_listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidConfiguration(
+            source="bulk_listen", problem=f"{settings.bulk_listen!r} is neither auto nor host:port"
+        )
+    return BulkPlaces(_host(settings.bulk_listen), int(port), unix_path)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
