@@ -49,8 +49,12 @@ class Lease:
     pieces: tuple[Piece, ...]
     client: Client
     pinned: dict[int, int]
-    """Bytes by segment id, as they count in the budget."""
+    """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
     deadline_ns: int = NEVER_NS
+
+    def is_past(self, segment: Segment) -> bool:
+        """Whether it is read past DRAM, where its rows do not stay."""
+        return segment.segment_id not in self.pinned
 
 
 class Rows(NamedTuple):
@@ -66,7 +70,7 @@ class Rows(NamedTuple):
 class Lent:
     """A piece whose bytes another thread may read while it is lent: what of it never changes meanwhile.
 
-    `view` is its slot in DRAM, None when it is not there. Where the whole of it has checksums they
+    `view` is its slot in DRAM, None when it is not kept there. Where the whole of it has checksums they
     are `checksums`, one per stream, seeded with `seed`; else there are none.
     """
 
@@ -132,8 +136,7 @@ class Reading:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
-        for piece in lease.pieces:
-            self._residency.release(piece.segment)
+        self._let_go(lease)
         self.pins.unpin(lease.client, lease.pinned)
 
     def expire_due(self) -> None:
@@ -169,13 +172,11 @@ class Reading:
     @contextmanager
     def lend(self, lease: Lease) -> Iterator[tuple[Lent, ...]]:
         """Hold a stream's pieces for another thread, whatever becomes of the lease meanwhile."""
-        for piece in lease.pieces:
-            self._residency.hold(piece.segment)
+        self._keep(lease)
         try:
-            yield tuple(self._lent(piece) for piece in lease.pieces)
+            yield tuple(self._lent(lease, piece) for piece in lease.pieces)
         finally:
-            for piece in lease.pieces:
-                self._residency.release(piece.segment)
+            self._let_go(lease)
 
     def renew(self, lease: Lease) -> None:
         """Let a stream's lease live on: its reader takes rows. Raises DeadlineExceeded."""
@@ -183,7 +184,7 @@ class Reading:
         self._renew(lease)
 
     async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: "Bounce") -> memoryview:
-        """One stream's rows of a piece that is not in DRAM; they lie in `bounce`.
+        """One stream's rows of a piece that is not kept in DRAM; they lie in `bounce`.
 
         Raises CorruptSegment, TierFailure, DeadlineExceeded.
         """
@@ -192,9 +193,17 @@ class Reading:
 
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _lent(self, piece: Piece) -> Lent:
+    def _keep(self, lease: Lease) -> None:
+        for piece in lease.pieces:
+            self._residency.hold(piece.segment, is_past=lease.is_past(piece.segment))
+
+    def _let_go(self, lease: Lease) -> None:
+        for piece in lease.pieces:
+            self._residency.release(piece.segment, is_past=lease.is_past(piece.segment))
+
+    def _lent(self, lease: Lease, piece: Piece) -> Lent:
         segment = piece.segment
-        view = self._io.view(segment) if segment.dram else None
+        view = None if lease.is_past(segment) or not segment.dram else self._io.view(segment)
         is_whole = piece.row_begin == 0 and piece.row_end == segment.ssd_row_count
         if not is_whole or not segment.checksums:
             return Lent(piece, view, 0, ())
@@ -209,14 +218,13 @@ class Reading:
         session = asked.session
         self._state.touch(session)
         self._count(asked)
-        for piece in asked.pieces:
-            self._residency.hold(piece.segment)
         self.pins.pin(request.client, asked.sizes_bytes)
         self._last_id += 1
         lease = Lease(
             self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.client,
             asked.sizes_bytes,
         )  # fmt: skip
+        self._keep(lease)
         self._leases[lease.lease_id] = lease
         return lease
 
@@ -250,7 +258,7 @@ class Reading:
             for piece in lease.pieces:
                 self.renew(lease)
                 segment = piece.segment
-                if segment.dram:
+                if segment.dram and not lease.is_past(segment):
                     view = views.get(segment.segment_id)
                     if view is None:
                         view = views[segment.segment_id] = self._io.view(segment)
@@ -261,12 +269,17 @@ class Reading:
                     yield Rows(stream, piece.token_begin, data, is_passing=True)
 
     async def _piece(self, piece: Piece, stream: Stream, bounce: "Bounce") -> memoryview:
-        """One stream's rows of a piece that is not in DRAM."""
+        """One stream's rows of a piece that is not in DRAM, or may leave it: a copy."""
         segment = piece.segment
+        place = bounce.of(segment.layout.size_bytes)
+        if segment.dram:
+            rows = self._io.view(segment)[segment.layout.rows(stream, piece.row_begin, piece.row_end)]
+            place[: len(rows)] = rows
+            return place[: len(rows)]
         # The device may take longer than the lease lasts.
         self._residency.hold(segment)
         try:
-            chunk = await self._io.read_chunk(segment, stream, bounce.of(segment.layout.size_bytes))
+            chunk = await self._io.read_chunk(segment, stream, place)
         except CorruptSegment as error:
             await self._bad(error)
             raise

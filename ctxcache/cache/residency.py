@@ -7,6 +7,7 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -55,6 +56,8 @@ class Residency:
         """SSD slots of records that may or may not be gone: a commit failed. Taken until a restart."""
         self.quarantined: set[Slot] = set()
         """SSD slots that gave back other bytes than were written there. Taken until they are released."""
+        self._held_past: Counter[Segment] = Counter()
+        """Of the holds on segments, those that may do without DRAM."""
         self._moves = Moves()
         self._victims = Victims(state, io)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
@@ -75,13 +78,19 @@ class Residency:
 
     # -- holds -----------------------------------------------------------------------------------
 
-    def hold(self, segment: Segment) -> None:
-        """Keep the segment's slots until `release`."""
+    def hold(self, segment: Segment, *, is_past: bool = False) -> None:
+        """Keep the segment's slots until `release`; `is_past`: its bytes wherever they lie, DRAM may be left."""
         segment.hold_count += 1
+        if is_past:
+            self._held_past[segment] += 1
 
-    def release(self, segment: Segment) -> None:
+    def release(self, segment: Segment, *, is_past: bool = False) -> None:
         """End one hold; the last one frees a discarded segment."""
         segment.hold_count -= 1
+        if is_past:
+            self._held_past[segment] -= 1
+            if not self._held_past[segment]:
+                del self._held_past[segment]
         if segment.is_discarded:
             self.free(segment)
         elif self._is_clean(segment):
@@ -93,6 +102,8 @@ class Residency:
         """Give a segment's slots back as soon as nothing holds it. Its record is gone."""
         segment.is_discarded = True
         if segment.hold_count:
+            if self._is_clean(segment):
+                self._drop(segment)
             return
         if segment.dram:
             self.dram.give(segment.dram)
@@ -233,9 +244,11 @@ class Residency:
             self._drop(segment)
         return dropped_bytes > 0
 
-    @staticmethod
-    def _is_clean(segment: Segment) -> bool:
-        return segment.dram is not None and not segment.hold_count and not segment.is_dirty
+    def _is_clean(self, segment: Segment) -> bool:
+        return segment.dram is not None and not segment.is_dirty and not self._hold_count_in_dram(segment)
+
+    def _hold_count_in_dram(self, segment: Segment) -> int:
+        return segment.hold_count and segment.hold_count - self._held_past.get(segment, 0)
 
     def _drop(self, segment: Segment) -> None:
         # Closed: what was appended later would have to be read back first.
@@ -253,7 +266,7 @@ class Residency:
 
     def _may_go(self, segment: Segment) -> bool:
         """Whether nobody but its own write holds it."""
-        return segment.hold_count == self._write_back.is_under_way(segment)
+        return self._hold_count_in_dram(segment) == self._write_back.is_under_way(segment)
 
     async def promote(self, segments: Sequence[Segment]) -> None:
         """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""

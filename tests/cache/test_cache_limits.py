@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from cache_rig import SEGMENT_TOKENS, TENANT, DiskRig, MemoryRig, Writer, expected
+from cache_rig import SEGMENT_TOKENS, STREAMS, TENANT, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.writing import GRACE_NS
@@ -69,6 +69,51 @@ async def test_more_than_a_share_is_refused_for_good(rig: MemoryRig) -> None:
 
     assert int(caught.value.limit_bytes) < int(caught.value.needed_bytes)
     assert await rig.read("a") == expected(Writer(0).make(4 * SEGMENT_TOKENS))
+    await rig.check()
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_a_stream_holds_no_more_than_the_readers_share(rig: MemoryRig, *, is_deleted: bool) -> None:
+    """What of it lies in the arena beyond that leaves for others; its rows are read from SSD, also when it is deleted."""
+    await limited(rig, SHARES, "a", segment_count=5)
+    tokens, writer = Writer(0).make(5 * SEGMENT_TOKENS), Writer(9)
+    await rig.create("w")
+    found = dict.fromkeys(STREAMS, b"")
+    async with rig.cache.reading.stream(rig.request("a"), ()) as (lease, _, rows):
+        with rig.cache.reading.lend(lease) as lent:
+            assert [piece.view is not None for piece in lent] == [True] * 3 + [False] * 2
+        first = await anext(rows)
+        found[first.stream] += bytes(first.data)
+        if is_deleted:
+            await rig.delete("a")
+        await rig.append("w", writer.make(3 * SEGMENT_TOKENS))
+        await rig.check()
+        async for item in rows:
+            found[item.stream] += bytes(item.data)
+
+    assert found == expected(tokens)
+    assert await rig.read("w") == expected(Writer(9).make(3 * SEGMENT_TOKENS))
+    await rig.check()
+
+
+async def test_rows_of_a_stream_that_lie_in_memory_alone_are_read(rig: MemoryRig) -> None:
+    """Beyond the share and not on SSD yet; some of them get there, and leave memory, while the stream goes on."""
+    await limited(rig, replace(SHARES, lease_share=0.2))
+    tokens = Writer(0).make(4 * SEGMENT_TOKENS)
+    await rig.create("a")
+    for begin in range(0, len(tokens), SEGMENT_TOKENS):
+        await rig.append("a", tokens[begin : begin + SEGMENT_TOKENS])
+    found = dict.fromkeys(STREAMS, b"")
+    async with rig.cache.reading.stream(rig.request("a"), ()) as (_, _, rows):
+        async for item in rows:
+            found[item.stream] += bytes(item.data)
+            if item.stream == STREAMS[1] and item.token_begin == SEGMENT_TOKENS:
+                await rig.demote("a")
+                await rig.check()
+
+    assert found == expected(tokens)
+    assert rig.cache.state.session(TENANT, "a").segments[0].dram
+    assert not any(s.dram for s in rig.cache.state.session(TENANT, "a").segments[1:])
     await rig.check()
 
 
