@@ -26,16 +26,44 @@ def verify(*options: str) -> tuple[int, dict[str, Any]]:
     return ran.returncode, json.loads(ran.stdout)
 
 
-def test_damage_is_found_by_a_server_and_without_one(golden: Path) -> None:
-    """A bad segment is listed once, with its session and positions, and the exit code is that of DATA_LOSS."""
-    offline = ["--data-directory", str(golden / "data")]
-    offline += [part for name in SSD_NAMES for part in ("--ssd-directories", str(golden / name))]
-    whole = verify(*offline)
+def stopped(golden: Path) -> list[str]:
+    """Options that name the directories of a server that does not run."""
+    directories = [part for name in SSD_NAMES for part in ("--ssd-directories", str(golden / name))]
+    return ["--data-directory", str(golden / "data"), *directories]
+
+
+def damage(golden: Path) -> Path:
+    """Damage a chunk of s2's second segment; the file that it is in."""
     path = golden / SSD_NAMES[0] / "segments.dat"
     listed = [f for f in scan(path) if (f.header.identity.begin, f.header.identity.token_count) == (64, 64)]
     with path.open("r+b") as file:
         file.seek(listed[0].offset_bytes + listed[0].header.layout.offsets[1])
         file.write(b"\xff" * 64)
+    return path
+
+
+def check_named(bad: dict[str, Any], path: Path) -> None:
+    """Assert that it is said whose rows are bad, which, and where they lie."""
+    assert (bad["sessions"], bad["problem"]) == (["sessions/s2"], "layer 0 hidden: checksum does not match")
+    assert (bad["position_begin"], bad["position_end"], bad["path"]) == (64, 128, str(path))
+
+
+def test_damage_is_found_without_a_server(golden: Path) -> None:
+    """As by one: the session ends before it, so that it is found once."""
+    path = damage(golden)
+    first, again = verify(*stopped(golden)), verify(*stopped(golden))
+
+    assert first[0] == 8
+    (bad,) = first[1]["bad"]
+    check_named(bad, path)
+    assert (again[0], again[1]["bad"]) == (0, [])
+
+
+def test_damage_is_found_by_a_server(golden: Path) -> None:
+    """A bad segment is listed once, with its session and positions, and the exit code is that of DATA_LOSS."""
+    offline = stopped(golden)
+    whole = verify(*offline)
+    path = damage(golden)
     with server(golden, *SSD_NAMES) as running:
         online = verify("--target", running.target, "--rate-limit", "100MiB")
         stats = subprocess.run(
@@ -49,7 +77,7 @@ def test_damage_is_found_by_a_server_and_without_one(golden: Path) -> None:
     assert (whole[0], whole[1]["bad"]) == (0, [])
     assert online[0] == 8
     (bad,) = online[1]["bad"]
-    assert (bad["position_begin"], bad["position_end"], bad["path"]) == (64, 128, str(path))
+    check_named(bad, path)
     assert json.loads(stats)["quarantined_slot_count"] == 1
     assert (released[0], released[1]["released_slot_count"]) == (0, 1)
     assert (again[0], again[1]["bad"]) == (0, [])
