@@ -5,11 +5,13 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import Client
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
 from ctxcache.metadata.rocksdb import RocksDbMetadata
@@ -17,7 +19,7 @@ from ctxcache.rebuild import Rebuilt, rebuild
 from ctxcache.scan import scan
 from tests.faults.planted import command as planted
 from tests.faults.test_golden_directory import golden, server, wrong_sessions
-from tests.golden.make_directory import SSD_NAMES
+from tests.golden.make_directory import EXPIRE_TIME, SSD_NAMES
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 __all__ = ["golden"]
@@ -37,9 +39,15 @@ def made_anew(stored: Path, *, is_dry_run: bool = False) -> Rebuilt:
     return rebuild(stored / "data", directories, created_by="a test", is_dry_run=is_dry_run)
 
 
+def expire_times(running: ServerProcess) -> set[datetime]:
+    """When its sessions end."""
+    with Client(running.target, access="remote") as client:
+        return {session.expire_time.ToDatetime(UTC) for session in client.list_sessions()}
+
+
 @pytest.mark.parametrize("lost", ["metadata", "."])
 def test_all_comes_back_without_metadata(stored: Path, lost: str) -> None:
-    """Every session with its name, its model, its rows, its truncation; the deleted one stays deleted.
+    """Every session with its name, model, rows, truncation and expiry; the deleted one stays deleted.
 
     Also when nothing but the SSD directories is left.
     """
@@ -49,9 +57,9 @@ def test_all_comes_back_without_metadata(stored: Path, lost: str) -> None:
     foreseen = made_anew(stored, is_dry_run=True)
     found = made_anew(stored)
     with server(stored, *SSD_NAMES) as running:
-        wrong = wrong_sessions(running)
+        wrong, ends = wrong_sessions(running), expire_times(running)
 
-    assert wrong == []
+    assert (wrong, ends) == ([], {EXPIRE_TIME})
     assert (found.session_count, found.lost_token_count, found.is_complete) == (5, 0, True)
     assert foreseen.token_count == found.token_count == 388
 
