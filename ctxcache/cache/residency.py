@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
+from ctxcache.cache.departures import Departures
+from ctxcache.cache.dirty_bound import DirtyBound
 from ctxcache.cache.moves import Moves, in_window
 from ctxcache.cache.segment_io import SegmentIO
-from ctxcache.cache.state import State, record_of
+from ctxcache.cache.state import State
 from ctxcache.cache.victims import Victims
 from ctxcache.cache.write_back import WriteBack
 from ctxcache.core.extents import SlotAllocator
@@ -22,9 +24,9 @@ from ctxcache.core.residence import Residence
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.watermarks import Watermarks
-from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
+from ctxcache.errors import CapacityExceeded, SessionNotFound
 from ctxcache.format.slot import Slot
-from ctxcache.metadata.base import Changes, MetadataStore
+from ctxcache.metadata.base import MetadataStore
 
 WINDOW_BYTES = 32 << 20
 """Bytes that one move has in flight per SSD path: enough for the device never to wait, few enough for
@@ -36,7 +38,7 @@ FLUSHES_WAITED_FOR = 64
 
 
 class Residency:
-    """Moves segments between the tiers, and sessions out of the cache. Owned by the event loop."""
+    """Moves segments between the tiers. Owned by the event loop."""
 
     def __init__(
         self, state: State, io: SegmentIO, metadata: MetadataStore, dram: SlotAllocator,
@@ -62,8 +64,8 @@ class Residency:
         self._victims = Victims(state, io)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
-        """What gives slots back as soon as records are gone."""
+        self.dirty_bound = DirtyBound(state, io, self)
+        self.departures = Departures(state, metadata, self, self._moves)
         self._evicting = asyncio.Lock()
         """One at a time, and those who wait look again: what goes for one may be room for them too."""
 
@@ -145,48 +147,11 @@ class Residency:
             self.is_short.set()
         return slot
 
-    async def admit(self, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
-        """Wait until a writer may claim so much more, promise it, and return how much it is.
-
-        `own_bytes` are claimed by the writer already.
-
-        Both are asked for again after each wait. Raises CapacityExceeded, TierFailure.
-        """
-        if not self._admits(needed_bytes(), own_bytes()):
-            self._state.counters.delayed_write_count += 1
-            self.is_pressed.set()
-            # A caller may have been begun without a task of its own; what waits needs one.
-            await asyncio.sleep(0)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.watermarks.writer_wait_s):
-                    await self._clean_until(lambda: self._admits(needed_bytes(), own_bytes()))
-            self._check_admitted(needed_bytes(), own_bytes())
-        promised_bytes = needed_bytes()
-        self._state.unwritten.promise(promised_bytes)
-        return promised_bytes
-
-    def _admits(self, needed_bytes: int, own_bytes: int) -> bool:
-        # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
-        if not self._io.has_open_path:
-            return True
-        claimed_bytes = self._state.unwritten.claimed_bytes
-        return self.watermarks.admits(needed_bytes, claimed_bytes, own_bytes, self.dram.capacity_bytes)
-
-    async def _clean_until(self, is_enough: Callable[[], bool]) -> None:
+    async def clean_until(self, is_enough: Callable[[], bool]) -> None:
+        """Flush the coldest dirty sessions until that is so, as far as that goes. Raises CapacityExceeded, TierFailure."""
         for _ in range(FLUSHES_WAITED_FOR):
             if is_enough() or not await self._clean_something(self._is_any_dirty):
                 return
-
-    def _check_admitted(self, needed_bytes: int, own_bytes: int) -> None:
-        if not self._admits(needed_bytes, own_bytes):
-            limit_bytes = self.watermarks.limit_bytes(self.dram.capacity_bytes)
-            free_bytes = max(limit_bytes - self._state.unwritten.claimed_bytes, 0)
-            raise CapacityExceeded(
-                f"DRAM: {needed_bytes} B needed, {free_bytes} B may be written before SSD has more of it",
-                tier="DRAM", needed_bytes=needed_bytes, free_bytes=free_bytes,
-                # What is larger goes when it is alone.
-                limit_bytes=limit_bytes if needed_bytes <= limit_bytes else self.dram.capacity_bytes,
-            )  # fmt: skip
 
     async def _clean_something(self, accepts: Callable[[bytes], bool]) -> bool:
         """Flush the coldest dirty session of those, or wait for a flush under way; False when there is neither."""
@@ -339,8 +304,7 @@ class Residency:
         # What was written ahead of need goes before what somebody was promised.
         if await self._write_back.unstage_something():
             return
-        if self._leaving:
-            await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
+        if await self.departures.wait_for_one():
             return
         victim = self._victims.on_ssd(for_session)
         if victim is None:
@@ -353,63 +317,8 @@ class Residency:
     async def _evict(self, victim: Session) -> None:
         self._metadata.check(is_growing=False)
         self._state.counters.evicted_session_count += 1
-        await self.remove([victim])
-
-    # -- out of the cache --------------------------------------------------------------------------
-
-    async def remove(self, sessions: Iterable[Session]) -> None:
-        """Make sessions unreachable at once, and give their bytes back when their records are gone."""
-        gone = [session for session in sessions if not session.is_gone]
-        dead = [segment for session in gone for segment in self._state.forget(session)]
-        await self.write_down(gone=gone, dead=dead)
-
-    async def write_down(
-        self, changed: Sequence[Session] = (), *, gone: Sequence[Session] = (), dead: Sequence[Segment] = (),
-        bad: Sequence[Slot] = (),
-    ) -> None:  # fmt: skip
-        """Record sessions as they are, remove the records of others and of segments that nobody lists.
-
-        `bad` slots are kept from use until they are released.
-
-        Durable when it returns; only then are the dead segments' slots given back. Raises TierFailure.
-        """
-        self.quarantined |= set(bad)
-        move = self._moves.start(self._write_down(changed, gone, dead, bad))
-        if dead:
-            self._leaving.add(move)
-            move.add_done_callback(self._leaving.discard)
-        await asyncio.shield(move)
-
-    async def _write_down(
-        self,
-        changed: Sequence[Session],
-        gone: Sequence[Session],
-        dead: Sequence[Segment],
-        bad: Sequence[Slot],
-    ) -> None:
-        # Records are made when they are written: those of an earlier moment could undo another's.
-        changes = Changes(
-            sessions=[record_of(session) for session in changed if not session.is_gone],
-            deleted_session_uids=[session.uid for session in gone],
-            deleted_segment_ids=[segment.segment_id for segment in dead],
-            quarantined=list(bad),
-        )
-        try:
-            await self._metadata.commit(changes, is_durable=True)
-        except TierFailure:
-            self.strand(dead)
-            raise
-        for i, segment in enumerate(dead, 1):
-            self.free(segment)
-            if i % DROPS_PER_SLICE == 0:
-                await asyncio.sleep(0)
+        await self.departures.remove([victim])
 
     async def drain(self) -> None:
         """Wait for every move under way."""
         await self._moves.drain()
-
-    def strand(self, dead: Sequence[Segment]) -> None:
-        """Give back what segments have in DRAM; their records may still be there and name their slots."""
-        self.stranded |= {segment.ssd for segment in dead if segment.ssd}
-        for segment in dead:
-            self.free(segment)

@@ -58,6 +58,7 @@ class Sessions:
     ) -> None:
         self._state = state
         self._residency = residency
+        self._departures = residency.departures
         self._metadata = metadata
         self._default = default
 
@@ -120,7 +121,7 @@ class Sessions:
             session.is_pinned = is_pinned
             self._state.evictable.add(session.uid)
         self._state.touch(session)
-        await self._residency.write_down([session])
+        await self._departures.write_down([session])
         return session.view()
 
     async def keep_recent(
@@ -161,7 +162,7 @@ class Sessions:
         self._state.touch(session)
         if kept != session.live:
             dead = self._state.unlist(session, session.keep_positions(kept))
-            await self._residency.write_down([session], dead=dead)
+            await self._departures.write_down([session], dead=dead)
         return session.view()
 
     async def fork(
@@ -216,7 +217,7 @@ class Sessions:
         session = self._state.session(tenant, session_id)
         self._check_change(session, generation)
         self._metadata.check(is_growing=False)
-        await self._residency.remove([session])
+        await self._departures.remove([session])
 
     async def expire_due(self) -> None:
         """Remove the sessions whose time has come, a few at a time; a writer is waited for.
@@ -230,7 +231,7 @@ class Sessions:
                 writing += [session for session in due if session.is_writing]
                 gone = [session for session in due if not session.is_writing]
                 self._state.counters.expired_session_count += len(gone)
-                await self._residency.remove(gone)
+                await self._departures.remove(gone)
         finally:
             for session in writing:
                 if not session.is_gone:
@@ -292,7 +293,7 @@ class Sessions:
         for segment in bad:
             # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
             segment.ssd = None
-        await self._residency.write_down(cut, dead=dead, bad=slots)
+        await self._departures.write_down(cut, dead=dead, bad=slots)
 
     # -- checks and parts ----------------------------------------------------------------------------
 
@@ -342,9 +343,9 @@ class Sessions:
         dead = self._state.forget(expired) if expired else []
         self._state.add(session)
         try:
-            await self._residency.write_down([session], gone=[expired] if expired else [], dead=dead)
+            await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)
         except TierFailure:
             if not session.is_gone:
-                self._residency.strand(self._state.forget(session))
+                self._departures.strand(self._state.forget(session))
             raise
         return session.view()

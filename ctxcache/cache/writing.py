@@ -254,7 +254,7 @@ class Writing:
         # First: what can never fit makes nothing leave.
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
-            reservation.promised_bytes += await self._residency.admit(missing_bytes, own_bytes)
+            reservation.promised_bytes += await self._residency.dirty_bound.admit(missing_bytes, own_bytes)
             # Meanwhile others may have come, or the tail gone that was to be continued.
             await self._wait_for_room(reservation, token_count)
 

@@ -42,7 +42,7 @@ async def filled(rig: MemoryRig | DiskRig, name: str, token_count: int, tag: int
         lambda rig: rig.truncate("a", (0, 200)),
         lambda rig: rig.delete("a"),
         lambda rig: rig.demote("a"),
-        lambda rig: rig.cache.residency.remove(list(rig.cache.state.by_uid.values())),
+        lambda rig: rig.cache.residency.departures.remove(list(rig.cache.state.by_uid.values())),
     ],
     ids=["truncate", "delete", "demote", "evict"],
 )

@@ -349,7 +349,9 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     rig.clock.advance(seconds=60)
     rig.cache.writing.expire_due()
     with suppress(CapacityExceeded):
-        await rig.cache.residency.remove([rig.cache.state.sessions[TENANT, name] for name in rig.names()])
+        await rig.cache.residency.departures.remove(
+            [rig.cache.state.sessions[TENANT, name] for name in rig.names()]
+        )
     await rig.check()
     kept_count = len(rig.cache.residency.quarantined)
     left = rig.cache.residency.dram.used_bytes, rig.cache.residency.ssd.used_bytes
