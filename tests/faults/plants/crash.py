@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxcache.cache import Cache, residency, sessions, write_back
+from ctxcache.cache import Cache, departures, sessions, write_back
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.segment_io import Written
@@ -130,7 +130,7 @@ def recorded_end_off_by_one(_: int) -> None:
         end = max(record.log_end - 1, 0)
         return replace(record, log_end=end, live=ranges.clip(record.live, 0, end))
 
-    for module in (residency, sessions, write_back):
+    for module in (departures, sessions, write_back):
         _patch(module, "record_of", short_record)
 
 
