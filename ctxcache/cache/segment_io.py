@@ -11,7 +11,6 @@ import mmap
 import os
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,7 @@ from ctxcache.format.identity import chunk_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
+from ctxcache.pools import started_pool
 from ctxcache.tiers.base import MappedTier, Range, Refusal, Tier
 
 PIECE_BYTES = 1 << 20
@@ -56,7 +56,7 @@ class SegmentIO:
         self._arena = arena
         self._ssd = ssd
         # Ours alone: what else runs in asyncio's shared threads must not delay a flush.
-        self._sealers = ThreadPoolExecutor(SEALING_THREADS, "segment-seal")
+        self._sealers = started_pool(SEALING_THREADS, "segment-seal")
 
     def close(self) -> None:
         """End the threads. Nothing may be in flight."""

@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from ctxcache.metadata.catalog_contents import (
     pack_mark,
     read_catalog,
 )
+from ctxcache.pools import started_pool
 
 SYNC_INTERVAL_S = 1.0
 LOG_LIMIT_BYTES = 64 << 20
@@ -65,8 +65,8 @@ class Catalog:
         """Whether a sync is waited for that will begin after this."""
         self._closing = threading.Event()
         self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
-        self._worker = ThreadPoolExecutor(1, "catalog")
-        self._syncer = ThreadPoolExecutor(1, "catalog-sync")
+        self._worker = started_pool(1, "catalog")
+        self._syncer = started_pool(1, "catalog-sync")
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

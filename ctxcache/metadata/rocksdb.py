@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import reduce
 from itertools import islice
 from operator import xor
@@ -40,6 +40,7 @@ from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.catalog_contents import Entry
 from ctxcache.metadata.records import Commit
 from ctxcache.metadata.witness import Witness
+from ctxcache.pools import started_pool
 
 MEMTABLE_BYTES = 8 << 20
 LOG_LIMIT_BYTES = 64 << 20
@@ -68,7 +69,7 @@ class RocksDbMetadata:
         self._path = str(path)
         self._witness, self._catalog = witness, catalog
         self._db = _open(self._path)
-        self._syncer = ThreadPoolExecutor(1, "metadata-sync")
+        self._syncer = started_pool(1, "metadata-sync")
         self._next_sync: Future[None] | None = None
         self._failure: str | None = None
         self._is_closed = False

@@ -86,7 +86,10 @@ class Witness:
 
     def _read(self, fd: int, place: int) -> int | None:
         """What one place says; 0 where nothing was ever written, None where it cannot be read."""
-        raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
+        try:
+            raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
+        except OSError:
+            return None
         if not any(raw):
             return 0
         if len(raw) < _BODY.size + _CHECKSUM.size:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import socket
 import ssl
-import threading
+from _thread import start_new_thread
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 64
 ACCEPT_PAUSE_S = 1.0
+BEGIN_TIMEOUT_S = 2.0
+"""How long a connection's thread may take to begin."""
 """After a connection that could not be taken: whatever was lacking is still, and it is still there."""
 
 
@@ -144,13 +146,15 @@ class BulkChannel:
             return
         accepted, ended = _Accepted(connected, self._tls, self._transfers, loop), loop.create_future()
         try:
-            threading.Thread(target=_serve, args=(accepted, loop, ended), name="bulk").start()
+            # Not `Thread.start`, which waits for the thread: without memory it dies before it can say that it runs.
+            start_new_thread(_serve, (accepted, loop, ended))
         except (RuntimeError, MemoryError) as error:
             log.warning("bulk_accept_failed error=%s", error)
             connected.close()
             return
         self._running[ended] = accepted
         ended.add_done_callback(self._running.pop)
+        loop.call_later(BEGIN_TIMEOUT_S, _check_begun, accepted, ended)
 
 
 class _Accepted:
@@ -166,9 +170,11 @@ class _Accepted:
         self._connected, self._tls, self._transfers, self._loop = connected, tls, transfers, loop
         self._connection: BulkConnection | None = None
         self._is_draining = False
+        self.has_begun = False
 
     def serve(self) -> None:
         """Run to the end; raises nothing."""
+        self.has_begun = True
         try:
             if self._tls is not None and self._connected.family != socket.AF_UNIX:
                 self._connected.settimeout(PIECE_TIMEOUT_S)
@@ -202,7 +208,20 @@ def _serve(accepted: _Accepted, loop: asyncio.AbstractEventLoop, ended: asyncio.
     try:
         accepted.serve()
     finally:
-        loop.call_soon_threadsafe(ended.set_result, None)
+        loop.call_soon_threadsafe(_end, ended)
+
+
+def _check_begun(accepted: _Accepted, ended: asyncio.Future[None]) -> None:
+    """A thread that found no memory to begin with has ended without a word: its client must not wait for it."""
+    if not accepted.has_begun and not ended.done():
+        log.warning("bulk_accept_failed error=its thread does not begin")
+        accepted.framed_shut()
+        _end(ended)
+
+
+def _end(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
 
 
 class BulkService(bulk_pb2_grpc.BulkServiceServicer):

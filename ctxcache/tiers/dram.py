@@ -15,7 +15,6 @@ import fcntl
 import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
+from ctxcache.pools import started_pool
 from ctxcache.populate import Populate
 from ctxcache.tiers.base import Range, Refusal
 from ctxcache.tiers.shared_memory import HugePages, create_shared
@@ -58,7 +58,7 @@ class DramArena:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._arena_id = secrets.token_bytes(ARENA_ID_BYTES)
         self._map[:ARENA_ID_BYTES] = self._arena_id
-        self._copiers = ThreadPoolExecutor(COPY_THREADS, "arena-copy")
+        self._copiers = started_pool(COPY_THREADS, "arena-copy")
         self._prefault: Populate | None = None
         self._is_closed = False
 

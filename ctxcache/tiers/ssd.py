@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ctxcache.clock import Clock, SystemClock
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
+from ctxcache.pools import started_pool
 from ctxcache.tiers.base import Range, Refusal
 from ctxcache.tiers.health import PathHealth
 from ctxcache.tiers.transfer import Threads
@@ -160,7 +161,7 @@ class _File:
         self._fd, self.io_mode = _open(self.path, place, allow_direct=allow_direct)
         self._readers = Threads(thread_count, "ssd-read")
         self._writers = Threads(thread_count, "ssd-write")
-        self._syncer = ThreadPoolExecutor(1, "ssd-sync")
+        self._syncer = started_pool(1, "ssd-sync")
         self._next_sync: Future[None] | None = None
         self._bounce = threading.local()
 

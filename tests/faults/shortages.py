@@ -26,7 +26,9 @@ CROWDED_BYTES = 8 << 20
 FULL_BYTES = 2 << 20
 """Too little for the SSD files."""
 START_LIMITS_BYTES = (1 << 30, 3 << 30)
-MANY_TOKENS, CLIENTS = 20_000, 12
+MANY_TOKENS, CLIENTS = 20_000, 6
+STARVED_DEADLINE_S = 4.0
+"""What a server without memory may leave a caller waiting: here no longer than this."""
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def refused_memory(
         starved = Lifecycle(problems.append, refusals=(Unavailable, DeadlineExceeded, TooManyRequests))
         starved.sessions = life.sessions
         for _ in range(CLIENTS):
-            with Client(server.target, access="remote", timeout_s=DEADLINE_S) as client:
+            with Client(server.target, access="remote", timeout_s=STARVED_DEADLINE_S) as client:
                 starved.append(client, "a", MANY_TOKENS, is_durable=True)
                 starved.read(client, "a")
         if server.wait(0) is None:

@@ -3,8 +3,7 @@
 import asyncio
 import resource
 import socket
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -532,13 +531,25 @@ async def test_a_server_without_descriptors_pauses(
     assert sum("bulk_accept_failed" in record.getMessage() for record in caplog.records) == 1
 
 
+def no_thread(*_: object) -> None:
+    """As CPython does when the system has none."""
+    raise RuntimeError("can't start new thread")
+
+
+def mute_thread(*_: object) -> None:
+    """As CPython does when a thread finds no memory for its first call."""
+
+
+@pytest.mark.parametrize("starter", [no_thread, mute_thread])
 async def test_a_server_without_threads_closes_the_connection(
-    client: Client, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    client: Client, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    starter: Callable[..., None],
+) -> None:  # fmt: skip
     """Whoever comes is not left waiting, it counts for nothing, and the next one is served."""
     ticket = await ticket_of(client)
     with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", no_thread)
+        limited.setattr(bulk, "start_new_thread", starter)
+        limited.setattr(bulk, "BEGIN_TIMEOUT_S", 0.05)
         reader, writer = await asyncio.open_connection("127.0.0.1", ticket.tcp_port)
         assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
@@ -548,8 +559,3 @@ async def test_a_server_without_threads_closes_the_connection(
     connection = await Connection.open(client.channel)
     assert (await append(connection, client, 1, 0, 3)).token_count == 3
     connection.close()
-
-
-def no_thread(_: threading.Thread) -> None:
-    """As CPython does when the system has none."""
-    raise RuntimeError("can't start new thread")
