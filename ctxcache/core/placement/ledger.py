@@ -1,0 +1,196 @@
+"""The ledger: where every session lies, within capacities, and what a policy's word means for it.
+
+Pure: events in, moves out; whoever calls carries them out in the order given. A session lies in one tier,
+whole. One in a turn, or pinned, is never moved by another's need. Worst case: everything is pinned, and
+what comes is refused.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
+
+
+class Act(enum.Enum):
+    """What is done with a session."""
+
+    ADMIT = "admit"
+    GROW = "grow"
+    PROMOTE = "promote"
+    DEMOTE = "demote"
+    EVICT = "evict"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`size_bytes` of a session to be moved, `tier` being where they lie afterwards (or lay, of EVICT)."""
+
+    act: Act
+    uid: bytes
+    size_bytes: int
+    tier: Tier
+
+
+@dataclass(slots=True)
+class _Held:
+    size_bytes: int
+    tier: Tier
+    pin_count: int = 0
+
+
+class Ledger:
+    """Sessions by tier. `buffer_bytes` of DRAM are kept free for promotions and growth. Owned by its caller."""
+
+    def __init__(self, capacities: Capacities, policy: Policy, *, buffer_bytes: int = 0) -> None:
+        if not 0 <= buffer_bytes <= capacities.dram_bytes:
+            raise ValueError(f"a buffer of {buffer_bytes} B in {capacities.dram_bytes} B of DRAM")
+        self.policy = policy
+        self._limits = {Tier.DRAM: capacities.dram_bytes, Tier.SSD: capacities.ssd_bytes}
+        self._buffer_bytes = buffer_bytes
+        self._used = dict.fromkeys(Tier, 0)
+        self._held: dict[bytes, _Held] = {}
+        self._in_turn: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def used_bytes(self, tier: Tier) -> int:
+        """Bytes of sessions that lie in the tier."""
+        return self._used[tier]
+
+    def tier(self, uid: bytes) -> Tier | None:
+        """Where the session lies; None where it does not."""
+        held = self._held.get(uid)
+        return held.tier if held else None
+
+    def pin(self, uid: bytes) -> None:
+        """Keep a held session where it is, once more; raises KeyError for one that is not held."""
+        self._held[uid].pin_count += 1
+
+    def unpin(self, uid: bytes) -> None:
+        """Take back one `pin`."""
+        self._held[uid].pin_count -= 1
+
+    def arrived(self, uid: bytes, now_s: float) -> list[Move]:
+        """A turn begins: what is on SSD is promoted if DRAM has or can make room, else read where it is."""
+        moves: list[Move] = []
+        self._in_turn.add(uid)
+        self.policy.arrived(uid, now_s)
+        self.policy.withdrawn(uid)
+        if self.tier(uid) is Tier.SSD:
+            self._promote(uid, moves, lambda _: True)
+        return moves
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
+        """The turn is over, and the session has that size: it is kept if there is room, DRAM first."""
+        moves: list[Move] = []
+        self._in_turn.add(uid)
+        self.policy.idle(uid, facts, now_s)
+        held = self._held.get(uid)
+        if held is None:
+            self._admit(uid, facts.size_bytes, moves)
+        else:
+            self._resize(uid, held, facts.size_bytes, moves)
+        self._in_turn.discard(uid)
+        self._make_room(Tier.DRAM, self._buffer_bytes, moves, lambda _: True)
+        return moves
+
+    def ended(self, uid: bytes) -> list[Move]:
+        """The session was deleted or expired, pinned or not."""
+        held = self._held.pop(uid, None)
+        self._in_turn.discard(uid)
+        self.policy.ended(uid)
+        if held is None:
+            return []
+        self._used[held.tier] -= held.size_bytes
+        return [Move(Act.EVICT, uid, held.size_bytes, held.tier)]
+
+    def prefetch(self) -> list[Move]:
+        """Promote whom the policy wants in DRAM, unless that pushes out one that is needed as soon.
+
+        The promotion is the last move; none when there is none, or no room.
+        """
+        uid = self.policy.prefetch()
+        if uid is None or not self._may_move(uid):
+            return []
+        moves: list[Move] = []
+        self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other))
+        return moves
+
+    def _free_bytes(self, tier: Tier) -> int:
+        return self._limits[tier] - self._used[tier]
+
+    def _may_move(self, uid: bytes) -> bool:
+        held = self._held.get(uid)
+        return held is not None and not held.pin_count and uid not in self._in_turn
+
+    def _admit(self, uid: bytes, size_bytes: int, moves: list[Move]) -> None:
+        for tier in Tier:
+            if self._make_room(tier, size_bytes, moves, lambda _: True):
+                self._held[uid] = _Held(size_bytes, tier)
+                self._used[tier] += size_bytes
+                self.policy.placed(uid, tier)
+                moves.append(Move(Act.ADMIT, uid, size_bytes, tier))
+                return
+        self.policy.evicted(uid)
+        moves.append(Move(Act.REFUSE, uid, size_bytes, Tier.DRAM))
+
+    def _resize(self, uid: bytes, held: _Held, size_bytes: int, moves: list[Move]) -> None:
+        """Grow, or shrink, in place; a session that cannot grow is given up, unless it is pinned as it was."""
+        more_bytes = size_bytes - held.size_bytes
+        if self._make_room(held.tier, max(more_bytes, 0), moves, lambda other: other != uid):
+            self._used[held.tier] += more_bytes
+            held.size_bytes = size_bytes
+            moves.append(Move(Act.GROW, uid, more_bytes, held.tier))
+            return
+        moves.append(Move(Act.REFUSE, uid, more_bytes, held.tier))
+        if not held.pin_count:
+            self._evict(uid, moves)
+
+    def _promote(self, uid: bytes, moves: list[Move], may_leave: Callable[[bytes], bool]) -> None:
+        size_bytes = self._held[uid].size_bytes
+        if self._make_room(Tier.DRAM, size_bytes, moves, lambda other: other != uid and may_leave(other)):
+            self._place(uid, Tier.DRAM)
+            moves.append(Move(Act.PROMOTE, uid, size_bytes, Tier.DRAM))
+
+    def _make_room(
+        self, tier: Tier, needed_bytes: int, moves: list[Move], may_leave: Callable[[bytes], bool]
+    ) -> bool:
+        """Free that much of the tier. Whether it was possible; what left is gone either way."""
+        if needed_bytes > self._limits[tier]:
+            return False
+
+        while self._free_bytes(tier) < needed_bytes:
+            victim = self._demoted() if tier is Tier.DRAM else self.policy.evict(self._may_move)
+            # The first that may leave decides: whoever stands behind it is worth no less.
+            if victim is None or not may_leave(victim):
+                return False
+            held = self._held[victim]
+            if tier is Tier.DRAM and held.size_bytes <= self._free_bytes(Tier.SSD):
+                self._place(victim, Tier.SSD)
+                moves.append(Move(Act.DEMOTE, victim, held.size_bytes, Tier.SSD))
+                continue
+            if tier is Tier.DRAM and held.size_bytes <= self._limits[Tier.SSD]:
+                victim = self.policy.evict(self._may_move)
+                if victim is None or not may_leave(victim):
+                    return False
+            self._evict(victim, moves)
+        return True
+
+    def _demoted(self) -> bytes | None:
+        return self.policy.demote(lambda uid: self._may_move(uid) and self._held[uid].tier is Tier.DRAM)
+
+    def _place(self, uid: bytes, tier: Tier) -> None:
+        held = self._held[uid]
+        self._used[held.tier] -= held.size_bytes
+        self._used[tier] += held.size_bytes
+        held.tier = tier
+        self.policy.placed(uid, tier)
+
+    def _evict(self, uid: bytes, moves: list[Move]) -> None:
+        held = self._held.pop(uid)
+        self._used[held.tier] -= held.size_bytes
+        self.policy.evicted(uid)
+        moves.append(Move(Act.EVICT, uid, held.size_bytes, held.tier))

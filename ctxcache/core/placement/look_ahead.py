@@ -1,0 +1,125 @@
+"""Look-ahead, as CachedAttention has it: the queue's head is fetched, its window is exempt, its tail goes first.
+
+Source: CachedAttention, ATC'24, section 3.3: prefetch window Cmem/Skv, eviction window (Cmem+Cdisk)/Skv,
+Skv the average size of a session held. Whoever is not in the window leaves before, least recently used first.
+Without a queue it is LRU. Amortised O(log n) an event.
+"""
+
+from ctxcache.core.placement.order import Key, Keyed
+from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Policy, Tier
+from ctxcache.core.placement.queue import Window
+
+
+class LookAhead(Policy):
+    """The paper's policy. Subclasses rank whom no window protects by another `score`."""
+
+    def __init__(self, capacities: Capacities) -> None:
+        self._capacities = capacities
+        self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
+        self._sizes: dict[bytes, int] = {}
+        self._held_bytes = 0
+        self._held: dict[bytes, Tier] = {}
+        self._last_use: dict[bytes, int] = {}
+        self._use_count = 0
+        self._exempt = Window(self._rank)
+        self._fetched = Window(self._rank_fetch)
+
+    def score(self, uid: bytes) -> float:
+        """Where a session stands that no window protects: the lowest leaves first."""
+        return self._last_use[uid]
+
+    @property
+    def follows_queue(self) -> bool:
+        """Whether the queue decides anything."""
+        return True
+
+    @property
+    def window_uids(self) -> frozenset[bytes]:
+        """Who is exempt from eviction while others can go."""
+        return self._exempt.uids
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        self._use_count += 1
+        self._last_use[uid] = self._use_count
+        if uid in self._held:
+            self._held_bytes += facts.size_bytes - self._sizes[uid]
+        self._sizes[uid] = facts.size_bytes
+        if uid in self._held:
+            self._resize()
+            self._rank(uid)
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        if uid not in self._held:
+            self._held_bytes += self._sizes[uid]
+        self._held[uid] = tier
+        self._resize()
+        self._rank(uid)
+        self._rank_fetch(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        if self._held.pop(uid, None) is not None:
+            self._held_bytes -= self._sizes[uid]
+        self._sizes.pop(uid, None)
+        self._last_use.pop(uid, None)
+        self._rank(uid)
+        self._rank_fetch(uid)
+
+    def ended(self, uid: bytes) -> None:
+        """See Policy."""
+        self.evicted(uid)
+        self.withdrawn(uid)
+
+    def hinted(self, uid: bytes, order: float) -> None:
+        """See Policy."""
+        self._exempt.put(uid, order)
+        self._fetched.put(uid, order)
+        self._rank(uid)
+
+    def withdrawn(self, uid: bytes) -> None:
+        """See Policy."""
+        self._exempt.discard(uid)
+        self._fetched.discard(uid)
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._all.first(accepts)
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._dram.first(accepts)
+
+    def prefetch(self) -> bytes | None:
+        """See Policy."""
+        return self._fetchable.first() if self.follows_queue else None
+
+    def is_needed_soon(self, uid: bytes) -> bool:
+        """See Policy."""
+        return self.follows_queue and uid in self._fetched
+
+    def _resize(self) -> None:
+        average_bytes = max(self._held_bytes // max(len(self._held), 1), 1)
+        self._fetched.resize(self._capacities.dram_bytes // average_bytes)
+        self._exempt.resize(self._capacities.total_bytes // average_bytes)
+
+    def _rank(self, uid: bytes) -> None:
+        tier = self._held.get(uid)
+        if tier is None:
+            self._all.discard(uid)
+            self._dram.discard(uid)
+            return
+        is_exempt = self.follows_queue and uid in self._exempt
+        key: Key = (1, -self._exempt.order(uid)) if is_exempt else (0, self.score(uid))
+        self._all.put(uid, key)
+        if tier is Tier.DRAM:
+            self._dram.put(uid, key)
+        else:
+            self._dram.discard(uid)
+
+    def _rank_fetch(self, uid: bytes) -> None:
+        if uid in self._fetched and self._held.get(uid) is Tier.SSD:
+            self._fetchable.put(uid, (self._fetched.order(uid),))
+        else:
+            self._fetchable.discard(uid)

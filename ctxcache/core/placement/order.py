@@ -1,0 +1,97 @@
+"""Orders over sessions: by a key that may change, and by when they came. Pure; nothing is scanned twice."""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from ctxcache.core.placement.policy import Accepts
+
+SLACK = 64
+"""Outdated entries of a heap that are not worth a pass."""
+Key = tuple[float, ...]
+
+
+class Keyed:
+    """Sessions by key, the lowest first. Every operation takes amortised O(log n), `first` per refusal."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, Key] = {}
+        self._heap: list[tuple[Key, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._keys
+
+    def key(self, uid: bytes) -> Key | None:
+        """The session's key; None for one that is not in here."""
+        return self._keys.get(uid)
+
+    def put(self, uid: bytes, key: Key) -> None:
+        """Add the session, or give it another key."""
+        if self._keys.get(uid) == key:
+            return
+        self._keys[uid] = key
+        heappush(self._heap, (key, uid))
+        self._tidy()
+
+    def discard(self, uid: bytes) -> None:
+        """It is none of them any more."""
+        if self._keys.pop(uid, None) is not None:
+            self._tidy()
+
+    def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
+        """The lowest that `accepts` takes; None when it takes none. It stays in here."""
+        passed, found = [], None
+        while self._heap and found is None:
+            key, uid = heappop(self._heap)
+            if self._keys.get(uid) != key:
+                continue
+            passed.append((key, uid))
+            found = uid if accepts(uid) else None
+        for entry in passed:
+            heappush(self._heap, entry)
+        return found
+
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._keys) + SLACK:
+            self._heap = [(key, uid) for uid, key in self._keys.items()]
+            heapify(self._heap)
+
+
+class Line:
+    """Sessions in the order in which they were put, with their sizes. O(1), `first` per refusal."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[bytes, int] = {}
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._sizes
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._sizes)
+
+    def put(self, uid: bytes, size_bytes: int = 0) -> None:
+        """Put the session last, wherever it stood."""
+        self.discard(uid)
+        self._sizes[uid] = size_bytes
+        self.size_bytes += size_bytes
+
+    def resize(self, uid: bytes, size_bytes: int) -> None:
+        """Change its size and let it stand where it is."""
+        self.size_bytes += size_bytes - self._sizes[uid]
+        self._sizes[uid] = size_bytes
+
+    def discard(self, uid: bytes) -> int | None:
+        """Take it out; its size, None if it was not in here."""
+        size_bytes = self._sizes.pop(uid, None)
+        self.size_bytes -= size_bytes or 0
+        return size_bytes
+
+    def first(self, accepts: Accepts) -> bytes | None:
+        """The earliest that `accepts` takes."""
+        return next((uid for uid in self._sizes if accepts(uid)), None)

@@ -1,0 +1,88 @@
+"""What a placement policy is: it hears events about sessions and says who leaves and who comes.
+
+A session is placed whole. A policy moves nothing and reads no clock: `now_s` comes with the event.
+Worst case of a bad policy: misses. Capacities and pins are the ledger's, not the policy's.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Accepts = Callable[[bytes], bool]
+
+
+class Tier(enum.Enum):
+    """A place with a capacity."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a session at the end of a turn. `appended_bytes` came as the turn's input."""
+
+    size_bytes: int
+    turn_count: int
+    appended_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """How much each tier takes."""
+
+    dram_bytes: int
+    ssd_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both tiers together: a session lies in one of them."""
+        return self.dram_bytes + self.ssd_bytes
+
+
+class Policy:
+    """A policy that hears everything and ignores it; subclasses override what they need.
+
+    `evict` and `demote` must each name a session that `accepts` takes while there is one.
+    Owned by whoever owns the ledger.
+    """
+
+    def arrived(self, uid: bytes, now_s: float) -> None:
+        """A turn of the session begins; it may be new, or have been evicted."""
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
+        """The turn is over. Called before the session is placed, and for one that is not kept, too."""
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """The session lies in `tier` from now on."""
+
+    def evicted(self, uid: bytes) -> None:
+        """The session left the store; it may return as a miss."""
+
+    def ended(self, uid: bytes) -> None:
+        """The session was deleted or expired and will not return under this name."""
+
+    def hinted(self, uid: bytes, order: float) -> None:
+        """A job of the session waits in the scheduler's queue; a lower `order` starts earlier."""
+
+    def withdrawn(self, uid: bytes) -> None:
+        """The session's job waits no longer: it starts, or it was cancelled, or the queue was lost."""
+
+    def expected(self, uid: bytes, return_s: float | None) -> None:
+        """The client says when the idle session returns; None: never."""
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """Which session is to leave the store, of both tiers."""
+        raise NotImplementedError
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """Which session is to leave DRAM for SSD."""
+        raise NotImplementedError
+
+    def prefetch(self) -> bytes | None:
+        """Which session on SSD is to be promoted ahead of its turn."""
+        return None
+
+    def is_needed_soon(self, uid: bytes) -> bool:  # noqa: ARG002  the default ignores it
+        """Whether a prefetch must not push this session out of DRAM."""
+        return False

@@ -1,0 +1,99 @@
+"""LRU, FIFO and T-LRU: orders by when sessions were used, came, or are cheap to do without. O(1) an event."""
+
+from ctxcache.core.placement.order import Line
+from ctxcache.core.placement.policy import Accepts, Facts, Policy, Tier
+
+
+class LeastRecentlyUsed(Policy):
+    """The session whose last turn ended first leaves first, either tier."""
+
+    def __init__(self) -> None:
+        self.all = Line()
+        self.dram = Line()
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        self.all.put(uid)
+        if uid in self.dram:
+            self.dram.put(uid)
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        if tier is Tier.SSD:
+            self.dram.discard(uid)
+        elif uid not in self.dram:
+            self.dram.put(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        self.all.discard(uid)
+        self.dram.discard(uid)
+
+    ended = evicted
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self.all.first(accepts)
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self.dram.first(accepts)
+
+
+class FirstInFirstOut(LeastRecentlyUsed):
+    """The session that came into the store first leaves it first; the same for DRAM."""
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
+        """See Policy."""
+        if uid not in self.all:
+            self.all.put(uid)
+
+
+class TailOptimised(LeastRecentlyUsed):
+    """LRU among sessions that can be recomputed within the latency goal, then among the others.
+
+    Source: Tail-Optimized Caching for LLM Inference (T-LRU), at whole sessions: a session whose history
+    with the next input is at most `goal_bytes` meets the goal without the store.
+    """
+
+    def __init__(self, goal_bytes: int) -> None:
+        super().__init__()
+        self._goal_bytes = goal_bytes
+        self._cheap = Line()
+        self._cheap_dram = Line()
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
+        """See Policy."""
+        super().idle(uid, facts, now_s)
+        # The next input is taken to be as long as this one was.
+        if facts.size_bytes + facts.appended_bytes <= self._goal_bytes:
+            self._cheap.put(uid)
+            if uid in self.dram:
+                self._cheap_dram.put(uid)
+        else:
+            self._cheap.discard(uid)
+            self._cheap_dram.discard(uid)
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        super().placed(uid, tier)
+        if tier is Tier.SSD:
+            self._cheap_dram.discard(uid)
+        elif uid in self._cheap and uid not in self._cheap_dram:
+            self._cheap_dram.put(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        super().evicted(uid)
+        self._cheap.discard(uid)
+        self._cheap_dram.discard(uid)
+
+    ended = evicted
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._cheap.first(accepts) or super().evict(accepts)
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._cheap_dram.first(accepts) or super().demote(accepts)
