@@ -116,7 +116,9 @@ class Ledger:
         if uid is None or not self._may_move(uid):
             return []
         moves: list[Move] = []
-        self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other))
+        # The buffer stays free: who is needed last would be demoted for it, and be promoted again.
+        spare_bytes = self._buffer_bytes
+        self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other), spare_bytes)
         return moves
 
     def _free_bytes(self, tier: Tier) -> int:
@@ -149,9 +151,13 @@ class Ledger:
         if not held.pin_count:
             self._evict(uid, moves)
 
-    def _promote(self, uid: bytes, moves: list[Move], may_leave: Callable[[bytes], bool]) -> None:
+    def _promote(
+        self, uid: bytes, moves: list[Move], may_leave: Callable[[bytes], bool], spare_bytes: int = 0
+    ) -> None:
         size_bytes = self._held[uid].size_bytes
-        if self._make_room(Tier.DRAM, size_bytes, moves, lambda other: other != uid and may_leave(other)):
+        if self._make_room(
+            Tier.DRAM, size_bytes + spare_bytes, moves, lambda other: other != uid and may_leave(other)
+        ):
             self._place(uid, Tier.DRAM)
             moves.append(Move(Act.PROMOTE, uid, size_bytes, Tier.DRAM))
 

@@ -1,0 +1,1 @@
+"""Replays traces through the placement that serves, on a virtual clock."""

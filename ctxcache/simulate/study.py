@@ -1,0 +1,84 @@
+"""A study: every policy at every capacity over one trace, as the command prints it. Knows no terminal."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ctxcache.core.placement.belady import Belady
+from ctxcache.core.placement.policies import POLICIES
+from ctxcache.simulate.future import Future, look
+from ctxcache.simulate.load import Load
+from ctxcache.simulate.replay import MakePolicy, Replay
+from ctxcache.simulate.tally import Tally
+from ctxcache.simulate.trace import Trace
+
+BELADY = "belady"
+ALL_POLICIES = (*POLICIES, BELADY)
+BOUNDLESS_BYTES = 1 << 60
+Step = Callable[[str, int], None]
+"""Hears of what is being done, and how many turns of it are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A capacity to try: of the load itself, or a multiple of the live footprint of which DRAM is a share."""
+
+    multiple: float | None = None
+    dram_share: float = 0.06
+
+    def of(self, load: Load, footprint_bytes: int) -> Load:
+        """The load with this capacity."""
+        if self.multiple is None:
+            return load
+        total_bytes = int(self.multiple * footprint_bytes)
+        dram_bytes = int(total_bytes * self.dram_share)
+        return replace(load, dram_bytes=dram_bytes, ssd_bytes=total_bytes - dram_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one policy reached at one capacity."""
+
+    policy: str
+    multiple: float | None
+    load: Load
+    tally: Tally
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON; sizes in bytes, times in seconds."""
+        return {
+            "policy": self.policy, "footprint_multiple": self.multiple,
+            "dram_bytes": self.load.dram_bytes, "ssd_bytes": self.load.ssd_bytes, **self.tally.figures(),
+        }  # fmt: skip
+
+
+def study(
+    trace: Trace, load: Load, policies: Sequence[str], capacities: Sequence[Capacity], *, step: Step
+) -> Iterator[Outcome]:
+    """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong."""
+    needs_footprint = any(capacity.multiple is not None for capacity in capacities)
+    needs_future = needs_footprint or load.hints or BELADY in policies
+    future = look(trace) if needs_future else None
+    footprint_bytes = _footprint_bytes(trace, load, future, step) if future and needs_footprint else 0
+    for capacity in capacities:
+        sized = capacity.of(load, footprint_bytes)
+        for policy in policies:
+            replay = Replay(sized, _maker(policy), next_arrivals_s=future.next_arrivals_s if future else None)
+            tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
+            yield Outcome(policy, capacity.multiple, sized, tally)
+
+
+def _maker(policy: str) -> MakePolicy:
+    if policy == BELADY:
+        return Belady
+    make = POLICIES[policy]
+    return lambda capacities, _: make(capacities)
+
+
+def _footprint_bytes(trace: Trace, load: Load, future: Future, step: Step) -> int:
+    """Most bytes that later turns needed at once; where turns wait, found by a replay with room for all."""
+    if load.slot_count is None:
+        return future.peak_live_tokens * load.token_bytes
+    boundless = replace(load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0)
+    replay = Replay(boundless, _maker("lru"), next_arrivals_s=future.next_arrivals_s)
+    replay.run(trace, lambda done: step("footprint", done))
+    return replay.peak_live_tokens * load.token_bytes

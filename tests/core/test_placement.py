@@ -1,0 +1,315 @@
+"""Placement: capacities, pins, windows, and what each policy is for, whatever the events."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
+from ctxcache.core.placement.belady import Belady
+from ctxcache.core.placement.ledger import Act, Ledger, Move
+from ctxcache.core.placement.look_ahead import LookAhead
+from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
+from ctxcache.core.placement.queue import Window
+from ctxcache.core.placement.recency import LeastRecentlyUsed, TailOptimised
+from ctxcache.core.placement.value import ReturnValue
+
+CAPACITIES = Capacities(dram_bytes=100, ssd_bytes=300)
+BUFFER_BYTES = 10
+MAKERS: dict[str, Callable[[Capacities], Policy]] = {
+    **POLICIES,
+    "t-lru of small sessions": lambda _: TailOptimised(40),
+    "belady": lambda capacities: Belady(capacities, lambda uid: float(uid[0] * 37 % 11)),
+}
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(("arrived", "idle", "ended", "pin", "unpin", "hinted", "withdrawn", "expected", "prefetch")),
+        st.integers(0, 11),
+        st.integers(0, 130),
+        st.integers(0, 400),
+    ),
+    max_size=120,
+)  # fmt: skip
+Events = list[tuple[str, int, int, int]]
+
+
+class _Checked:
+    """A ledger whose every answer is checked against capacities, pins and its own moves."""
+
+    def __init__(self, policy: Policy, capacities: Capacities = CAPACITIES) -> None:
+        self.capacities = capacities
+        self.ledger = Ledger(capacities, policy, buffer_bytes=BUFFER_BYTES)
+        self.pins: dict[bytes, int] = {}
+        self.in_turn: set[bytes] = set()
+        self.sizes: dict[bytes, tuple[int, Tier]] = {}
+        self.turns: dict[bytes, int] = {}
+        self.now_s = 0.0
+        self.moves: list[Move] = []
+
+    def play(self, event: str, uid: bytes, size_bytes: int, passed_s: int) -> None:
+        """One event, as far as it means anything for the session."""
+        self.now_s += passed_s
+        ledger, policy = self.ledger, self.ledger.policy
+        if event == "arrived":
+            self.in_turn.add(uid)
+            self._follow(uid, ledger.arrived(uid, self.now_s))
+        elif event == "idle":
+            self.in_turn.add(uid)
+            self.turns[uid] = self.turns.get(uid, 0) + 1
+            self._follow(
+                uid, ledger.idle(uid, Facts(size_bytes, self.turns[uid], size_bytes // 2), self.now_s)
+            )
+            self.in_turn.discard(uid)
+        elif event == "ended":
+            self.pins.pop(uid, None)
+            self.in_turn.discard(uid)
+            self._follow(uid, ledger.ended(uid))
+        elif event == "pin" and ledger.tier(uid):
+            ledger.pin(uid)
+            self.pins[uid] = self.pins.get(uid, 0) + 1
+        elif event == "unpin" and self.pins.get(uid):
+            ledger.unpin(uid)
+            self.pins[uid] -= 1
+        elif event == "hinted":
+            policy.hinted(uid, float(size_bytes))
+        elif event == "withdrawn":
+            policy.withdrawn(uid)
+        elif event == "expected":
+            policy.expected(uid, self.now_s + size_bytes if size_bytes % 2 else None)
+        elif event == "prefetch":
+            self._follow(uid, ledger.prefetch())
+
+    def _follow(self, subject: bytes, moves: list[Move]) -> None:
+        self.moves += moves
+        for move in moves:
+            if move.uid != subject:
+                assert not self.pins.get(move.uid)
+                assert move.uid not in self.in_turn
+            if move.act in (Act.ADMIT, Act.GROW):
+                size_bytes = self.sizes.get(move.uid, (0, move.tier))[0] + move.size_bytes
+                self.sizes[move.uid] = (size_bytes, move.tier)
+            elif move.act in (Act.PROMOTE, Act.DEMOTE):
+                assert self.sizes[move.uid] == (move.size_bytes, _other(move.tier))
+                self.sizes[move.uid] = (move.size_bytes, move.tier)
+            elif move.act is Act.EVICT:
+                assert self.sizes.pop(move.uid) == (move.size_bytes, move.tier)
+            # After each move, not only after the last: whoever carries them out has no more room.
+            self._check()
+        for tier in Tier:
+            assert self.ledger.used_bytes(tier) == sum(
+                size for size, where in self.sizes.values() if where is tier
+            )
+        assert {uid: self.ledger.tier(uid) for uid in self.sizes} == {
+            u: t for u, (_, t) in self.sizes.items()
+        }
+        assert all(uid in self.sizes for uid, count in self.pins.items() if count)
+
+    def _check(self) -> None:
+        limits = {Tier.DRAM: self.capacities.dram_bytes, Tier.SSD: self.capacities.ssd_bytes}
+        for tier, limit in limits.items():
+            assert sum(size for size, where in self.sizes.values() if where is tier) <= limit
+
+
+def _other(tier: Tier) -> Tier:
+    return Tier.SSD if tier is Tier.DRAM else Tier.DRAM
+
+
+def _play(make: Callable[[Capacities], Policy], events: Events) -> _Checked:
+    checked = _Checked(make(CAPACITIES))
+    for event, number, size_bytes, passed_s in events:
+        checked.play(event, bytes([number]), size_bytes, passed_s)
+    return checked
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(events=EVENTS)
+def test_no_capacity_is_exceeded_and_nothing_in_use_is_moved(name: str, events: Events) -> None:
+    """After each single move both tiers are within bounds; pinned sessions, and those in a turn, stay."""
+    _play(MAKERS[name], events)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(events=EVENTS)
+def test_the_same_events_make_the_same_moves(name: str, events: Events) -> None:
+    """No decision depends on anything but the events."""
+    assert _play(MAKERS[name], events).moves == _play(MAKERS[name], events).moves
+
+
+@pytest.mark.parametrize("make", [LookAhead, ReturnValue])
+@given(events=EVENTS)
+def test_nobody_in_the_window_leaves_while_others_can(make: type[LookAhead], events: Events) -> None:
+    """Whom `evict` names is outside the window, or everyone that may leave is inside and it is the last job."""
+    policy = make(CAPACITIES)
+    checked = _Checked(policy)
+    for event, number, size_bytes, passed_s in events:
+        checked.play(event, bytes([number]), size_bytes, passed_s)
+        victim = policy.evict(lambda uid: not checked.pins.get(uid))
+        if victim is None or not policy.follows_queue or victim not in policy.window_uids:
+            continue
+        others = {uid for uid in checked.sizes if not checked.pins.get(uid)}
+        assert others <= policy.window_uids
+        assert policy._exempt.order(victim) == max(policy._exempt.order(uid) for uid in others)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("put", "discard", "resize")), st.integers(0, 9), st.integers(0, 30)),
+        max_size=60,
+    )
+)
+def test_a_window_is_the_head_of_the_queue(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever deltas come, the window holds the earliest jobs and no more than its length; each change is heard of."""
+    heard: set[bytes] = set()
+
+    def changed(uid: bytes) -> None:
+        heard.symmetric_difference_update({uid})
+
+    window, orders, length = Window(changed), dict[bytes, int](), 1
+    for step, number, value in steps:
+        uid = bytes([number])
+        if step == "put":
+            window.put(uid, value)
+            orders[uid] = value
+        elif step == "discard":
+            window.discard(uid)
+            orders.pop(uid, None)
+        else:
+            length = max(value // 4, 1)
+            window.resize(length)
+        inside = window.uids
+        assert len(inside) == min(length, len(orders))
+        assert sorted(orders[uid] for uid in inside) == sorted(orders.values())[: len(inside)]
+        assert heard == inside
+
+
+def _turn(ledger: Ledger, uid: bytes, now_s: float, *, size_bytes: int = 40, turn_count: int = 1) -> bool:
+    """Play a turn; whether the session was there."""
+    was_there = ledger.tier(uid) is not None
+    ledger.arrived(uid, now_s)
+    ledger.idle(uid, Facts(size_bytes, turn_count, 8), now_s)
+    return was_there
+
+
+def test_the_least_recently_used_is_demoted_then_evicted() -> None:
+    """DRAM's coldest goes to SSD, the store's coldest out of it."""
+    ledger = Ledger(Capacities(80, 80), LeastRecentlyUsed())
+    for number in range(5):
+        _turn(ledger, bytes([number]), number)
+
+    tiers = [ledger.tier(bytes([number])) for number in range(5)]
+    assert tiers == [None, Tier.SSD, Tier.SSD, Tier.DRAM, Tier.DRAM]
+
+
+def test_a_hinted_session_is_promoted_before_its_turn() -> None:
+    """The head of the queue comes from SSD; whoever is not waited for makes room."""
+    ledger = Ledger(Capacities(80, 80), LookAhead(Capacities(80, 80)))
+    for number in range(4):
+        _turn(ledger, bytes([number]), number)
+    ledger.policy.hinted(b"\0", 1)
+
+    moves = ledger.prefetch()
+
+    assert [(move.act, move.uid) for move in moves] == [
+        (Act.EVICT, b"\1"), (Act.DEMOTE, b"\2"), (Act.PROMOTE, b"\0"),
+    ]  # fmt: skip
+    assert not ledger.prefetch()
+
+
+@pytest.mark.parametrize("make", [S3Fifo, AdaptiveReplacement])
+def test_a_scan_of_one_shots_does_not_flood_what_returns(make: Callable[[int], Policy]) -> None:
+    """Sessions that were used again outlive any number that were not; under LRU they do not."""
+
+    def survivors(policy: Policy) -> int:
+        ledger = Ledger(Capacities(80, 320), policy)
+        for turn in range(3):
+            for number in range(4):
+                _turn(ledger, bytes([number]), turn, turn_count=turn + 1)
+        for number in range(60):
+            _turn(ledger, b"one-shot" + bytes([number]), 5)
+        return sum(ledger.tier(bytes([number])) is not None for number in range(4))
+
+    assert survivors(make(400)) == 4
+    assert survivors(LeastRecentlyUsed()) == 0
+
+
+def test_what_can_be_recomputed_in_time_leaves_first() -> None:
+    """T-LRU gives up the small session although the large one is colder."""
+    ledger = Ledger(Capacities(0, 100), TailOptimised(40))
+    _turn(ledger, b"large", 0, size_bytes=60)
+    _turn(ledger, b"small", 1, size_bytes=20)
+    _turn(ledger, b"new", 2, size_bytes=30)
+
+    assert ledger.tier(b"large")
+    assert ledger.tier(b"small") is None
+
+
+def _learned() -> tuple[Ledger, ReturnValue]:
+    """A store that has seen first turns stay away, and third turns return after 30 s."""
+    policy = ReturnValue(Capacities(0, 400))
+    ledger = Ledger(Capacities(0, 400), policy)
+    for number in range(400):
+        now_s = 20.0 * number
+        _turn(ledger, b"one-shot %d" % number, now_s)
+        _turn(ledger, b"loyal %d" % (number % 2), now_s, turn_count=3)
+    return ledger, policy
+
+
+def test_what_never_returned_is_given_up_for_what_did() -> None:
+    """Value ranks by what its class did before: the newest one-shot goes before the older loyal one."""
+    ledger, _ = _learned()
+    now_s = 9000.0
+    _turn(ledger, b"loyal", now_s, turn_count=3)
+    for number in range(30):
+        _turn(ledger, b"flood %d" % number, now_s + 1)
+
+    assert ledger.tier(b"loyal")
+
+
+def test_a_session_said_to_be_over_goes_first_while_that_holds() -> None:
+    """An end that a client announces is believed; after lies it no longer is."""
+    ledger, policy = _learned()
+    _turn(ledger, b"loyal", 9000, turn_count=3)
+    policy.expected(b"loyal", None)
+    assert policy.evict(lambda _: True) == b"loyal"
+
+    for number in range(600):
+        now_s = 9000.0 + 20 * number
+        _turn(ledger, b"liar", now_s, turn_count=3)
+        policy.expected(b"liar", None)
+        _turn(ledger, b"one-shot again %d" % number, now_s)
+    assert policy.evict(lambda _: True) != b"liar"
+
+
+def test_an_expected_return_is_waited_for_until_it_is_overdue() -> None:
+    """Who is said to return soon stays before who is said to return late; once overdue, it is as others are."""
+    ledger, policy = _learned()
+    for uid, wait_s in ((b"soon", 60.0), (b"late", 6000.0)):
+        _turn(ledger, uid, 9000)
+        policy.expected(uid, 9000 + wait_s)
+    assert policy.evict(lambda uid: uid in (b"soon", b"late")) == b"late"
+
+    _turn(ledger, b"other", 14500)
+    assert policy.evict(lambda uid: uid in (b"soon", b"late")) == b"soon"
+
+
+def test_a_queue_that_does_not_come_true_is_left_aside() -> None:
+    """Jobs that never start while others do lose their exemption; one that comes true has it again."""
+    policy = ReturnValue(CAPACITIES)
+    ledger = Ledger(CAPACITIES, policy)
+    policy.hinted(b"never", 0)
+    for number in range(100):
+        _turn(ledger, b"%d" % number, number)
+    assert not policy.follows_queue
+
+    for number in range(100, 400):
+        policy.hinted(b"%d" % number, -1)
+        _turn(ledger, b"%d" % number, number)
+    assert policy.follows_queue
+
+
+def test_a_buffer_larger_than_dram_is_refused() -> None:
+    """What cannot be kept free is not promised."""
+    with pytest.raises(ValueError, match="buffer"):
+        Ledger(Capacities(1, 1), LeastRecentlyUsed(), buffer_bytes=2)
