@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
@@ -124,6 +124,7 @@ def _play(make: Callable[[Capacities], Policy], events: Events) -> _Checked:
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=40)
 @given(events=EVENTS)
 def test_no_capacity_is_exceeded_and_nothing_in_use_is_moved(name: str, events: Events) -> None:
     """After each single move both tiers are within bounds; pinned sessions, and those in a turn, stay."""
@@ -131,6 +132,7 @@ def test_no_capacity_is_exceeded_and_nothing_in_use_is_moved(name: str, events: 
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=40)
 @given(events=EVENTS)
 def test_the_same_events_make_the_same_moves(name: str, events: Events) -> None:
     """No decision depends on anything but the events."""
@@ -138,6 +140,7 @@ def test_the_same_events_make_the_same_moves(name: str, events: Events) -> None:
 
 
 @pytest.mark.parametrize("make", [LookAhead, ReturnValue])
+@settings(max_examples=40)
 @given(events=EVENTS)
 def test_nobody_in_the_window_leaves_while_others_can(make: type[LookAhead], events: Events) -> None:
     """Whom `evict` names is outside the window, or everyone that may leave is inside and it is the last job."""
