@@ -213,7 +213,11 @@ class Replay:
 
     def _read(self, size_bytes: int, now_s: float) -> float:
         """Read so much from SSD, behind what is being read; returns when it is there."""
-        self._reader_free_s = max(self._reader_free_s, now_s) + size_bytes / self._load.ssd_read_bytes_per_s
+        read_s = size_bytes / self._load.ssd_read_bytes_per_s
+        # Where turns take no time none of them holds back the next, and a backlog would mean nothing.
+        if self._load.slot_count is None:
+            return now_s + read_s
+        self._reader_free_s = max(self._reader_free_s, now_s) + read_s
         return self._reader_free_s
 
     def _prefetch(self, now_s: float) -> None:

@@ -38,6 +38,7 @@ def test_hits_are_counted_by_tier_and_over_later_turns() -> None:
     assert (tally.later_turns, tally.dram_hits, tally.ssd_hits) == (2, 1, 1)
     assert tally.hit_rate == 1
     assert tally.promoted_bytes == 1000
+    assert tally.ssd_wait_s == pytest.approx(1000 / LOAD.ssd_read_bytes_per_s)
 
 
 def test_an_idle_session_expires() -> None:
