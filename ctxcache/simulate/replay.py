@@ -9,7 +9,7 @@ Memory: live sessions, those that waited less than the TTL. Not modelled: slow w
 import math
 import zlib
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -34,7 +34,6 @@ class _Live:
     turn_count: int = 0
     size_tokens: int = 0
     counted_tokens: int = 0
-    idle_since_s: float = -1.0
     next_s: float = NEVER_S
     is_busy: bool = False
     waiting: deque[tuple[Turn, float]] = field(default_factory=deque)
@@ -55,7 +54,7 @@ class Replay:
         """State that a later turn needs, held or not; counted where the future is known."""
         self._next_arrivals_s = next_arrivals_s
         self._live: dict[bytes, _Live] = {}
-        self._idle: deque[tuple[float, bytes]] = deque()
+        self._idle: OrderedDict[bytes, float] = OrderedDict()
         self._queue: deque[tuple[Turn, float, float]] = deque()
         self._free_slots = load.slot_count or 0
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -87,16 +86,17 @@ class Replay:
         while self._events and self._events[0][0] <= now_s:
             due_s, _, event = heappop(self._events)
             event(due_s)
-        while self._idle and self._idle[0][0] + self._load.ttl_s <= now_s < math.inf:
-            self._expire(*self._idle.popleft())
+        while self._idle and now_s < math.inf:
+            uid, since_s = next(iter(self._idle.items()))
+            if since_s + self._load.ttl_s > now_s:
+                return
+            del self._idle[uid]
+            self._expire(uid)
 
-    def _expire(self, since_s: float, uid: bytes) -> None:
-        live = self._live.get(uid)
-        if live is not None and live.idle_since_s == since_s and not live.is_busy:
-            del self._live[uid]
-            self._live_tokens -= live.counted_tokens
-            self._ready_s.pop(uid, None)
-            self.ledger.ended(uid)
+    def _expire(self, uid: bytes) -> None:
+        self._live_tokens -= self._live.pop(uid).counted_tokens
+        self._ready_s.pop(uid, None)
+        self.ledger.ended(uid)
 
     def _at(self, due_s: float, event: Callable[[float], None]) -> None:
         self._event_count += 1
@@ -110,6 +110,7 @@ class Replay:
         if live.is_busy:
             live.waiting.append((turn, next_s))
             return
+        self._idle.pop(turn.session, None)
         live.is_busy = True
         self._enqueue(turn, next_s, turn.arrival_s)
 
@@ -183,17 +184,18 @@ class Replay:
         self._live_tokens += live.counted_tokens
         self.peak_live_tokens = max(self.peak_live_tokens, self._live_tokens)
         live.turn_count = live.turn_count + 1 if turn.number is None else turn.number
-        live.idle_since_s, live.next_s, live.is_busy = now_s, next_s, False
+        live.next_s, live.is_busy = next_s, False
         token_bytes = self._load.token_bytes
         facts = Facts(live.size_tokens * token_bytes, live.turn_count, turn.input_tokens * token_bytes)
         self.tally.moved(self.ledger.idle(uid, facts, now_s))
         self.tally.end_s = now_s
-        self._idle.append((now_s, uid))
         if self._load.hints:
             self._hint(turn, next_s, now_s)
         if live.waiting:
             live.is_busy = True
             self._enqueue(*live.waiting.popleft(), now_s)
+        else:
+            self._idle[uid] = now_s
 
     def _hint(self, turn: Turn, next_s: float, now_s: float) -> None:
         """Say what the load's clients say; a lie ends what goes on, or is ten times too late or early."""

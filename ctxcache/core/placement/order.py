@@ -1,5 +1,6 @@
 """Orders over sessions: by a key that may change, and by when they came. Pure; nothing is scanned twice."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
@@ -63,7 +64,8 @@ class Line:
     """Sessions in the order in which they were put, with their sizes. O(1), `first` per refusal."""
 
     def __init__(self) -> None:
-        self._sizes: dict[bytes, int] = {}
+        # A plain dict would look at every gap at its front for each `first`.
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self.size_bytes = 0
 
     def __len__(self) -> int:

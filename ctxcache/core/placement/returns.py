@@ -6,7 +6,7 @@ load changes within an hour, and what is learned is wrong until the counts have 
 """
 
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from ctxcache.core.placement.policy import Facts
@@ -35,7 +35,7 @@ class ReturnTimes:
 
     def __init__(self, aged: Callable[[bytes], None]) -> None:
         self._aged = aged
-        self._watched: dict[bytes, tuple[float, SessionClass]] = {}
+        self._watched: OrderedDict[bytes, tuple[float, SessionClass]] = OrderedDict()
         self._bins: list[deque[tuple[float, bytes]]] = [deque() for _ in AGES_S]
         self._away: dict[SessionClass, list[float]] = {}
         self._came: dict[SessionClass, list[float]] = {}

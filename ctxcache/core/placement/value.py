@@ -5,6 +5,7 @@ DRAM too, so that what will not return is never written to SSD. A queue decides 
 order comes true. Worst case: a load whose classes say nothing; then idle time alone ranks, which is LRU by size.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from ctxcache.core.placement.look_ahead import LookAhead
@@ -38,7 +39,7 @@ class ReturnValue(LookAhead):
         super().__init__(capacities)
         self._miss_cost = miss_cost
         self._returns = ReturnTimes(self._rank)
-        self._expected: dict[bytes, tuple[float, float | None]] = {}
+        self._expected: OrderedDict[bytes, tuple[float, float | None]] = OrderedDict()
         """When the client said it, and the return that it said; kept past eviction, since a lie shows at the return."""
         self._ends, self._waits, self._queue = Trust(), Trust(), Trust()
         self._believes_queue = True
