@@ -107,12 +107,17 @@ def test_what_a_start_would_refuse_is_found(tmp_path: Path) -> None:
     small, sizes = doctor(data, *both[:4], "--ssd-size-bytes", "1MiB")
     shutil.rmtree(data / "metadata")
     lost, findings = doctor(data, *both)
+    for witness in (data / "ssd" / "WITNESS", other / "WITNESS"):
+        witness.unlink()
+    shutil.rmtree(data / "metadata")
+    unwitnessed, _ = doctor(data, *both)
 
     assert well.exit_code == ExitCode.OK, well.stderr
     assert (missing.exit_code, small.exit_code, lost.exit_code) == (
         ExitCode.DATA_DIRECTORY_UNUSABLE, ExitCode.CONFIGURATION, ExitCode.DATA_LOSS,
     )  # fmt: skip
     assert f"number 1, last at {other}, is missing" in one["metadata"]["found"]
+    assert unwitnessed.exit_code == ExitCode.DATA_LOSS
     assert "cannot shrink" in sizes["space"]["found"]
     assert "were on disk and are gone" in findings["metadata"]["found"]
 

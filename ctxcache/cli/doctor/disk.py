@@ -19,6 +19,7 @@ from ctxcache.config import Settings
 from ctxcache.data_directory import DataDirectory
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
+from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.ssd_directories import check_not_orphaned, in_order
@@ -81,6 +82,8 @@ def metadata(settings: Settings) -> Finding:
             with DataDirectory.open(directory) as data:
                 ordered = in_order(directory, data.instance_id, ssd_directories_of(settings))
                 witness = Witness(ordered, data.instance_id, is_read_only=True)
+                if not witness.sequence:
+                    _check_not_gone(data, ordered[0])
                 return _open_metadata(data.metadata_path, f"the sessions in {directory}", witness)
         with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
             return _open_metadata(Path(scratch), f"a new data directory at {directory}")
@@ -88,6 +91,17 @@ def metadata(settings: Settings) -> Finding:
         return fatal("metadata", error, "see docs/operations.md for what this failure means")
     except OSError as error:
         return fatal("metadata", _unusable(directory, error), CHOOSE)
+
+
+def _check_not_gone(data: DataDirectory, first_directory: Path) -> None:
+    """Raise CorruptMetadata where there is no database and its catalog knows of commits, as a start does."""
+    directory = first_directory / "catalog"
+    if directory.is_dir() and not (data.metadata_path / "CURRENT").exists():
+        catalog = Catalog(directory, data.instance_id)
+        try:
+            catalog.check_new(lambda _: False)
+        finally:
+            catalog.close(0)
 
 
 def existing(path: Path) -> Path:
