@@ -135,7 +135,7 @@ class Trace:
             if not isinstance(value, (str, int, float)) or isinstance(value, bool):
                 raise TypeError  # noqa: TRY301  one answer for all that is no number
             number = float(value) if limit == MOST_MS else int(value)
-            if number != float(value):
+            if number != (value if isinstance(value, float) else number):
                 raise ValueError  # noqa: TRY301  as above
         except (TypeError, ValueError, OverflowError):
             kind = "number" if limit == MOST_MS else "whole number"

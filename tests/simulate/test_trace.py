@@ -64,6 +64,7 @@ def test_requests_without_sessions_are_sessions_of_their_own(tmp_path: Path) -> 
         ("a.csv", f"{HEADER}\na,inf,1,1\n", "line 2, arrival_ms", "not within"),
         ("a.csv", f"{HEADER}\na,0,-1,1\n", "line 2, new_input_tokens", "not within"),
         ("a.csv", f"{HEADER}\na,0,1.5,1\n", "line 2, new_input_tokens", "whole"),
+        ("a.csv", f"{HEADER}\na,0,{'9' * 20},1\n", "line 2, new_input_tokens", "not within"),
         ("a.csv", f"{HEADER}\na,0,1,{'9' * 5000}\n", "line 2, output_tokens", "whole"),
         ("a.csv", f"{HEADER}\na,5,1,1\nb,4,1,1\n", "line 3, arrival_ms", "sort"),
         ("a.csv", f"{HEADER}\n,5,1,1\n", "line 2, session_id", "empty"),
