@@ -19,7 +19,7 @@ from ctxcache.cli.plugins import add_plugins
 from ctxcache.cli.rebuild import rebuild_command
 from ctxcache.cli.sentences import sentence
 from ctxcache.cli.serve import serve_command
-from ctxcache.cli.simulate import simulate
+from ctxcache.cli.simulate import simulate_command
 from ctxcache.cli.verify import verify
 from ctxcache.errors import CacheError
 
@@ -32,7 +32,7 @@ app.command("rebuild")(rebuild_command())
 app.command("verify")(verify)
 app.command("doctor")(doctor_command())
 app.command("bench")(bench)
-app.command("simulate")(simulate)
+app.command("simulate")(simulate_command())
 app.add_typer(sessions.app, name="session")
 app.add_typer(models.app, name="model")
 

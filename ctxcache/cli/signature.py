@@ -1,8 +1,11 @@
 """Commands whose options come from a table: a signature made from parts, for typer to read."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
+
+Options = TypeVar("Options")
 
 
 def option(name: str, annotation: Any) -> inspect.Parameter:
@@ -28,3 +31,22 @@ def with_signature(
     command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # inspect looks for it
     command.__annotations__ = {p.name: (hints or {}).get(p.name, p.annotation) for p in shown}
     return command
+
+
+def taking(kind: type[Options], function: Callable[[Options], None]) -> Callable[..., None]:
+    """Return `function` as a command whose parameters are the fields of `kind`, a dataclass of Annotated."""
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    fields = (
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(kind)
+    )
+    return with_signature(
+        lambda **given: function(kind(**given)), fields, name=function.__name__, doc=function.__doc__
+    )

@@ -1,0 +1,153 @@
+"""The options of `ctxcache simulate`, a dataclass that typer reads, and what they mean to a simulation.
+
+Worst case: an option is no size, rate or name that is known; typer's BadParameter names it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctxcache.cli.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from ctxcache.simulate.load import Hint, Load
+    from ctxcache.simulate.study import Capacity
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may say, in the order in which --help lists it."""
+
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="CSV or JSON lines, .gz too; docs/placement.md.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),  # fmt: skip
+    ]
+    policies: Annotated[
+        str, typer.Option(help="Which policies; all of them unless given.", metavar="NAME,...")
+    ] = ""
+    footprint: Annotated[
+        str,
+        typer.Option(
+            help="Capacities as multiples of the live footprint, not --dram and --ssd.", metavar="X,..."
+        ),
+    ] = ""
+    dram_share: Annotated[float, typer.Option(help="DRAM's share of such capacities.", min=0, max=1)] = 0.06
+    dram: Annotated[str, typer.Option(help="Size of DRAM.", metavar="SIZE")] = "128GiB"
+    ssd: Annotated[str, typer.Option(help="Size of SSD.", metavar="SIZE")] = "2TiB"
+    buffer_share: Annotated[
+        float, typer.Option(help="Share of DRAM kept free for promotions.", min=0, max=1)
+    ] = 0.1
+    token_bytes: Annotated[int, typer.Option(help="Bytes of state a token; LLaMA-13B's KV.", min=1)] = 819_200
+    ttl: Annotated[str, typer.Option(help="Idle sessions expire after.", metavar="TIME")] = "24h"
+    arrivals_times: Annotated[
+        float, typer.Option(help="Let turns arrive that many times as fast.", min=1e-6)
+    ] = 1.0
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Turns served at once; others wait in a queue that policies see.", min=1),
+    ] = None
+    ssd_read: Annotated[str, typer.Option(help="SSD reads a second.", metavar="SIZE")] = "5GB"
+    dram_read: Annotated[str, typer.Option(help="Copies from DRAM a second.", metavar="SIZE")] = "26GB"
+    prefill: Annotated[float, typer.Option(help="Tokens a second of prefill in a slot.", min=1e-3)] = 7000.0
+    decode: Annotated[float, typer.Option(help="Tokens a second of decoding in a slot.", min=1e-3)] = 30.0
+    hints: Annotated[
+        str, typer.Option(help="What clients say after a turn: ends, returns.", metavar="HINT,...")
+    ] = ""
+    wrong_hints: Annotated[
+        float, typer.Option(help="Share of hints and queue places that lie.", min=0, max=1)
+    ] = 0.0
+    warm_up: Annotated[int, typer.Option(help="Turns before counting begins.", min=0)] = 0
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
+
+    def load(self) -> "Load":
+        """The machine, the model, the scheduler and the hints."""
+        from ctxcache.simulate.load import Load  # noqa: PLC0415  --help needs none of it
+
+        return Load(
+            token_bytes=self.token_bytes, dram_bytes=_size(self.dram, "--dram"),
+            ssd_bytes=_size(self.ssd, "--ssd"), buffer_share=self.buffer_share, ttl_s=_duration(self.ttl),
+            ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
+            dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
+            prefill_tokens_per_s=_rate(self.prefill, "--prefill"),
+            decode_tokens_per_s=_rate(self.decode, "--decode"), slot_count=self.slots,
+            hints=_hints(self.hints), wrong_hint_share=self.wrong_hints, warm_up_count=self.warm_up,
+        )  # fmt: skip
+
+    def arrivals(self) -> float:
+        """How many times as fast turns arrive."""
+        return _rate(self.arrivals_times, "--arrivals-times")
+
+    def chosen(self, known: Sequence[str]) -> list[str]:
+        """Policies of `known` that were named; all of them where none was."""
+        chosen = self.policies.split(",") if self.policies else list(known)
+        for name in chosen:
+            if name not in known:
+                problem = f"no policy is named {name!r}; there are {', '.join(known)}"
+                raise typer.BadParameter(problem, param_hint="--policies")
+        return chosen
+
+    def capacities(self) -> "list[Capacity]":
+        """The load's own, or each multiple of the live footprint."""
+        from ctxcache.simulate.study import Capacity  # noqa: PLC0415  as above
+
+        if not self.footprint:
+            return [Capacity()]
+        try:
+            values = [float(text) for text in self.footprint.split(",")]
+        except ValueError:
+            values = []
+        if not values or not all(0 < value < 1e6 for value in values):
+            problem = f"{self.footprint!r} is not a list of multiples such as 0.25,0.5,1"
+            raise typer.BadParameter(problem, param_hint="--footprint")
+        return [Capacity(value, self.dram_share) for value in values]
+
+
+def _hints(names: str) -> "frozenset[Hint]":
+    from ctxcache.simulate.load import Hint  # noqa: PLC0415  as above
+
+    try:
+        return frozenset(Hint(name) for name in names.split(",") if names)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; there are ends, returns", param_hint="--hints") from error
+
+
+def _rate(value: float, option: str) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no rate", param_hint=option)
+    return value
+
+
+def _size(text: str, option: str) -> int:
+    from ctxcache.config import SIZE_LIMIT_BYTES, parse_size  # noqa: PLC0415  pydantic
+
+    try:
+        size_bytes = parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+    if not isinstance(size_bytes, int) or size_bytes > SIZE_LIMIT_BYTES:
+        raise typer.BadParameter(f"{text!r} is more than any device has", param_hint=option)
+    return size_bytes
+
+
+def _size_rate(text: str, option: str) -> int:
+    size_bytes = _size(text, option)
+    if not size_bytes:
+        raise typer.BadParameter("nothing would ever be read", param_hint=option)
+    return size_bytes
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--ttl") from error
