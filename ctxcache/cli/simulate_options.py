@@ -30,7 +30,7 @@ class Options:
             exists=True,
             dir_okay=False,
             show_default=False,
-        ),  # fmt: skip
+        ),
     ]
     policies: Annotated[
         str, typer.Option(help="Which policies; all of them unless given.", metavar="NAME,...")
