@@ -139,21 +139,52 @@ def test_the_same_events_make_the_same_moves(name: str, events: Events) -> None:
     assert _play(MAKERS[name], events).moves == _play(MAKERS[name], events).moves
 
 
-@pytest.mark.parametrize("make", [LookAhead, ReturnValue])
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(events=EVENTS)
-def test_nobody_in_the_window_leaves_while_others_can(make: type[LookAhead], events: Events) -> None:
-    """Whom `evict` names is outside the window, or everyone that may leave is inside and it is the last job."""
-    policy = make(CAPACITIES)
+def test_nobody_in_the_window_leaves_while_others_can(events: Events) -> None:
+    """Whom `evict` names is none of the queue's first jobs, or all that may leave are and it is the last of them."""
+    policy = LookAhead(CAPACITIES)
     checked = _Checked(policy)
+    queue: dict[bytes, float] = {}
     for event, number, size_bytes, passed_s in events:
-        checked.play(event, bytes([number]), size_bytes, passed_s)
-        victim = policy.evict(lambda uid: not checked.pins.get(uid))
-        if victim is None or not policy.follows_queue or victim not in policy.window_uids:
-            continue
-        others = {uid for uid in checked.sizes if not checked.pins.get(uid)}
-        assert others <= policy.window_uids
-        assert policy._exempt.order(victim) == max(policy._exempt.order(uid) for uid in others)
+        uid = bytes([number])
+        if event == "hinted":
+            queue[uid] = size_bytes
+        elif event in ("arrived", "ended", "withdrawn"):
+            queue.pop(uid, None)
+        checked.play(event, uid, size_bytes, passed_s)
+        _check_window(policy, checked, queue)
+
+
+def _check_window(policy: LookAhead, checked: _Checked, queue: dict[bytes, float]) -> None:
+    held = checked.sizes
+    length = CAPACITIES.total_bytes // max(sum(size for size, _ in held.values()) // max(len(held), 1), 1)
+    assert policy.window_length == length
+    # Of jobs with one order at the border none is in the window.
+    orders = sorted(queue.values())
+    window = {uid for uid, order in queue.items() if order < (orders[length:] or [1e9])[0]}
+    others = {uid for uid in held if not checked.pins.get(uid)}
+    victim = policy.evict(lambda uid: uid in others)
+    if victim in window:
+        assert others <= window
+        assert queue[victim] == max(queue[uid] for uid in others)
+
+
+def test_beyond_the_window_the_queue_leaves_from_its_tail() -> None:
+    """Who has no job goes first, then who has the last one, though the window does not reach that far."""
+    capacities = Capacities(0, 80)
+    policy = LookAhead(capacities)
+    ledger = Ledger(capacities, policy)
+    for number in range(2):
+        _turn(ledger, bytes([number]), number)
+    for number, order in ((8, 0), (9, 1), (1, 2), (0, 3)):
+        policy.hinted(bytes([number]), order)
+    assert policy.window_length == 2
+
+    _turn(ledger, b"none", 2)
+    assert not ledger.tier(b"\0")
+    _turn(ledger, b"none either", 3)
+    assert ledger.tier(b"\1")
 
 
 @given(

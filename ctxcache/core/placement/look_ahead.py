@@ -1,8 +1,9 @@
 """Look-ahead, as CachedAttention has it: the queue's head is fetched, its window is exempt, its tail goes first.
 
 Source: CachedAttention, ATC'24, section 3.3: prefetch window Cmem/Skv, eviction window (Cmem+Cdisk)/Skv,
-Skv the average size of a session held. Whoever is not in the window leaves before, least recently used first.
-Without a queue it is LRU. Amortised O(log n) an event.
+Skv the average size of a session held. The paper leaves open who goes first outside the eviction window.
+Here: who has no job, least recently used first, then the queue beyond the window from its tail. So the one
+order holds on both sides of the window's border. Without a queue it is LRU. Amortised O(log n) an event.
 """
 
 from ctxcache.core.placement.order import Key, Keyed
@@ -11,7 +12,7 @@ from ctxcache.core.placement.queue import Window
 
 
 class LookAhead(Policy):
-    """The paper's policy. Subclasses rank whom no window protects by another `score`."""
+    """The paper's policy. Subclasses rank who has no job by another `score`."""
 
     def __init__(self, capacities: Capacities) -> None:
         self._capacities = capacities
@@ -21,11 +22,11 @@ class LookAhead(Policy):
         self._held: dict[bytes, Tier] = {}
         self._last_use: dict[bytes, int] = {}
         self._use_count = 0
-        self._exempt = Window(self._rank)
+        self._queue: dict[bytes, float] = {}
         self._fetched = Window(self._rank_fetch)
 
     def score(self, uid: bytes) -> float:
-        """Where a session stands that no window protects: the lowest leaves first."""
+        """Where a session stands that has no job in the queue: the lowest leaves first."""
         return self._last_use[uid]
 
     @property
@@ -34,9 +35,9 @@ class LookAhead(Policy):
         return True
 
     @property
-    def window_uids(self) -> frozenset[bytes]:
-        """Who is exempt from eviction while others can go."""
-        return self._exempt.uids
+    def window_length(self) -> int:
+        """How many jobs of the queue's head are exempt from eviction while others can go."""
+        return self._capacities.total_bytes // self._average_bytes
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
@@ -74,14 +75,15 @@ class LookAhead(Policy):
 
     def hinted(self, uid: bytes, order: float) -> None:
         """See Policy."""
-        self._exempt.put(uid, order)
+        self._queue[uid] = order
         self._fetched.put(uid, order)
         self._rank(uid)
 
     def withdrawn(self, uid: bytes) -> None:
         """See Policy."""
-        self._exempt.discard(uid)
-        self._fetched.discard(uid)
+        if self._queue.pop(uid, None) is not None:
+            self._fetched.discard(uid)
+            self._rank(uid)
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
@@ -100,9 +102,11 @@ class LookAhead(Policy):
         return self.follows_queue and uid in self._fetched
 
     def _resize(self) -> None:
-        average_bytes = max(self._held_bytes // max(len(self._held), 1), 1)
-        self._fetched.resize(self._capacities.dram_bytes // average_bytes)
-        self._exempt.resize(self._capacities.total_bytes // average_bytes)
+        self._fetched.resize(self._capacities.dram_bytes // self._average_bytes)
+
+    @property
+    def _average_bytes(self) -> int:
+        return max(self._held_bytes // max(len(self._held), 1), 1)
 
     def _rank(self, uid: bytes) -> None:
         tier = self._held.get(uid)
@@ -110,8 +114,8 @@ class LookAhead(Policy):
             self._all.discard(uid)
             self._dram.discard(uid)
             return
-        is_exempt = self.follows_queue and uid in self._exempt
-        key: Key = (1, -self._exempt.order(uid)) if is_exempt else (0, self.score(uid))
+        order = self._queue.get(uid) if self.follows_queue else None
+        key: Key = (0, self.score(uid)) if order is None else (1, -order)
         self._all.put(uid, key)
         if tier is Tier.DRAM:
             self._dram.put(uid, key)

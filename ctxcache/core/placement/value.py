@@ -41,7 +41,7 @@ class ReturnValue(LookAhead):
         self._returns = ReturnTimes(self._rank)
         self._expected: OrderedDict[bytes, tuple[float, float | None]] = OrderedDict()
         """When the client said it, and the return that it said; kept past eviction, since a lie shows at the return."""
-        self._ends, self._waits, self._queue = Trust(), Trust(), Trust()
+        self._ends, self._waits, self._order = Trust(), Trust(), Trust()
         self._believes_queue = True
 
     @property
@@ -59,7 +59,7 @@ class ReturnValue(LookAhead):
         self._returns.advance(now_s)
         self._returns.began(uid)
         self._judge_promise(uid, now_s)
-        if len(self._exempt):
+        if self._queue:
             self._judge_queue(uid)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
@@ -134,14 +134,14 @@ class ReturnValue(LookAhead):
 
     def _judge_queue(self, uid: bytes) -> None:
         """Whoever starts must have been near the head; where that seldom holds, the queue is left aside."""
-        self._queue.made()
+        self._order.made()
         if uid not in self._fetched:
-            self._queue.broke()
+            self._order.broke()
         limit = QUEUE_LEFT_BELOW if self._believes_queue else QUEUE_TAKEN_ABOVE
-        if (self._queue.share > limit) is not self._believes_queue:
+        if (self._order.share > limit) is not self._believes_queue:
             self._believes_queue = not self._believes_queue
             # Once in dozens of turns at most, by the distance of the two limits.
-            for waiting in self.window_uids:
+            for waiting in tuple(self._queue):
                 self._rank(waiting)
 
 
