@@ -1,0 +1,179 @@
+"""Retention: sessions that somebody asked to keep, softly, for a while, within a budget.
+
+A grant moves nothing and holds nothing: it puts a session into a class, and classes leave after what has
+none, the lowest priority first. So what is retained still leaves when nothing else can, and no grant can
+wedge a tier. A session is granted whole or not at all, for it leaves whole. Budgets are per account and
+divide the capacity: nobody's priority displaces another account's grants. Reads no clock: `now_s` comes
+with the call. Everything takes O(log n). Worst case: a budget is taken by grants of the same priority, and
+the next is refused until one of them expires.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ctxcache.core.placement.order import Keyed
+
+TOP_PRIORITY = 100
+"""Priorities go from 0 to this; what is beyond is taken as the nearest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What was granted: so many bytes, until then."""
+
+    size_bytes: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    account: str
+    size_bytes: int
+    until_s: float
+    priority: int
+
+
+class Grants:
+    """Grants against one budget per account. Owned by its caller."""
+
+    def __init__(
+        self,
+        limit_bytes: Callable[[str], int],
+        account: Callable[[bytes], str],
+        fallen: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """`account` of a session; `fallen` hears of each that came into a lower class, or lost its own."""
+        self._limit_bytes = limit_bytes
+        self._account = account
+        self._fallen = fallen
+        self._granted: dict[bytes, _Granted] = {}
+        self._used: Counter[str] = Counter()
+        self._by_priority: Counter[tuple[str, int]] = Counter()
+        self._lowest: dict[str, Keyed] = {}
+        self._due = Keyed()
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._granted
+
+    def used_bytes(self, account: str) -> int:
+        """Bytes granted to the account's sessions."""
+        return self._used[account]
+
+    def level(self, uid: bytes) -> int:
+        """The session's class: 0 without a grant, else higher with its priority."""
+        granted = self._granted.get(uid)
+        return granted.priority + 1 if granted else 0
+
+    def ask(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
+        """Grant a session so many bytes, in place of what it was granted before.
+
+        None: there is no room for it but that of grants no lower than it, or its time is over; what was
+        granted before stays then.
+        """
+        if until_s <= now_s:
+            return None
+        priority = min(max(priority, 0), TOP_PRIORITY)
+        asked = _Granted(self._account(uid), max(size_bytes, 0), until_s, priority)
+        before = self._granted.get(uid)
+        if asked.size_bytes > self._room_bytes(asked, before):
+            return None
+        if before:
+            self._remove(uid, before)
+        limit_bytes = self._limit_bytes(asked.account)
+        while self._used[asked.account] + asked.size_bytes > limit_bytes:
+            lowest = self._lowest[asked.account].first()
+            # There is one, for the room was counted.
+            if lowest is not None:
+                self.release(lowest)
+        self._add(uid, asked)
+        if before and before.priority > priority:
+            self._fallen(uid)
+        return Grant(asked.size_bytes, until_s)
+
+    def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
+        """The session has that size now. What it grew by is granted too, or it loses its class."""
+        granted = self._granted.get(uid)
+        if granted is None or size_bytes <= granted.size_bytes:
+            return
+        if self.ask(uid, size_bytes, granted.until_s, granted.priority, now_s) is None:
+            self.release(uid)
+
+    def release(self, uid: bytes) -> None:
+        """Take a grant back, or the session is gone; nothing where there is none."""
+        granted = self._granted.get(uid)
+        if granted:
+            self._remove(uid, granted)
+            self._fallen(uid)
+
+    def expire(self, now_s: float) -> None:
+        """Take back what was granted until now, or earlier."""
+        while (uid := self._due.first()) is not None and self._granted[uid].until_s <= now_s:
+            self.release(uid)
+
+    def _room_bytes(self, asked: _Granted, before: _Granted | None) -> int:
+        """What the session could be granted: what is free, its own, and what is granted to lower ones."""
+        account = asked.account
+        lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
+        own_bytes = before.size_bytes if before and before.priority >= asked.priority else 0
+        return self._limit_bytes(account) - self._used[account] + lower_bytes + own_bytes
+
+    def _add(self, uid: bytes, granted: _Granted) -> None:
+        self._granted[uid] = granted
+        self._used[granted.account] += granted.size_bytes
+        self._by_priority[granted.account, granted.priority] += granted.size_bytes
+        self._lowest.setdefault(granted.account, Keyed()).put(uid, (granted.priority, granted.until_s))
+        self._due.put(uid, (granted.until_s,))
+
+    def _remove(self, uid: bytes, granted: _Granted) -> None:
+        del self._granted[uid]
+        self._used[granted.account] -= granted.size_bytes
+        self._by_priority[granted.account, granted.priority] -= granted.size_bytes
+        self._lowest[granted.account].discard(uid)
+        self._due.discard(uid)
+
+
+class Retention:
+    """Who is retained in the store, and who is pinned in DRAM and so retained too. Owned by its caller."""
+
+    def __init__(self, retained: Grants, pinned: Grants, *, longest_s: float) -> None:
+        """No grant lasts longer than `longest_s`."""
+        self.retained = retained
+        self.pinned = pinned
+        self._longest_s = longest_s
+
+    def retain(
+        self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float
+    ) -> Grant | None:
+        """Let the session leave the store after all that are not retained. See `Grants.ask`."""
+        return self.retained.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
+
+    def pin(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
+        """Let the session leave DRAM, and the store, after all that are not pinned. See `Grants.ask`."""
+        return self.pinned.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
+
+    def release(self, uid: bytes) -> None:
+        """Neither retained nor pinned any more, or gone."""
+        self.retained.release(uid)
+        self.pinned.release(uid)
+
+    def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
+        """See `Grants.resized`."""
+        self.retained.resized(uid, size_bytes, now_s)
+        self.pinned.resized(uid, size_bytes, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """See `Grants.expire`."""
+        self.retained.expire(now_s)
+        self.pinned.expire(now_s)
+
+    def store_level(self, uid: bytes) -> int:
+        """The session's class where it is about leaving the store."""
+        return max(self.retained.level(uid), self.pinned.level(uid))
+
+    def dram_level(self, uid: bytes) -> int:
+        """The session's class where it is about leaving DRAM."""
+        return self.pinned.level(uid)
