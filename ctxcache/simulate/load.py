@@ -19,12 +19,14 @@ class Load:
     """`slot_count` None: turns take no time and nothing waits. Rates are bytes or tokens per second.
 
     `token_bytes` is what the model's state takes; 819,200 is LLaMA-13B's KV at 16 bits. `wrong_hint_share`
-    of the hints, and of the queue's places, are lies. The first `warm_up_count` turns are not counted.
+    of the hints, and of the queue's places, are lies. `is_inclusive`: SSD has what DRAM has, as the server's
+    does, and is as large as both together. The first `warm_up_count` turns are not counted.
     """
 
     token_bytes: int = 819_200
     dram_bytes: int = 128 * GIB
     ssd_bytes: int = 2048 * GIB
+    is_inclusive: bool = False
     buffer_share: float = 0.1
     ttl_s: float = 86_400.0
     ssd_read_bytes_per_s: float = 5e9

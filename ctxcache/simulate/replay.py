@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from ctxcache.core.placement.inclusive import InclusiveLedger
 from ctxcache.core.placement.ledger import Act, Ledger
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
 from ctxcache.simulate.load import NEVER_S, Hint, Load
@@ -48,7 +49,8 @@ class Replay:
         self._load = load
         capacities = Capacities(load.dram_bytes, load.ssd_bytes)
         policy = make_policy(capacities, self._next_use_s)
-        self.ledger = Ledger(capacities, policy, buffer_bytes=int(load.dram_bytes * load.buffer_share))
+        make_ledger = InclusiveLedger if load.is_inclusive else Ledger
+        self.ledger = make_ledger(capacities, policy, buffer_bytes=int(load.dram_bytes * load.buffer_share))
         self.tally = Tally()
         self._live_tokens = self.peak_live_tokens = 0
         """State that a later turn needs, held or not; counted where the future is known."""

@@ -19,13 +19,17 @@ class Act(enum.Enum):
     GROW = "grow"
     PROMOTE = "promote"
     DEMOTE = "demote"
+    DROP = "drop"
     EVICT = "evict"
     REFUSE = "refuse"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`size_bytes` of a session to be moved, `tier` being where they lie afterwards (or lay, of EVICT)."""
+    """`size_bytes` of a session to be moved, `tier` being where they lie afterwards (or lay, of EVICT).
+
+    DROP: they leave DRAM, and SSD has them.
+    """
 
     act: Act
     uid: bytes
@@ -104,7 +108,7 @@ class Ledger:
         self.policy.ended(uid)
         if held is None:
             return []
-        self._used[held.tier] -= held.size_bytes
+        self._give_back(held)
         return [Move(Act.EVICT, uid, held.size_bytes, held.tier)]
 
     def prefetch(self) -> list[Move]:
@@ -197,6 +201,10 @@ class Ledger:
 
     def _evict(self, uid: bytes, moves: list[Move]) -> None:
         held = self._held.pop(uid)
-        self._used[held.tier] -= held.size_bytes
+        self._give_back(held)
         self.policy.evicted(uid)
         moves.append(Move(Act.EVICT, uid, held.size_bytes, held.tier))
+
+    def _give_back(self, held: _Held) -> None:
+        """It lies nowhere any more."""
+        self._used[held.tier] -= held.size_bytes
