@@ -25,7 +25,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/import_law.py
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py)
+	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py)
 
 format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
@@ -42,10 +42,10 @@ test-all: setup
 	@command -v node >/dev/null || echo 'NOTICE: node is not installed: the JavaScript client test will be SKIPPED' >&2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The store must import, serve and pass its tests where torch does not exist. Fault harnesses and benchmarks ran above.
+# The store must import, serve and pass its tests where torch does not exist. Fault harnesses, the live store and benchmarks ran above.
 test-store: setup-store test-all
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
-	.venv-store/bin/python -m pytest --ignore=tests/gpu_worker --ignore=tests/demo --ignore=tests/faults --ignore=tests/bench $(PYTEST_ARGS)
+	.venv-store/bin/python -m pytest --ignore=tests/gpu_worker --ignore=tests/demo --ignore=tests/faults --ignore=tests/live --ignore=tests/bench $(PYTEST_ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)
 	@$(PYTHON) scripts/setup.py worker

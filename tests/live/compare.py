@@ -1,0 +1,115 @@
+"""One load through a running store and through the simulator, turn by turn."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.config import Settings
+from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.policy import Tier
+from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.simulate.load import Load
+from ctxcache.simulate.replay import Replay
+from ctxcache.simulate.tally import Tally
+from ctxcache.simulate.trace import Turn
+from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine
+from tests.live.running import RunningServer
+
+BUFFER_SHARE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Segments that each tier of the store takes. What is in DRAM is on SSD too."""
+
+    dram_segments: int
+    ssd_segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A load's circumstances. Without slots turns take no time."""
+
+    sizes: Sizes
+    policy: str
+    slot_count: int | None = None
+
+    def load(self) -> Load:
+        """What the simulator is told. Reads take no time: the store's clock stands still while it works."""
+        sizes = self.sizes
+        return Load(
+            token_bytes=TOKEN_BYTES, dram_bytes=sizes.dram_segments * SLOT_BYTES,
+            ssd_bytes=(sizes.ssd_segments - sizes.dram_segments) * SLOT_BYTES, is_inclusive=True,
+            buffer_share=BUFFER_SHARE, slot_count=self.slot_count, ssd_read_bytes_per_s=1e18,
+        )  # fmt: skip
+
+    def settings(self, directory: Path) -> Settings:
+        """What the server is told: no bound on what turns keep, and a buffer of the simulator's size."""
+        return Settings(
+            data_directory=directory, listen="127.0.0.1:0", arena_huge_pages="off",
+            arena_size_bytes=ALIGN_BYTES + self.sizes.dram_segments * SLOT_BYTES,
+            ssd_size_bytes=self.sizes.ssd_segments * SLOT_BYTES,
+            dram_low_watermark=BUFFER_SHARE, dram_high_watermark=BUFFER_SHARE,
+            lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where each turn found its session, in the order in which they began, and the counts."""
+
+    found: tuple[tuple[bytes, Tier | None], ...]
+    tally: Tally
+
+    def counts(self) -> dict[str, int]:
+        """Turns by what they found, and sessions evicted."""
+        tiers = Counter(tier for _, tier in self.found)
+        return {
+            "turns": len(self.found), "in_dram": tiers[Tier.DRAM], "on_ssd": tiers[Tier.SSD],
+            "missed": tiers[None], "evicted": self.tally.evicted_sessions,
+        }  # fmt: skip
+
+
+class _Noted(Replay):
+    """A replay that notes what every turn found."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting.load(), lambda capacities, _: POLICIES[setting.policy](capacities))
+        self.found: list[tuple[bytes, Tier | None]] = []
+
+    def _start(self, turn: Turn, now_s: float) -> tuple[float, float]:
+        self.found.append((turn.session, self.ledger.tier(turn.session)))
+        return super()._start(turn, now_s)
+
+    def outcome(self, turns: Sequence[Turn]) -> Outcome:
+        """Play the turns."""
+        tally = self.run(turns)
+        return Outcome(tuple(self.found), tally)
+
+
+def simulated(turns: Sequence[Turn], setting: Setting) -> Outcome:
+    """What the simulator says."""
+    return _Noted(setting).outcome(turns)
+
+
+def live(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:
+    """What a running store does."""
+    with RunningServer(setting.settings(directory)) as server, Client(server.target) as client:
+        replay = _Noted(setting)
+        replay.ledger = Engine(server, client)  # type: ignore[assignment]  # the same calls, done for real
+        return replay.outcome(turns)
+
+
+def differences(left: Outcome, right: Outcome) -> list[str]:
+    """The turns that found something else, one sentence each."""
+    return [
+        f"turn {number} of {a[0].decode()}: {_word(a[1])}, simulated {_word(b[1])}"
+        for number, (a, b) in enumerate(zip(left.found, right.found, strict=True))
+        if a != b
+    ]
+
+
+def _word(tier: Tier | None) -> str:
+    return tier.value if tier else "missed"

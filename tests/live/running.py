@@ -1,0 +1,98 @@
+"""A real server in this process, on a loop of its own, with a clock that is moved by hand.
+
+What it does unasked is asked for: `rest` does all of it and waits until nothing moves.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ctxcache.cache import Cache
+from ctxcache.cache.integrity import check_integrity
+from ctxcache.config import Settings
+from ctxcache.server import Server
+from ctxcache.testing.fakes import NANOSECONDS, FakeClock
+from ctxcache.upkeep import Upkeep
+
+T = TypeVar("T")
+PATIENCE_S = 60.0
+
+
+class RunningServer:
+    """Use it as a context manager; leaving it stops the server and fails unless its books add up."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        # Clients compare the server's times with this machine's.
+        self.clock = FakeClock(time.time_ns())
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server")
+
+    @property
+    def target(self) -> str:
+        """Its address."""
+        return self._server.addresses[0]
+
+    @property
+    def cache(self) -> Cache:
+        """What it serves; to be touched within `do` only."""
+        return self._server._cache
+
+    def do(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Do something on the server's loop."""
+
+        async def done() -> T:
+            return await step()
+
+        work: Coroutine[Any, Any, T] = done()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+
+    def set_time(self, now_s: float) -> None:
+        """Let it be `now_s` seconds after the start. Never back."""
+        self.clock.advance(ns=max(round(now_s * NANOSECONDS) - self.clock.monotonic_ns(), 0))
+
+    def rest(self) -> None:
+        """Let it do what is due, and wait until it has nothing more to do."""
+        self.do(self._rest)
+
+    async def _rest(self) -> None:
+        await self._upkeep.turn()
+        await self.cache.residency.drain()
+
+    async def _start(self) -> None:
+        self._server = await Server.start(self._settings, self.clock)
+        # Its own loops would do the same at any moment.
+        if self._server._upkeep:
+            self._server._upkeep.cancel()
+        self._upkeep = Upkeep(self.cache)
+
+    async def _stop(self) -> None:
+        await self._server.stop()
+        problems = check_integrity(self.cache)
+        if problems:
+            raise AssertionError("; ".join(problems))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self.do(self._start)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.do(self._stop)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE_S)
+        self._loop.close()
