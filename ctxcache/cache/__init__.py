@@ -24,6 +24,7 @@ from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
@@ -43,10 +44,10 @@ class Cache:
         self, *, arena: MappedTier, ssd: Tier, metadata: MetadataStore, clock: Clock,
         policy: EvictionPolicy, default_expiration: Expiration, crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS,
-        watermarks: Watermarks = DEFAULT_WATERMARKS,
+        watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
-        self.state = State(clock, policy, crash_count=crash_count, limits=limits)
+        self.state = State(clock, policy, crash_count=crash_count, limits=limits, shares=shares)
         # The arena's first page says which arena it is.
         dram_slots = SlotAllocator(arena.capacities_bytes, first_offset=ALIGN_BYTES)
         self._io = io = SegmentIO(arena, ssd)

@@ -25,6 +25,7 @@ def check_integrity(cache: Cache) -> list[str]:
         *_pins(cache),
         *_claims(cache),
         *_space(cache, known),
+        *_usage(cache, known),
     ]
 
 
@@ -123,7 +124,7 @@ def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     recorded = {segment.ssd for segment in known if segment.ssd}
     ssd = [
         *(recorded | cache.residency.stranded | cache.residency.quarantined),
-        *cache.residency.staged_slots,
+        *(written.slot for written in cache.residency.staged),
     ]
     for name, allocator, slots in (("DRAM", cache.residency.dram, dram), ("SSD", cache.residency.ssd, ssd)):
         used_bytes = sum(slot.size_bytes for slot in slots)
@@ -135,3 +136,22 @@ def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
             for a, b in pairwise(ordered)
         ):
             yield f"{name}: slots overlap"
+
+
+def _usage(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
+    usage = cache.state.usage
+    counted: Counter[tuple[str, str]] = Counter()
+    for segment in known:
+        sizes = {
+            "DRAM": segment.dram.size_bytes if segment.dram else 0,
+            "SSD": segment.ssd.size_bytes if segment.ssd else 0,
+            "all": segment.layout.size_bytes if segment.dram or segment.ssd else 0,
+        }
+        counted.update({(segment.tenant, where): size_bytes for where, size_bytes in sizes.items()})
+    for staged in cache.residency.staged:
+        counted[staged.segment.tenant, "SSD"] += staged.slot.size_bytes
+    for tenant in usage.tenants():
+        use = usage.of(tenant)
+        for where, size_bytes in (("DRAM", use.dram_bytes), ("SSD", use.ssd_bytes), ("all", use.kept_bytes)):
+            if size_bytes != counted[tenant, where]:
+                yield f"{tenant}: {size_bytes} B counted ({where}), {counted[tenant, where]} B are there"

@@ -12,6 +12,7 @@ from ctxcache.cache.state import State, record_of
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
+from ctxcache.core.usage import Use
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
@@ -67,7 +68,8 @@ class _Loader:
             if session is None:
                 self._repairs.deleted_segment_ids.append(last)
             else:
-                self._state.segments[last] = _segment(record, session)
+                use = self._state.usage.of(session.tenant)
+                self._state.segments[last] = _segment(record, session, use)
         if self._repairs.deleted_segment_ids:
             # A session and its segments are recorded and removed in one commit.
             log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))
@@ -82,7 +84,7 @@ class _Loader:
     def _forget_unlisted(self) -> None:
         unlisted = [i for i, segment in self._state.segments.items() if not segment.session_count]
         for segment_id in unlisted:
-            del self._state.segments[segment_id]
+            self._state.segments.pop(segment_id).ssd = None
         self._repairs.deleted_segment_ids += unlisted
 
     def _cut(self, session: Session, gap: int) -> None:
@@ -110,7 +112,7 @@ class _Loader:
         return self._layouts[key]
 
 
-def _segment(record: SegmentRecord, session: Session) -> Segment:
+def _segment(record: SegmentRecord, session: Session, use: Use) -> Segment:
     identity = record.identity
     is_writer = identity.session_uid == session.uid
     is_same_model = identity.model_fingerprint == session.model_fingerprint
@@ -121,5 +123,5 @@ def _segment(record: SegmentRecord, session: Session) -> Segment:
         generation=identity.generation, begin=identity.begin,
         model_fingerprint=session.model_fingerprint if is_same_model else identity.model_fingerprint,
         layout=session.layout, row_count=identity.token_count, is_open=False, ssd=record.slot,
-        header_checksum=record.header_checksum,
+        header_checksum=record.header_checksum, use=use,
     )  # fmt: skip

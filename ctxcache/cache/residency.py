@@ -15,7 +15,7 @@ from functools import partial
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.dirty_bound import DirtyBound
 from ctxcache.cache.moves import Moves, in_window
-from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.segment_io import SegmentIO, Written
 from ctxcache.cache.state import State
 from ctxcache.cache.victims import Victims
 from ctxcache.cache.write_back import WriteBack
@@ -70,9 +70,9 @@ class Residency:
         """One at a time, and those who wait look again: what goes for one may be room for them too."""
 
     @property
-    def staged_slots(self) -> Iterator[Slot]:
-        """SSD slots taken for segments that no record names yet; exact while no move is under way."""
-        return self._write_back.staged_slots
+    def staged(self) -> Iterator[Written]:
+        """What has a slot on SSD that no record names yet; exact while no move is under way."""
+        return self._write_back.staged
 
     def window(self, size_bytes: int) -> int:
         """How many segments of that size one move has in flight."""

@@ -45,6 +45,7 @@ class Written:
     def adopt(self) -> None:
         """Make the slot the segment's place on SSD."""
         segment = self.segment
+        segment.stage(-self.slot.size_bytes)
         segment.ssd, segment.ssd_row_count = self.slot, self.row_count
         segment.checksums, segment.header_checksum = self.checksums, self.header_checksum
 

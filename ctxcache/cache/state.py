@@ -13,11 +13,13 @@ from ctxcache.core.evictable import Evictable
 from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.residence import Kin
 from ctxcache.core.resident import Resident
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.unwritten import Unwritten
+from ctxcache.core.usage import Usage
 from ctxcache.errors import ModelNotFound, SessionNotFound
 from ctxcache.metadata.base import ModelRecord, SessionRecord
 
@@ -44,14 +46,16 @@ class State:
     """The cache's dictionaries, and the rules that keep them consistent."""
 
     def __init__(
-        self, clock: Clock, policy: EvictionPolicy, *, crash_count: int = 0, limits: Limits = DEFAULT_LIMITS
-    ) -> None:
+        self, clock: Clock, policy: EvictionPolicy, *, crash_count: int = 0, limits: Limits = DEFAULT_LIMITS,
+        shares: Shares = NO_SHARES,
+    ) -> None:  # fmt: skip
         """`crash_count`: how many runs over these records were cut off before this one."""
         self.clock = clock
         self.limits = limits
         self.least_generation = crash_count << GENERATION_BITS
         """Where generations begin: commits that a crash took back had some too, and none may come again."""
         self.policy = policy
+        self.usage = Usage(shares)
         self.expiry = ExpiryQueue()
         self.counters = Counters()
         self.models: dict[tuple[str, str], ModelRecord] = {}

@@ -75,9 +75,9 @@ class WriteBack:
         self._windows: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
 
     @property
-    def staged_slots(self) -> Iterator[Slot]:
-        """SSD slots that are taken for what is staged; exact while no move is under way."""
-        return (item.written.slot for item in self._staged.values() if item.written)
+    def staged(self) -> Iterator[Written]:
+        """What has a slot on SSD that no record names; exact while no move is under way."""
+        return (item.written for item in self._staged.values() if item.written)
 
     # -- staging -----------------------------------------------------------------------------------
 
@@ -135,6 +135,7 @@ class WriteBack:
                 slot = await self._slot(session, staged) if staged.is_wanted else None
                 if slot is not None:
                     staged.written = Written(staged.segment, slot, staged.row_count)
+                    staged.segment.stage(slot.size_bytes)
                     await self._io.write(staged.written)
         except BaseException:
             staged.is_wanted = False
@@ -163,8 +164,12 @@ class WriteBack:
         if self._staged.get(staged.segment) is staged:
             del self._staged[staged.segment]
         if staged.is_done and staged.written:
-            self._places.ssd.give(staged.written.slot)
+            self._give(staged.written)
             staged.written = None
+
+    def _give(self, written: Written) -> None:
+        written.segment.stage(-written.slot.size_bytes)
+        self._places.ssd.give(written.slot)
 
     # -- flushing ----------------------------------------------------------------------------------
 
@@ -264,7 +269,7 @@ class WriteBack:
             if item.segment.session_count and not session.is_gone:
                 kept.append(item)
             else:
-                self._places.ssd.give(item.slot)
+                self._give(item)
         if session.is_gone:
             raise SessionNotFound(session=session.name)
         replaced = {w.segment.ssd for w in kept if w.segment.ssd}

@@ -286,6 +286,7 @@ class Writing:
             segment_id=segment_id, tenant=session.tenant, writer_uid=session.uid,
             generation=session.generation, begin=session.log_end + offset,
             model_fingerprint=session.model_fingerprint, layout=session.layout,
+            use=self._state.usage.of(session.tenant),
         )  # fmt: skip
         segment.dram = await self._residency.place(session.layout.size_bytes)
         if reservation.reservation_id not in self._open:

@@ -8,6 +8,7 @@ covers its first `ssd_row_count` rows. Several sessions share one after a fork.
 """
 
 from ctxcache.core.residence import Amounts, Kin, Residence
+from ctxcache.core.usage import Use
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
@@ -19,19 +20,19 @@ class Segment:
     `session_count` sessions list it. `hold_count` counts leases, reservations and
     I/O under way: while it is not 0, the slots stay. `is_discarded`: no session lists it any more and
     its slots are free as soon as nothing holds it. `checksums` cover `ssd_row_count` rows and are
-    known once the segment was flushed or read back.
+    known once the segment was flushed or read back. Its slots are counted in its tenant's `use`.
     """
 
     __slots__ = (
         "_dram", "_home", "_ssd", "begin", "checksums", "generation", "header_checksum", "hold_count", "is_discarded",
         "is_open", "layout", "model_fingerprint", "row_count", "segment_id", "session_count", "ssd_row_count",
-        "tenant", "writer_uid",
+        "tenant", "use", "writer_uid",
     )  # fmt: skip
 
     def __init__(
         self, *, segment_id: int, tenant: str, writer_uid: bytes, generation: int, begin: int,
         model_fingerprint: bytes, layout: SegmentLayout, row_count: int = 0, is_open: bool = True,
-        ssd: Slot | None = None, header_checksum: int = 0,
+        ssd: Slot | None = None, header_checksum: int = 0, use: Use | None = None,
     ) -> None:  # fmt: skip
         """Make a segment that no session lists. With `ssd` all its rows are there."""
         self.segment_id = segment_id
@@ -52,6 +53,9 @@ class Segment:
         self._home: Residence | Kin | None = None
         self._dram: Slot | None = None
         self._ssd = ssd
+        self.use = use or Use()
+        if ssd:
+            self.use.add(0, ssd.size_bytes, layout.size_bytes)
 
     @property
     def home(self) -> Residence | Kin | None:
@@ -65,9 +69,7 @@ class Segment:
 
     @dram.setter
     def dram(self, slot: Slot | None) -> None:
-        before, self._dram = self._dram, slot
-        if self._home is not None:
-            self._home.add(bool(slot) - bool(before), _size(slot) - _size(before), 0)
+        self._place(slot, self._ssd)
 
     @property
     def ssd(self) -> Slot | None:
@@ -76,9 +78,11 @@ class Segment:
 
     @ssd.setter
     def ssd(self, slot: Slot | None) -> None:
-        before, self._ssd = self._ssd, slot
-        if self._home is not None:
-            self._home.add(0, 0, _size(slot) - _size(before))
+        self._place(self._dram, slot)
+
+    def stage(self, size_bytes: int) -> None:
+        """Count a slot on SSD that was taken for its rows; negative when it went, or became its place."""
+        self.use.add(0, size_bytes, 0)
 
     def amounts(self) -> Amounts:
         """What it takes, where."""
@@ -113,6 +117,15 @@ class Segment:
         return SegmentIdentity(
             self.tenant, self.writer_uid, self.generation, self.begin, row_count, self.model_fingerprint
         )
+
+    def _place(self, dram: Slot | None, ssd: Slot | None) -> None:
+        kept = bool(dram or ssd) - bool(self._dram or self._ssd)
+        dram_count = bool(dram) - bool(self._dram)
+        dram_bytes, ssd_bytes = _size(dram) - _size(self._dram), _size(ssd) - _size(self._ssd)
+        self._dram, self._ssd = dram, ssd
+        if self._home is not None:
+            self._home.add(dram_count, dram_bytes, ssd_bytes)
+        self.use.add(dram_bytes, ssd_bytes, kept * self.layout.size_bytes)
 
     def _count(self, sign: int) -> None:
         if self._home is not None:

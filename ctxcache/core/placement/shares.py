@@ -32,7 +32,7 @@ class Share:
 
 
 class Shares:
-    """The shares of all tenants that have one; an empty one changes nothing for anybody."""
+    """The shares of all tenants that have one. Never changed."""
 
     def __init__(self, by_tenant: Mapping[str, Share] | None = None) -> None:
         """Raises ValueError when more than everything is guaranteed, or the tenant has no name."""
@@ -92,3 +92,7 @@ class Shares:
         if needing is not None and needing not in asked:
             asked.append(needing)
         return asked
+
+
+NO_SHARES = Shares()
+"""One account for all, in which the placement policy decides alone."""
