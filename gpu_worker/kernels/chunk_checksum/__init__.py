@@ -1,0 +1,1 @@
+"""Checksums of chunks where they lie: the store's own XXH3-64, so that what crossed the bus is what was saved."""

@@ -1,0 +1,99 @@
+"""Device functions that several kernels share: tiles of rows, pairs of dimensions, their rotation, where they go.
+
+A head is worked on as two tiles [tokens, pairs]: `first` and `second` dimension of each pair. Dimensions that do
+not rotate are paired too, with angle 0. Arithmetic is float32; what is loaded is widened at once.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Triton's interpreter computes with the raw bits of bfloat16: dots are widened there."""
+
+
+@triton.jit
+def dimensions(pair, PAIRS: tl.constexpr, SIZE: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr):
+    """The two dimensions of each pair as they come: PAIRS of them rotate, of SIZE dimensions."""
+    half: tl.constexpr = (SIZE + 1) // 2
+    is_turned = pair < PAIRS
+    rest = PAIRS + pair
+    if ARE_NEIGHBOURS:
+        first = 2 * pair
+        second = first + 1
+    else:
+        first = tl.where(is_turned, pair, rest)
+        second = tl.where(is_turned, pair + PAIRS, pair + half)
+    return first, second
+
+
+@triton.jit
+def destinations(
+    pair, PAIRS: tl.constexpr, SIZE: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr
+):
+    """The two dimensions of each pair as they are laid out."""
+    first, second = dimensions(pair, PAIRS, SIZE, ARE_NEIGHBOURS)
+    if ARE_NEIGHBOURS and TO_HALVES:
+        is_turned = pair < PAIRS
+        first = tl.where(is_turned, pair, first)
+        second = tl.where(is_turned, pair + PAIRS, second)
+    return first, second
+
+
+@triton.jit
+def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.constexpr):
+    """Rotate two tiles [tokens, pairs] by the tables' angles."""
+    mask = token_mask[:, None] & (pair < PAIRS)[None, :]
+    place = token[:, None] * PAIRS + pair[None, :]
+    cos = tl.load(cos_at + place, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(sin_at + place, mask=mask, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def load_rows(
+    values_at,
+    scales_at,
+    token,
+    column,
+    mask,
+    value_stride,
+    scale_stride,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A tile [tokens, columns] of rows, dequantized to float32 where BITS says so."""
+    token = token.to(tl.int64)
+    if BITS == 4:
+        byte = tl.load(values_at + token[:, None] * value_stride + column[None, :] // 2, mask=mask, other=0)
+        shift = (column % 2 * 4)[None, :]
+        rows = ((byte.to(tl.int32) >> shift) & 0xF).to(tl.float32) - 8.0
+    else:
+        place = token[:, None] * value_stride + column[None, :]
+        rows = tl.load(values_at + place, mask=mask, other=0).to(tl.float32)
+    if BITS:
+        place = token[:, None] * scale_stride + column[None, :] // GROUP
+        rows *= tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
+    return rows
+
+
+@triton.jit
+def store_head(
+    cache,
+    tile,
+    head,
+    dimension,
+    slot,
+    mask,
+    page_stride,
+    row_stride,
+    head_stride,
+    size_stride,
+    PAGE: tl.constexpr,
+):
+    """Put a tile [tokens, dimensions] of one head where the slots say. Addresses are 64 bits wide."""
+    row = (slot // PAGE) * page_stride + (slot % PAGE) * row_stride
+    head = head.to(tl.int64)
+    place = row[:, None] + head * head_stride + dimension.to(tl.int64)[None, :] * size_stride
+    tl.store(cache + place, tile.to(cache.dtype.element_ty), mask=mask)

@@ -1,0 +1,212 @@
+"""`kv_projection` in Triton: one program per block of tokens and head, one pass over the hidden states.
+
+The norm is folded in: with weight w, mean m and spread s of a row, norm(x) @ W' = (x @ (w W)' - m sum(w W)) / s + b W',
+so that x is loaded once, as it is, while its sums for m and s are taken beside the product. Sums are of x - x[0],
+which keeps a large mean from drowning the spread. Heads lie side by side in the grid: a block of x is in L2 for all.
+Worst case: a hidden size that is no multiple of BLOCK_SIZE wastes the rest of the last block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_worker.kernels.device import IS_INTERPRETED, destinations, dimensions, load_rows, store_head, turn
+from gpu_worker.kernels.kv_projection.reference import LayerWeights, check
+from gpu_worker.kernels.operands import Norm, NormKind, Pages, Pairing, Projection, Rotation, Rows
+from gpu_worker.kernels.rope_scatter.fused import parts_of, tables_of
+
+BLOCK_TOKENS = 64
+BLOCK_SIZE = 64
+LEAST_HALF = 16
+"""Columns that a tensor core wants at least."""
+
+
+def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: Pages) -> None:
+    """See the reference. Hidden states and weights have contiguous columns; products are of the weights' type."""
+    check(hidden, layer, rotation, pages)
+    if not len(hidden):
+        return
+    _launch(hidden, layer, layer.key, rotation, pages, pages.keys, is_key=True)
+    _launch(hidden, layer, layer.value, None, pages, pages.values, is_key=False)
+
+
+def _launch(
+    hidden: Rows, layer: LayerWeights, projection: Projection, rotation: Rotation | None, pages: Pages,
+    cache: torch.Tensor, *, is_key: bool,
+) -> None:  # fmt: skip
+    values, scales, bits, group = parts_of(hidden)
+    cos, sin, pairs, pairing = tables_of(rotation, values)
+    norm, weight = layer.norm, projection.weight
+    head_norm = layer.key_norm if is_key else None
+    size = weight.shape[1]
+    # Heads are the faster axis: those of one block of tokens run together and find it in L2.
+    _kv_projection[projection.head_count, triton.cdiv(len(hidden), BLOCK_TOKENS)](
+        values, scales, weight, _or(projection.bias, weight), _or(norm.weight, weight), _or(norm.bias, weight),
+        head_norm.weight if head_norm else weight, cos, sin, pages.slots, cache, len(hidden),
+        norm.epsilon, head_norm.epsilon if head_norm else 0.0,
+        values.stride(0), scales.stride(0), weight.stride(0), *cache.stride(),
+        SIZE=size, HEAD_SIZE=projection.head_size, PAIRS=pairs, **_norm_of(norm),
+        HAS_BIAS=projection.bias is not None, HAS_HEAD_NORM=head_norm is not None,
+        ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
+        PAGE=pages.page_tokens, BITS=bits, GROUP=group, TOKENS=BLOCK_TOKENS,
+        BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(max(size, LEAST_HALF))), WIDEN=IS_INTERPRETED,
+        HALF=max(triton.next_power_of_2(triton.cdiv(projection.head_size, 2)), LEAST_HALF),
+    )  # fmt: skip
+
+
+def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    return stand_in if tensor is None else tensor
+
+
+def _norm_of(norm: Norm) -> dict[str, bool]:
+    return {
+        "IS_RMS": norm.kind is NormKind.RMS, "IS_LAYER": norm.kind is NormKind.LAYER,
+        "HAS_NORM_WEIGHT": norm.weight is not None, "HAS_NORM_BIAS": norm.bias is not None,
+    }  # fmt: skip
+
+
+@triton.jit
+def _weights(weight_at, row, column, mask, stride):
+    """A tile [rows, columns] of the projection."""
+    return tl.load(weight_at + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _product(x, weights, WIDEN: tl.constexpr):
+    if WIDEN:
+        return tl.dot(x.to(tl.float32), tl.trans(weights.to(tl.float32)), input_precision="ieee")
+    return tl.dot(x.to(weights.dtype), tl.trans(weights), input_precision="ieee")
+
+
+@triton.jit
+def _half(
+    product, row, row_mask, mean, spread, weight_sum, norm_sum, bias_at,
+    IS_RMS: tl.constexpr, IS_LAYER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Finish one half of a head: norm, and the projection's bias."""
+    if IS_LAYER:
+        product -= mean[:, None] * weight_sum[None, :]
+    if IS_LAYER or IS_RMS:
+        product *= spread[:, None]
+    if HAS_NORM_BIAS:
+        product += norm_sum[None, :]
+    if HAS_BIAS:
+        product += tl.load(bias_at + row, mask=row_mask, other=0.0).to(tl.float32)[None, :]
+    return product
+
+
+@triton.jit
+def _kv_projection(
+    values_at, scales_at, weight_at, bias_at, norm_weight_at, norm_bias_at, head_norm_at, cos_at, sin_at, slots_at,
+    cache, token_count, epsilon, head_epsilon, value_stride, scale_stride, weight_stride,
+    page_stride, row_stride, head_stride, size_stride,
+    SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, IS_RMS: tl.constexpr,
+    IS_LAYER: tl.constexpr, HAS_NORM_WEIGHT: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_HEAD_NORM: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < token_count
+    pair = tl.arange(0, HALF)
+    is_first, is_second = pair < (HEAD_SIZE + 1) // 2, pair < HEAD_SIZE // 2
+    dimension_1, dimension_2 = dimensions(pair, PAIRS, HEAD_SIZE, ARE_NEIGHBOURS)
+    row_1, row_2 = head * HEAD_SIZE + dimension_1, head * HEAD_SIZE + dimension_2
+    first = tl.zeros((TOKENS, HALF), tl.float32)
+    second = tl.zeros((TOKENS, HALF), tl.float32)
+    sum_1, sum_2 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    norm_1, norm_2 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    total, squares = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
+    shift = tl.zeros((TOKENS,), tl.float32)
+    if IS_LAYER:
+        zero = tl.zeros((1,), tl.int32)
+        shift += tl.sum(
+            load_rows(
+                values_at, scales_at, token, zero, is_token[:, None], value_stride, scale_stride, BITS, GROUP
+            ),
+            1,
+        )
+    for begin in range(0, SIZE, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        is_column = column < SIZE
+        x_mask = is_token[:, None] & is_column[None, :]
+        x = load_rows(values_at, scales_at, token, column, x_mask, value_stride, scale_stride, BITS, GROUP)
+        if IS_RMS:
+            squares += tl.sum(x * x, 1)
+        if IS_LAYER:
+            centred = tl.where(x_mask, x - shift[:, None], 0.0)
+            total += tl.sum(centred, 1)
+            squares += tl.sum(centred * centred, 1)
+        mask_1, mask_2 = is_first[:, None] & is_column[None, :], is_second[:, None] & is_column[None, :]
+        scale = tl.full((BLOCK,), 1.0, tl.float32)
+        if HAS_NORM_WEIGHT:
+            scale = tl.load(norm_weight_at + column, mask=is_column, other=0.0).to(tl.float32)
+        raw_1 = _weights(weight_at, row_1, column, mask_1, weight_stride)
+        raw_2 = _weights(weight_at, row_2, column, mask_2, weight_stride)
+        # Rounded as the weights are before both uses: what the mean takes away is what the product put in.
+        weights_1 = (raw_1.to(tl.float32) * scale[None, :]).to(raw_1.dtype)
+        weights_2 = (raw_2.to(tl.float32) * scale[None, :]).to(raw_2.dtype)
+        first += _product(x, weights_1, WIDEN)
+        second += _product(x, weights_2, WIDEN)
+        if IS_LAYER:
+            sum_1 += tl.sum(weights_1.to(tl.float32), 1)
+            sum_2 += tl.sum(weights_2.to(tl.float32), 1)
+        if HAS_NORM_BIAS:
+            norm_bias = tl.load(norm_bias_at + column, mask=is_column, other=0.0).to(tl.float32)
+            norm_1 += tl.sum(raw_1.to(tl.float32) * norm_bias[None, :], 1)
+            norm_2 += tl.sum(raw_2.to(tl.float32) * norm_bias[None, :], 1)
+    mean = total / SIZE
+    spread = tl.full((TOKENS,), 1.0, tl.float32)
+    if IS_RMS or IS_LAYER:
+        spread = tl.rsqrt(squares / SIZE - mean * mean + epsilon)
+    mean += shift
+    first = _half(
+        first,
+        row_1,
+        is_first,
+        mean,
+        spread,
+        sum_1,
+        norm_1,
+        bias_at,
+        IS_RMS,
+        IS_LAYER,
+        HAS_NORM_BIAS,
+        HAS_BIAS,
+    )
+    second = _half(
+        second,
+        row_2,
+        is_second,
+        mean,
+        spread,
+        sum_2,
+        norm_2,
+        bias_at,
+        IS_RMS,
+        IS_LAYER,
+        HAS_NORM_BIAS,
+        HAS_BIAS,
+    )
+    if HAS_HEAD_NORM:
+        squares = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_SIZE
+        head_spread = tl.rsqrt(squares + head_epsilon)[:, None]
+        first *= (
+            head_spread
+            * tl.load(head_norm_at + dimension_1, mask=is_first, other=0.0).to(tl.float32)[None, :]
+        )
+        second *= (
+            head_spread
+            * tl.load(head_norm_at + dimension_2, mask=is_second, other=0.0).to(tl.float32)[None, :]
+        )
+    if PAIRS:
+        first, second = turn(first, second, cos_at, sin_at, token, pair, is_token, PAIRS)
+    slot = tl.load(slots_at + token, mask=is_token, other=-1)
+    to_1, to_2 = destinations(pair, PAIRS, HEAD_SIZE, ARE_NEIGHBOURS, TO_HALVES)
+    is_put = (slot >= 0)[:, None]
+    put_1, put_2 = is_put & is_first[None, :], is_put & is_second[None, :]
+    store_head(cache, first, head, to_1, slot, put_1, page_stride, row_stride, head_stride, size_stride, PAGE)
+    store_head(
+        cache, second, head, to_2, slot, put_2, page_stride, row_stride, head_stride, size_stride, PAGE
+    )

@@ -1,0 +1,87 @@
+"""`rope_scatter` in Triton: one program per block of tokens and head, one pass over the rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_worker.kernels.device import destinations, dimensions, load_rows, store_head, turn
+from gpu_worker.kernels.operands import Pages, Pairing, Quantized, Rotation, Rows
+from gpu_worker.kernels.rope_scatter.reference import check
+
+BLOCK_TOKENS = 32
+
+
+def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
+    """See the reference. Rows have contiguous columns."""
+    check(rows, rotation, pages)
+    values, scales, bits, group = parts_of(rows)
+    (_, _, key_heads, key_size), (_, _, value_heads, value_size) = pages.keys.shape, pages.values.shape
+    cos, sin, pairs, pairing = tables_of(rotation, values)
+    if not len(rows):
+        return
+    widest = max(key_size, value_size)
+    _rope_scatter[triton.cdiv(len(rows), BLOCK_TOKENS), key_heads + value_heads](
+        values, scales, cos, sin, pages.slots, pages.keys, pages.values, len(rows),
+        values.stride(0), scales.stride(0), *pages.keys.stride(), *pages.values.stride(),
+        KEY_HEADS=key_heads, KEY_SIZE=key_size, VALUE_SIZE=value_size, PAIRS=pairs,
+        ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
+        PAGE=pages.page_tokens, BITS=bits, GROUP=group, TOKENS=BLOCK_TOKENS,
+        HALF=triton.next_power_of_2(triton.cdiv(widest, 2)),
+    )  # fmt: skip
+
+
+def parts_of(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Values, scales, bits and group of rows; those that are not quantized have 0 bits."""
+    if isinstance(rows, Quantized):
+        return rows.values, rows.scales, rows.bits, rows.group_size
+    return rows, rows, 0, 1
+
+
+def tables_of(
+    rotation: Rotation | None, stand_in: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int, Pairing]:
+    """Contiguous tables, pairs and pairing; without a rotation no pair turns, and `stand_in` is not read."""
+    if rotation is None:
+        return stand_in, stand_in, 0, Pairing.HALVES
+    return rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.pair_count, rotation.pairing
+
+
+@triton.jit
+def _rope_scatter(
+    values_at, scales_at, cos_at, sin_at, slots_at, keys, caches, token_count,
+    value_stride, scale_stride, k_page, k_row, k_head, k_size, v_page, v_row, v_head, v_size,
+    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    pair = tl.arange(0, HALF)
+    is_token = token < token_count
+    slot = tl.load(slots_at + token, mask=is_token, other=-1)
+    is_put = slot >= 0
+    if head < KEY_HEADS:
+        first, second = dimensions(pair, PAIRS, KEY_SIZE, ARE_NEIGHBOURS)
+        mask_1 = is_token[:, None] & (pair < (KEY_SIZE + 1) // 2)[None, :]
+        mask_2 = is_token[:, None] & (pair < KEY_SIZE // 2)[None, :]
+        begin = head * KEY_SIZE
+        a = load_rows(
+            values_at, scales_at, token, begin + first, mask_1, value_stride, scale_stride, BITS, GROUP
+        )
+        b = load_rows(
+            values_at, scales_at, token, begin + second, mask_2, value_stride, scale_stride, BITS, GROUP
+        )
+        if PAIRS:
+            a, b = turn(a, b, cos_at, sin_at, token, pair, is_token, PAIRS)
+        first, second = destinations(pair, PAIRS, KEY_SIZE, ARE_NEIGHBOURS, TO_HALVES)
+        put_1, put_2 = mask_1 & is_put[:, None], mask_2 & is_put[:, None]
+        store_head(keys, a, head, first, slot, put_1, k_page, k_row, k_head, k_size, PAGE)
+        store_head(keys, b, head, second, slot, put_2, k_page, k_row, k_head, k_size, PAGE)
+    else:
+        head -= KEY_HEADS
+        dimension = tl.arange(0, 2 * HALF)
+        mask = is_token[:, None] & (dimension < VALUE_SIZE)[None, :]
+        column = KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + dimension
+        rows = load_rows(values_at, scales_at, token, column, mask, value_stride, scale_stride, BITS, GROUP)
+        mask &= is_put[:, None]
+        store_head(caches, rows, head, dimension, slot, mask, v_page, v_row, v_head, v_size, PAGE)

@@ -1,0 +1,58 @@
+"""What `rope_scatter` computes, in plain torch: float32 throughout, rounded once."""
+
+import torch
+from torch import Tensor
+
+from gpu_worker.kernels.operands import Pages, Pairing, Quantized, Rotation, Rows
+from gpu_worker.kernels.quantization import dequantize
+
+
+def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
+    """Rows [T, H * C + H_v * C_v], K then V of each token, into the pages; V as it is.
+
+    Source of the rotation: RoFormer, arXiv:2104.09864, equation 34. Raises ValueError for rows of another size.
+    """
+    check(rows, rotation, pages)
+    flat = dequantize(rows) if isinstance(rows, Quantized) else rows.float()
+    key_size = pages.keys.shape[2] * pages.keys.shape[3]
+    keys = flat[:, :key_size].reshape(-1, *pages.keys.shape[2:])
+    values = flat[:, key_size:].reshape(-1, *pages.values.shape[2:])
+    scatter(keys if rotation is None else rotate(keys, rotation), values, pages)
+
+
+def check(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
+    """Raise ValueError unless the rows are what the pages hold, one slot and position for each."""
+    size = rows.row_size if isinstance(rows, Quantized) else rows.shape[1]
+    expected = sum(cache.shape[2] * cache.shape[3] for cache in (pages.keys, pages.values))
+    if size != expected:
+        raise ValueError(f"rows of {size} elements, the pages hold {expected}")
+    check_tokens(len(rows), rotation, pages)
+
+
+def check_tokens(token_count: int, rotation: Rotation | None, pages: Pages) -> None:
+    """Raise ValueError unless there is one slot and one position for each token, and a head has what rotates."""
+    if len(pages.slots) != token_count or (rotation and len(rotation.cos) != token_count):
+        raise ValueError(f"{token_count} rows, {len(pages.slots)} slots")
+    if rotation and 2 * rotation.pair_count > pages.keys.shape[3]:
+        raise ValueError(f"{2 * rotation.pair_count} of {pages.keys.shape[3]} dimensions rotate")
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate [T, H, C], dimensions from R on unchanged."""
+    size = 2 * rotation.pair_count
+    cos, sin = (table.float().unsqueeze(1) for table in (rotation.cos, rotation.sin))
+    turned, rest = heads[..., :size], heads[..., size:]
+    is_halves = rotation.pairing is Pairing.HALVES
+    first, second = turned.chunk(2, dim=-1) if is_halves else (turned[..., 0::2], turned[..., 1::2])
+    pair = first * cos - second * sin, second * cos + first * sin
+    is_in_place = rotation.pairing is Pairing.NEIGHBOURS
+    out = torch.stack(pair, dim=-1).flatten(-2) if is_in_place else torch.cat(pair, dim=-1)
+    return torch.cat((out, rest), dim=-1)
+
+
+def scatter(keys: Tensor, values: Tensor, pages: Pages) -> None:
+    """Put [T, H, C], [T, H_v, C_v] where their slots say; those of negative slots nowhere."""
+    kept = pages.slots >= 0
+    page, row = pages.slots[kept] // pages.page_tokens, pages.slots[kept] % pages.page_tokens
+    pages.keys[page, row] = keys[kept].to(pages.keys.dtype)
+    pages.values[page, row] = values[kept].to(pages.values.dtype)
