@@ -14,6 +14,7 @@ import typer
 
 from ctxcache.cli.signature import taking
 from ctxcache.cli.simulate_options import Options
+from ctxcache.cli.simulate_sweep import run_sweep
 from ctxcache.cli.units import human_size
 
 if TYPE_CHECKING:
@@ -35,10 +36,16 @@ def simulate(options: Options) -> None:
 
     Hit rates are over turns of sessions that had one before. `belady` knows the future; no store can have it.
     """
-    from ctxcache.simulate.study import ALL_POLICIES, study  # noqa: PLC0415  --help needs none of it
+    from ctxcache.simulate.load import Load  # noqa: PLC0415  --help needs none of it
+    from ctxcache.simulate.study import ALL_POLICIES, study  # noqa: PLC0415  as above
     from ctxcache.simulate.trace import Trace  # noqa: PLC0415  as above
 
-    load, chosen, capacities = options.load(), options.chosen(ALL_POLICIES), options.capacities()
+    if options.sweep is not None:
+        run_sweep(options)
+        return
+    options.refuse_those_of_sweeps()
+    load, capacities = options.load(Load()), options.capacities()
+    chosen = options.chosen(ALL_POLICIES, ALL_POLICIES)
     trace = Trace(options.trace, arrivals_times=options.arrivals())
     outcomes = []
     with _progress(len(chosen) * len(capacities)) as step:

@@ -5,7 +5,7 @@ Worst case: an option is no size, rate or name that is known; typer's BadParamet
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,53 +43,100 @@ class Options:
     ] = ""
     dram_share: Annotated[float, typer.Option(help="DRAM's share of such capacities.", min=0, max=1)] = 0.06
     dram: Annotated[str, typer.Option(help="Size of DRAM.", metavar="SIZE")] = "128GiB"
-    ssd: Annotated[str, typer.Option(help="Size of SSD.", metavar="SIZE")] = "2TiB"
+    ssd: Annotated[
+        str | None, typer.Option(help="Size of SSD.", metavar="SIZE", show_default="2TiB; a sweep's own")
+    ] = None
     buffer_share: Annotated[
         float, typer.Option(help="Share of DRAM kept free for promotions.", min=0, max=1)
     ] = 0.1
     token_bytes: Annotated[int, typer.Option(help="Bytes of state a token; LLaMA-13B's KV.", min=1)] = 819_200
-    ttl: Annotated[str, typer.Option(help="Idle sessions expire after.", metavar="TIME")] = "24h"
+    ttl: Annotated[
+        str | None,
+        typer.Option(help="Idle sessions expire after.", metavar="TIME", show_default="24h; a sweep's own"),
+    ] = None
     arrivals_times: Annotated[
         float, typer.Option(help="Let turns arrive that many times as fast.", min=1e-6)
     ] = 1.0
     slots: Annotated[
         int | None,
-        typer.Option(help="Turns served at once; others wait in a queue that policies see.", min=1),
+        typer.Option(
+            help="Turns served at once; others wait in a queue that policies see.",
+            min=1,
+            show_default="no queue; a sweep's own",
+        ),
     ] = None
     ssd_read: Annotated[str, typer.Option(help="SSD reads a second.", metavar="SIZE")] = "5GB"
     dram_read: Annotated[str, typer.Option(help="Copies from DRAM a second.", metavar="SIZE")] = "26GB"
     prefill: Annotated[float, typer.Option(help="Tokens a second of prefill in a slot.", min=1e-3)] = 7000.0
-    decode: Annotated[float, typer.Option(help="Tokens a second of decoding in a slot.", min=1e-3)] = 30.0
+    decode: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens a second of decoding in a slot.", min=1e-3, show_default="30; a sweep's own"
+        ),
+    ] = None
     hints: Annotated[
         str, typer.Option(help="What clients say after a turn: ends, returns.", metavar="HINT,...")
     ] = ""
     wrong_hints: Annotated[
         float, typer.Option(help="Share of hints and queue places that lie.", min=0, max=1)
     ] = 0.0
-    warm_up: Annotated[int, typer.Option(help="Turns before counting begins.", min=0)] = 0
+    warm_up: Annotated[
+        int | None,
+        typer.Option(help="Turns before counting begins.", min=0, show_default="0; a sweep's own"),
+    ] = None
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Replay what a figure compares: models, policies, capacity, tiers, arrivals, reads, footprint;"
+            " docs/capacity.md.",
+            metavar="NAME",
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the sweep into this file, .png or .svg.", metavar="PATH", dir_okay=False),
+    ] = None
+    jobs: Annotated[
+        int, typer.Option(help="Processes that replay a sweep.", min=1, max=256, show_default="1")
+    ] = 1
+    live: Annotated[
+        str | None,
+        typer.Option(help="Scale the sweep's capacities as if live state peaked at so much.", metavar="SIZE"),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
 
-    def load(self) -> "Load":
-        """The machine, the model, the scheduler and the hints."""
-        from ctxcache.simulate.load import Load  # noqa: PLC0415  --help needs none of it
-
-        return Load(
-            token_bytes=self.token_bytes, dram_bytes=_size(self.dram, "--dram"),
-            ssd_bytes=_size(self.ssd, "--ssd"), buffer_share=self.buffer_share, ttl_s=_duration(self.ttl),
+    def load(self, preset: "Load") -> "Load":
+        """The machine, the model, the scheduler and the hints; what was not said is the preset's."""
+        return replace(
+            preset, token_bytes=self.token_bytes, dram_bytes=_size(self.dram, "--dram"),
+            ssd_bytes=preset.ssd_bytes if self.ssd is None else _size(self.ssd, "--ssd"),
+            buffer_share=self.buffer_share, ttl_s=preset.ttl_s if self.ttl is None else _duration(self.ttl),
             ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
             dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
             prefill_tokens_per_s=_rate(self.prefill, "--prefill"),
-            decode_tokens_per_s=_rate(self.decode, "--decode"), slot_count=self.slots,
-            hints=_hints(self.hints), wrong_hint_share=self.wrong_hints, warm_up_count=self.warm_up,
+            decode_tokens_per_s=_rate(preset.decode_tokens_per_s if self.decode is None else self.decode, "--decode"),
+            slot_count=preset.slot_count if self.slots is None else self.slots,
+            hints=_hints(self.hints), wrong_hint_share=self.wrong_hints,
+            warm_up_count=preset.warm_up_count if self.warm_up is None else self.warm_up,
         )  # fmt: skip
+
+    def refuse_those_of_sweeps(self) -> None:
+        """Raise BadParameter where an option would change nothing, as no sweep was asked for."""
+        for value, option in ((self.plot, "--plot"), (self.live, "--live")):
+            if value is not None:
+                raise typer.BadParameter("draws and scales sweeps; name one with --sweep", param_hint=option)
 
     def arrivals(self) -> float:
         """How many times as fast turns arrive."""
         return _rate(self.arrivals_times, "--arrivals-times")
 
-    def chosen(self, known: Sequence[str]) -> list[str]:
-        """Policies of `known` that were named; all of them where none was."""
-        chosen = self.policies.split(",") if self.policies else list(known)
+    def live_bytes(self) -> int | None:
+        """What live state is to peak at."""
+        return None if self.live is None else _size_rate(self.live, "--live")
+
+    def chosen(self, known: Sequence[str], usual: Sequence[str]) -> list[str]:
+        """Policies of `known` that were named; the usual ones where none was."""
+        chosen = self.policies.split(",") if self.policies else list(usual)
         for name in chosen:
             if name not in known:
                 problem = f"no policy is named {name!r}; there are {', '.join(known)}"

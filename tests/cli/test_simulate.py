@@ -1,6 +1,7 @@
 """`ctxcache simulate` as a user meets it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,120 @@ def test_wrong_options_are_usage(trace: Path, wrong: tuple[str, str]) -> None:
     assert ran.exit_code == ExitCode.USAGE
     assert wrong[0] in ran.stderr
     assert not ran.stdout
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Path:
+    """24 sessions of two turns each, two of which begin every second."""
+    path = tmp_path / "load.csv"
+    lines = [(500 * number + 20_000 * turn, number) for number in range(24) for turn in range(2)]
+    rows = "".join(f"{number},{arrival_ms},300,100\n" for arrival_ms, number in sorted(lines))
+    path.write_text("session_id,arrival_ms,new_input_tokens,output_tokens\n" + rows)
+    return path
+
+
+SWEEP_NAMES = ("models", "policies", "capacity", "tiers", "arrivals", "reads", "footprint")
+
+
+@pytest.mark.parametrize("name", SWEEP_NAMES)
+def test_a_sweep_prints_a_line_of_json_per_run_and_draws_them(load: Path, tmp_path: Path, name: str) -> None:
+    """Every line says where it stands in the picture; the picture is a PNG."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "sweep.png"
+    ran = ctxcache(
+        "simulate",
+        str(load),
+        "--sweep",
+        name,
+        "--policies",
+        "lru,look-ahead",
+        "--json",
+        "--plot",
+        str(picture),
+    )
+
+    assert (ran.exit_code, ran.stderr) == (ExitCode.OK, "")
+    documents = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(documents) == len({(d["x"], d["series"]) for d in documents}) > 1
+    for document in documents:
+        assert document["sweep"] == name
+        assert document["policy"] in {"lru", "look-ahead"}
+        assert document["census"]["session_count"] == 24
+        assert 0 <= document["hit_rate"] <= 1
+        assert all(0 <= value <= 1 for value in document["paper"].values())
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_picture_is_svg_where_its_name_says_so(load: Path, tmp_path: Path) -> None:
+    """Text of XML, with the same bytes each time."""
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        ctxcache("simulate", str(load), "--sweep", "policies", "--policies", "lru", "--plot", str(picture))
+
+    assert b"<svg" in pictures[0].read_bytes()
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_jobs_change_nothing_that_is_printed(load: Path) -> None:
+    """Two processes, the same lines in the same order."""
+    one, two = (
+        ctxcache(
+            "simulate", str(load), "--sweep", "arrivals", "--policies", "lru,fifo", "--json", "--jobs", jobs
+        )
+        for jobs in ("1", "2")
+    )
+
+    assert two.stdout == one.stdout
+    assert (one.exit_code, two.exit_code) == (ExitCode.OK, ExitCode.OK)
+
+
+def test_people_see_a_sweep_beside_the_paper(load: Path) -> None:
+    """A title, a line per run, and what the trace holds."""
+    ran = ctxcache("simulate", str(load), "--sweep", "policies", "--policies", "lru")
+
+    lines = ran.stdout.splitlines()
+    assert "Figure 21" in lines[0]
+    assert [line.split()[:6] for line in lines[2:4]] == [
+        ["128", "GiB", "+", "2", "TB", "lru"], ["128", "GiB", "+", "10", "TB", "lru"],
+    ]  # fmt: skip
+    assert "12.9%" in lines[2]
+    assert lines[-1].startswith("48 turns of 24 sessions")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (("--sweep", "everything"), "models, policies, capacity"),
+        (("--sweep", "policies", "--plot", "picture.jpeg"), ".svg"),
+        (("--sweep", "policies", "--plot", "no/where/picture.png"), "no/where"),
+        (("--sweep", "policies", "--live", "much"), "--live"),
+        (("--plot", "picture.png"), "--sweep"),
+        (("--live", "12TB"), "--sweep"),
+        (("--sweep", "policies", "--jobs", "0"), "--jobs"),
+    ],
+)
+def test_what_no_sweep_can_do_is_usage(trace: Path, wrong: tuple[str, ...], named: str) -> None:
+    """The sentence says what there is; nothing is replayed or drawn."""
+    ran = CliRunner().invoke(app, ["simulate", str(trace), *wrong], terminal_width=200)
+
+    assert ran.exit_code == ExitCode.USAGE
+    assert named in " ".join(ran.stderr.replace("│", " ").split())
+    assert not ran.stdout
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(load: Path, tmp_path: Path) -> None:
+    """Before anything is replayed."""
+    hidden = tmp_path / "hidden" / "matplotlib"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('none', name='matplotlib')\n")
+    paths = os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")])
+    ran = ctxcache(
+        "simulate", str(load), "--sweep", "policies", "--plot", str(tmp_path / "p.png"),
+        environment={"PYTHONPATH": paths},
+    )  # fmt: skip
+
+    assert (ran.exit_code, ran.stdout) == (ExitCode.USAGE, "")
+    assert ran.sentence == (
+        "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[bench]'"
+    )

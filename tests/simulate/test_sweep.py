@@ -1,0 +1,133 @@
+"""Sweeps: what is replayed, in which order, and what the trace is found to hold."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from ctxcache.bench.generate_load import PROFILES, Pace, rows, write
+from ctxcache.simulate.census import count
+from ctxcache.simulate.pace import PacedTrace
+from ctxcache.simulate.runs import play, prepare
+from ctxcache.simulate.sweeps import SWEEPS
+from ctxcache.simulate.trace import Trace
+
+
+def quiet(_what: str, _done: int) -> None:
+    """Hear of turns and say nothing."""
+
+
+@pytest.fixture
+def load_path(tmp_path: Path) -> Path:
+    """60 generated sessions."""
+    path = tmp_path / "load.csv"
+    write(path, rows(PROFILES["ca"], Pace(60, 1.0, 30.0, 0.5), seed=1))
+    return path
+
+
+def test_a_generated_load_is_a_trace_and_the_same_again(load_path: Path, tmp_path: Path) -> None:
+    """The simulator reads it, and the same arguments make the same bytes."""
+    again = tmp_path / "again.csv"
+    write(again, rows(PROFILES["ca"], Pace(60, 1.0, 30.0, 0.5), seed=1))
+
+    assert again.read_bytes() == load_path.read_bytes()
+    assert len({turn.session for turn in Trace(load_path)}) == 60
+
+
+def test_a_generated_load_has_the_statistics_that_it_was_asked_for() -> None:
+    """A share of single turns, and a mean think time; 2000 sessions tell them to a few per cent."""
+    made = rows(PROFILES["ca"], Pace(2000, 2.0, 100.0, 0.8), seed=2)
+
+    turns: dict[int, list[int]] = {}
+    for arrival_ms, session, *_ in made:
+        turns.setdefault(session, []).append(arrival_ms)
+    gaps = [after - before for each in turns.values() for before, after in itertools.pairwise(each)]
+    assert sum(len(each) == 1 for each in turns.values()) / 2000 == pytest.approx(0.27, abs=0.03)
+    assert sum(gaps) / len(gaps) == pytest.approx(100_000, rel=0.05)
+    assert max(each[0] for each in turns.values()) == pytest.approx(1_000_000, rel=0.1)
+
+
+def test_sessions_begin_faster_and_think_as_long(load_path: Path) -> None:
+    """Twice as many begin a second; every turn keeps its distance to its session's first; order holds."""
+    usual, faster = list(Trace(load_path)), list(PacedTrace(load_path, sessions_times=2.0))
+
+    def distances_ms(turns: list) -> dict:
+        firsts: dict[bytes, float] = {}
+        return {
+            (turn.session, turn.number): round(
+                1000 * (turn.arrival_s - firsts.setdefault(turn.session, turn.arrival_s))
+            )
+            for turn in turns
+        }
+
+    assert [turn.arrival_s for turn in faster] == sorted(turn.arrival_s for turn in faster)
+    assert distances_ms(faster) == distances_ms(usual)
+    assert faster[0].arrival_s == usual[0].arrival_s / 2
+    assert count(faster, 3600).begin_span_s == pytest.approx(count(usual, 3600).begin_span_s / 2)
+
+
+@pytest.mark.parametrize("times", [0.3, 1.0, 3.0])
+def test_no_turn_is_lost_at_another_pace(load_path: Path, times: float) -> None:
+    """Slower or faster, the same turns come."""
+    usual = sorted((turn.session, turn.number) for turn in Trace(load_path))
+    paced = [*PacedTrace(load_path, sessions_times=times)]
+
+    assert sorted((turn.session, turn.number) for turn in paced) == usual
+    assert [turn.arrival_s for turn in paced] == sorted(turn.arrival_s for turn in paced)
+
+
+def test_a_census_counts_sessions_within_the_ttl(trace_path: Path) -> None:
+    """400 come once a second apart, 40 return every 40 s; within 10 s at most 10 + those that return then."""
+    day, brief = count(Trace(trace_path), 86_400), count(Trace(trace_path), 10)
+
+    assert (day.turn_count, day.session_count, day.distinct_sessions) == (800, 440, 440)
+    assert brief.distinct_sessions < 40
+    assert day.longest_tokens == 500
+    assert day.cache_bytes(None, 2) == 440 * 500 * 2
+    assert day.cache_bytes(100, 2) == 440 * 100 * 2
+
+
+def test_a_warm_up_of_the_papers_leaves_most_of_a_short_trace(load_path: Path) -> None:
+    """10,000 turns would leave nothing to count; a fifth of the trace is not counted."""
+    sweep = SWEEPS["policies"]
+    census, runs = prepare(sweep, PacedTrace(load_path), sweep.preset, ["lru"], live_bytes=None, step=quiet)
+
+    assert {run.load.warm_up_count for run in runs} == {census.turn_count // 5}
+
+
+def test_capacities_are_scaled_as_if_live_state_peaked_elsewhere(load_path: Path) -> None:
+    """Both tiers keep their share of the live footprint; the arithmetic is the census's."""
+    sweep = SWEEPS["policies"]
+    trace = PacedTrace(load_path)
+    census, scaled = prepare(sweep, trace, sweep.preset, ["lru"], live_bytes=12 * 10**12, step=quiet)
+    _, plain = prepare(sweep, trace, sweep.preset, ["lru"], live_bytes=None, step=quiet)
+
+    factor = census.live_bytes / (12 * 10**12)
+    assert 0 < factor < 1
+    for small, large in zip(scaled, plain, strict=True):
+        assert small.load.dram_bytes == pytest.approx(large.load.dram_bytes * factor, rel=1e-6)
+        assert small.load.ssd_bytes == pytest.approx(large.load.ssd_bytes * factor, rel=1e-6)
+
+
+def test_more_processes_give_the_same_rows_in_the_same_order(load_path: Path) -> None:
+    """Whoever is done first, rows come in the order of the runs, and each is told of."""
+    sweep = SWEEPS["capacity"]
+    _, runs = prepare(
+        sweep, PacedTrace(load_path), sweep.preset, ["lru", "look-ahead"], live_bytes=None, step=quiet
+    )
+    ended: list[int] = []
+
+    def rows_of(job_count: int) -> list:
+        return list(
+            play(
+                load_path,
+                runs,
+                arrivals_times=1.0,
+                job_count=job_count,
+                step=quiet,
+                done=lambda: ended.append(1),
+            )
+        )
+
+    assert rows_of(3) == rows_of(1)
+    assert len(ended) == 2 * len(runs)
