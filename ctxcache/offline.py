@@ -10,8 +10,8 @@ from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.clock import SystemClock
 from ctxcache.config import Settings
-from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
+from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.errors import DataDirectoryUnusable
 from ctxcache.ssd_directories import check_not_orphaned
 from ctxcache.storage import open_storage, ssd_directories_of

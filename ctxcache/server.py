@@ -21,9 +21,9 @@ from ctxcache.addresses import bulk_places, check_exposure, control_path, target
 from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
-from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.limits import Limits
+from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import (
     AddressUnusable,

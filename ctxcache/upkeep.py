@@ -1,7 +1,7 @@
 """Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times.
 
-Three loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
-ends what is over, one writes, one makes room. A step that fails is logged and tried again at the next
+Four loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
+ends what is over, one writes, one makes room, one promotes ahead of need. A step that fails is logged and tried again at the next
 turn. Worst case between two turns of the second is a flush of everything that is dirty; of the first,
 one commit.
 """
@@ -39,12 +39,14 @@ class Upkeep:
             loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
             loops.create_task(self._repeat(self.write_behind, residency.is_pressed))
             loops.create_task(self._repeat(self.make_room, residency.is_short))
+            loops.create_task(self._repeat(self.prefetch, self._cache.placement.is_wanted))
 
     async def turn(self) -> None:
         """Do everything once."""
         await self.end_what_is_over()
         await self.write_behind()
         await self.make_room()
+        await self.prefetch()
 
     async def end_what_is_over(self) -> bool:
         """End leases, reservations and sessions whose time has come; write down accesses."""
@@ -58,6 +60,10 @@ class Upkeep:
     async def make_room(self) -> bool:
         """Keep some of the arena free."""
         return await self._try(self._cache.residency.keep_free)
+
+    async def prefetch(self) -> bool:
+        """Promote ahead of need whom the policy wants in memory."""
+        return await self._try(self._cache.prefetching.prefetch)
 
     async def _repeat(self, turn: Callable[[], Awaitable[bool]], wanted: asyncio.Event) -> NoReturn:
         """Turn by turn, at once where `wanted` is set; after a failure only when the interval is over."""
@@ -101,3 +107,4 @@ class Upkeep:
     async def _deadlines(self) -> None:
         self._cache.writing.expire_due()
         self._cache.reading.expire_due()
+        self._cache.placement.passed()

@@ -30,9 +30,9 @@ from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.reservation import Reservation
 from ctxcache.clock import SystemClock
-from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
+from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.slot import Slot

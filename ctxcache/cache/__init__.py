@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
 from ctxcache.cache.pins import Pins
+from ctxcache.cache.prefetching import Prefetching
 from ctxcache.cache.reading import Reading
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.scrubbing import Scrubbing
@@ -20,10 +21,10 @@ from ctxcache.cache.write_behind import WriteBehind
 from ctxcache.cache.writing import Writing
 from ctxcache.clock import Clock
 from ctxcache.core.budget import Budget
-from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
@@ -42,7 +43,7 @@ class Cache:
 
     def __init__(
         self, *, arena: MappedTier, ssd: Tier, metadata: MetadataStore, clock: Clock,
-        policy: EvictionPolicy, default_expiration: Expiration, crash_count: int = 0,
+        policy: Ranked, default_expiration: Expiration, crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
     ) -> None:  # fmt: skip
@@ -54,8 +55,10 @@ class Cache:
         ssd_slots = SlotAllocator(ssd.capacities_bytes)
         self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots, watermarks)
         self.write_behind = WriteBehind(self.state, self.residency)
+        self.placement = self.state.placement
         self.models = Models(self.state, metadata)
         self.sessions = Sessions(self.state, self.residency, metadata, default_expiration)
+        self.prefetching = Prefetching(self.state, self.residency, self.sessions)
         written = self._pins("reservations", limits.reservation_share)
         self.writing = Writing(self.state, self.residency, io, written)
         leased = self._pins("leases", limits.lease_share)

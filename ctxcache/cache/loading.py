@@ -8,6 +8,7 @@ same, layouts, names and identities, is made once.
 import logging
 from collections.abc import Iterator, Mapping
 
+from ctxcache.cache.placement import SECOND_NS
 from ctxcache.cache.state import State, record_of
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.segment import Segment
@@ -43,7 +44,8 @@ class _Loader:
         self._fingerprints = {key: model.spec.fingerprint() for key, model in state.models.items()}
         listings = list(self._sessions())
         self._load_segments({i: session for session, segment_ids in listings for i in segment_ids})
-        for session, segment_ids in listings:
+        # In the order of their accesses, as policies hear of them.
+        for session, segment_ids in sorted(listings, key=lambda listing: listing[0].access_time_ns):
             session.segments = [state.segments[i] for i in segment_ids if i in state.segments]
             self._add(session)
         if self._repairs.sessions:
@@ -79,7 +81,8 @@ class _Loader:
         gap = session.first_gap()
         if gap is not None:
             self._cut(session, gap)
-        self._state.add(session)
+        idle_ns = max(self._state.clock.now_ns() - session.access_time_ns, 0)
+        self._state.add(session, idle_s=idle_ns / SECOND_NS)
 
     def _forget_unlisted(self) -> None:
         unlisted = [i for i, segment in self._state.segments.items() if not segment.session_count]

@@ -42,11 +42,14 @@ async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: 
     """
     pending: set[asyncio.Task[None]] = set()
     failure: BaseException | None = None
-    for move in moves:
+    waiting = iter(moves)
+    while True:
         if len(pending) >= count:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             failure = _failure(done)
-        if failure is not None:
+        # The next one is asked for when it can start: what it rests on may have changed in the meantime.
+        move = next(waiting, None) if failure is None else None
+        if move is None:
             break
         pending.add(move())
     if pending:

@@ -136,6 +136,9 @@ class Reading:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
+        session = self._state.by_uid.get(lease.view.uid)
+        if session is not None:
+            self._state.placement.rested(session)
         self._let_go(lease)
         self.pins.unpin(lease.client, lease.pinned)
 
@@ -226,6 +229,7 @@ class Reading:
         )  # fmt: skip
         self._keep(lease)
         self._leases[lease.lease_id] = lease
+        self._state.placement.accessed(session)
         return lease
 
     def _renew(self, lease: Lease) -> None:
@@ -236,6 +240,7 @@ class Reading:
         self._state.counters.dram_hit_token_count += sum(
             p.row_end - p.row_begin for p in asked.pieces if p.segment.dram
         )
+        self._state.placement.used(piece.segment for piece in asked.pieces)
 
     async def _promote(self, lease: Lease) -> None:
         unique = {p.segment.segment_id: p.segment for p in lease.pieces}

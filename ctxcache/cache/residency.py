@@ -7,7 +7,7 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -64,6 +64,10 @@ class Residency:
         self._victims = Victims(state, io)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
+        self._awaited_count = 0
+        """Promotions of several segments that callers wait for."""
+        self._is_none_awaited = asyncio.Event()
+        self._is_none_awaited.set()
         self.dirty_bound = DirtyBound(state, io, self)
         self.departures = Departures(state, metadata, self, self._moves)
         self._evicting = asyncio.Lock()
@@ -109,6 +113,7 @@ class Residency:
             return
         if segment.dram:
             self.dram.give(segment.dram)
+            self._state.placement.dropped(segment)
         if segment.ssd and segment.ssd not in self.stranded:
             self.ssd.give(segment.ssd)
         segment.dram = segment.ssd = None
@@ -221,6 +226,7 @@ class Residency:
         slot, segment.dram = segment.dram, None
         if slot:
             self.dram.give(slot)
+        self._state.placement.dropped(segment)
 
     def _is_any_dirty(self, uid: bytes) -> bool:
         return bool(self._state.unwritten.segments(uid))
@@ -238,21 +244,77 @@ class Residency:
         missing = [s for s in segments if not s.dram]
         if missing:
             count = self.window(missing[0].layout.size_bytes)
-            await in_window((partial(self._promotion, s) for s in missing), count)
+            self._awaited_count += 1
+            self._is_none_awaited.clear()
+            try:
+                await in_window((partial(self._promotion, s) for s in missing), count)
+            finally:
+                self._awaited_count -= 1
+                if not self._awaited_count:
+                    self._is_none_awaited.set()
 
-    def _promotion(self, segment: Segment) -> "asyncio.Task[None]":
+    async def wait_for_others(self) -> None:
+        """Wait until no caller waits for a promotion."""
+        await self._is_none_awaited.wait()
+
+    async def promote_ahead(
+        self, segments: deque[Segment], *, may_give: Callable[[bytes], bool], is_wanted: Callable[[], bool]
+    ) -> bool:
+        """Promote segments of one session with what is free beyond the watermark, or clean of whom `may_give` takes.
+
+        Each is taken off the left when it begins; none begins while a caller waits for others, or it is wanted
+        no more. False when there was no room. Raises CorruptSegment, TierFailure.
+        """
+        has_room = True
+
+        def moves() -> Iterator[Callable[[], asyncio.Task[None]]]:
+            nonlocal has_room
+            while segments and not self._awaited_count and is_wanted():
+                segment = segments.popleft()
+                if segment.dram or not segment.ssd or segment.is_discarded:
+                    continue
+                slot = None
+                if segment.segment_id not in self._promotions:
+                    slot = self._take_ahead(segment.layout.size_bytes, may_give)
+                    if slot is None:
+                        has_room = False
+                        return
+                    self._state.placement.promoting(segment)
+                yield partial(self._promotion, segment, slot)
+
+        if segments:
+            await in_window(moves(), self.window(segments[0].layout.size_bytes))
+        return has_room
+
+    def _take_ahead(self, size_bytes: int, may_give: Callable[[bytes], bool]) -> Slot | None:
+        """A slot that leaves as much free as shall be."""
+        for _ in range(DROPS_PER_SLICE):
+            free_bytes = self.dram.free_bytes - size_bytes
+            if self.watermarks.missing_bytes(free_bytes, self.dram.capacity_bytes) <= 0:
+                slot = self.dram.take(size_bytes)
+                if slot is not None:
+                    return slot
+            segment = self._state.resident.take(self._is_clean, may_give)
+            if segment is None:
+                return None
+            self._drop(segment)
+        return None
+
+    def _promotion(self, segment: Segment, slot: Slot | None = None) -> "asyncio.Task[None]":
+        """The promotion of a segment, begun now if need be: into that slot, or one that is made free."""
         task = self._promotions.get(segment.segment_id)
         if task is None:
-            task = self._promotions[segment.segment_id] = self._moves.start(self._promote(segment))
+            self.hold(segment)
+            task = self._moves.start(self._promote(segment, slot))
+            self._promotions[segment.segment_id] = task
         return task
 
-    async def _promote(self, segment: Segment) -> None:
-        self.hold(segment)
-        slot = None
+    async def _promote(self, segment: Segment, slot: Slot | None) -> None:
+        is_ahead = slot is not None
         try:
             # Two readers may have found it missing, one after the other.
             if not segment.dram:
-                slot = await self.place(segment.layout.size_bytes)
+                slot = slot or await self.place(segment.layout.size_bytes)
                 segment.checksums = await self._io.read(segment, slot)
                 segment.dram, slot = slot, None
                 self._state.counters.promoted_segment_count += 1
@@ -261,6 +323,8 @@ class Residency:
             del self._promotions[segment.segment_id]
             if slot:
                 self.dram.give(slot)
+            if is_ahead:
+                self._state.placement.promoted(segment, is_there=segment.dram is not None)
             self.release(segment)
 
     async def demote(self, session: Session) -> None:
@@ -317,6 +381,8 @@ class Residency:
     async def _evict(self, victim: Session) -> None:
         self._metadata.check(is_growing=False)
         self._state.counters.evicted_session_count += 1
+        if not victim.is_gone:
+            self._state.placement.evicted(victim)
         await self.departures.remove([victim])
 
     async def drain(self) -> None:

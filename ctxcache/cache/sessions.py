@@ -121,6 +121,7 @@ class Sessions:
             session.is_pinned = is_pinned
             self._state.evictable.add(session.uid)
         self._state.touch(session)
+        self._state.placement.visited(session)
         await self._departures.write_down([session])
         return session.view()
 
@@ -162,6 +163,7 @@ class Sessions:
         self._state.touch(session)
         if kept != session.live:
             dead = self._state.unlist(session, session.keep_positions(kept))
+            self._state.placement.visited(session)
             await self._departures.write_down([session], dead=dead)
         return session.view()
 
@@ -198,6 +200,7 @@ class Sessions:
         for segment in fork.segments:
             segment.is_open = False
         self._state.touch(source)
+        self._state.placement.visited(source)
         return await self._admit(fork)
 
     async def flush(self, tenant: str, session_id: str) -> SessionView:
@@ -342,6 +345,8 @@ class Sessions:
         expired = self._state.sessions.get((session.tenant, session.session_id))
         dead = self._state.forget(expired) if expired else []
         self._state.add(session)
+        if session.segments:
+            self._state.placement.visited(session)
         try:
             await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)
         except TierFailure:

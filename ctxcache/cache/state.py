@@ -7,12 +7,13 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ctxcache.cache.placement import Placement
 from ctxcache.clock import Clock
 from ctxcache.core import ranges
 from ctxcache.core.evictable import Evictable
-from ctxcache.core.eviction import EvictionPolicy
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.residence import Kin
 from ctxcache.core.resident import Resident
@@ -46,7 +47,7 @@ class State:
     """The cache's dictionaries, and the rules that keep them consistent."""
 
     def __init__(
-        self, clock: Clock, policy: EvictionPolicy, *, crash_count: int = 0, limits: Limits = DEFAULT_LIMITS,
+        self, clock: Clock, policy: Ranked, *, crash_count: int = 0, limits: Limits = DEFAULT_LIMITS,
         shares: Shares = NO_SHARES,
     ) -> None:  # fmt: skip
         """`crash_count`: how many runs over these records were cut off before this one."""
@@ -54,7 +55,6 @@ class State:
         self.limits = limits
         self.least_generation = crash_count << GENERATION_BITS
         """Where generations begin: commits that a crash took back had some too, and none may come again."""
-        self.policy = policy
         self.usage = Usage(shares)
         self.expiry = ExpiryQueue()
         self.counters = Counters()
@@ -65,9 +65,10 @@ class State:
         self.names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
         self.touched: set[bytes] = set()
-        self.resident = Resident(policy.rank, self.by_uid)
-        self.evictable = Evictable(policy.rank)
-        self.unwritten = Unwritten(policy.rank)
+        self.placement = Placement(policy, clock, self.by_uid, self._fell)
+        self.resident = Resident(self.placement.rank, self.by_uid)
+        self.evictable = Evictable(self.placement.rank)
+        self.unwritten = Unwritten(self.placement.rank)
         self._last_segment_id = 0
 
     # -- look-ups ------------------------------------------------------------------------------
@@ -96,14 +97,17 @@ class State:
 
     # -- changes -------------------------------------------------------------------------------
 
-    def add(self, session: Session) -> None:
-        """Make a session known, and its segments referenced."""
+    def add(self, session: Session, *, idle_s: float | None = None) -> None:
+        """Make a session known, and its segments referenced; `idle_s`: it was there before, idle for so long."""
         self.sessions[session.tenant, session.session_id] = session
         self.by_uid[session.uid] = session
         insort(self.names.setdefault(session.tenant, []), session.session_id)
         for segment in session.segments:
             segment.list_in(session.residence)
-        self._accessed(session)
+        if idle_s is None:
+            self.placement.appeared(session)
+        else:
+            self.placement.recalled(session, idle_s)
         if session.segments and not session.is_pinned:
             self.evictable.add(session.uid)
         for segment in session.segments:
@@ -121,7 +125,7 @@ class State:
         self.touched.discard(session.uid)
         self.unwritten.forget(session.uid)
         self.evictable.discard(session.uid)
-        self.policy.forget(session.uid)
+        self.placement.ended(session)
         self.expiry.forget(session.uid)
         dead = self.unlist(session, session.segments)
         self.resident.forget_session(session)
@@ -130,7 +134,6 @@ class State:
     def touch(self, session: Session) -> None:
         """Count an access."""
         session.touch(self.clock.now_ns())
-        self._accessed(session)
         # Earlier than before when the clock was set back, or an expiry was shortened.
         self.expiry.schedule(session.uid, session.expire_time_ns)
         self.touched.add(session.uid)
@@ -164,12 +167,11 @@ class State:
         self.unwritten.look_again(session)
         return dead
 
-    def _accessed(self, session: Session) -> None:
-        """Put a session behind all others, and its kin with it."""
-        self.policy.touch(session.uid)
-        kin = session.residence.kin
-        if kin:
-            kin.rank = self.policy.rank(session.uid) or 0
+    def _fell(self, session: Session) -> None:
+        """A session's rank may be lower than it was."""
+        self.resident.fell(session)
+        self.evictable.fell(session.uid)
+        self.unwritten.ranking.fell(session.uid)
 
 
 def record_of(session: Session) -> SessionRecord:

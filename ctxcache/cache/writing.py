@@ -165,6 +165,7 @@ class Writing:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         reservation.session.is_writing = False
+        self._state.placement.rested(reservation.session)
         self._state.evictable.add(reservation.session.uid)
         now_ns, client = self._state.clock.monotonic_ns(), reservation.client
         for segment in (run.segment for run in reservation.runs):
@@ -219,6 +220,7 @@ class Writing:
 
     def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
         session.is_writing = True
+        self._state.placement.accessed(session)
         self._last_id += 1
         deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
         reservation = Reservation(

@@ -8,7 +8,7 @@ one look at all that are held, when they are all there is.
 import enum
 from collections.abc import Callable
 
-from ctxcache.core.eviction import Ranking
+from ctxcache.core.eviction import Ranking, RankOf
 
 
 class Verdict(enum.Enum):
@@ -22,7 +22,7 @@ class Verdict(enum.Enum):
 class Evictable:
     """Sessions that may have something on SSD that may leave. Owned by the event loop."""
 
-    def __init__(self, rank: Callable[[bytes], int | None]) -> None:
+    def __init__(self, rank: RankOf) -> None:
         self._ranking = Ranking(rank)
         self._aside: set[bytes] = set()
 
@@ -30,6 +30,10 @@ class Evictable:
         """It may leave: something of it was written, unpinned or let go."""
         self._aside.discard(uid)
         self._ranking.add(uid)
+
+    def fell(self, uid: bytes) -> None:
+        """Its rank may be lower than it was."""
+        self._ranking.fell(uid)
 
     def discard(self, uid: bytes) -> None:
         """It is gone."""

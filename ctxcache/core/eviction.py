@@ -1,59 +1,28 @@
-"""Which session leaves first. A policy sees accesses and answers with an order; it moves nothing."""
+"""Rankings: which of some sessions leaves first, by ranks that change while nobody looks."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
+from ctxcache.core.placement.order import Key
+
+RankOf = Callable[[bytes], Key | None]
+"""Where a session stands: a lower one leaves first. None for one not known."""
 SLACK = 64
 """Outdated entries of a ranking that are not worth a pass."""
 
 
-class EvictionPolicy(Protocol):
-    """An order over sessions, by uid. Owned by the event loop."""
-
-    def touch(self, uid: bytes) -> None:
-        """The session was accessed, or appeared."""
-
-    def forget(self, uid: bytes) -> None:
-        """The session is gone."""
-
-    def rank(self, uid: bytes) -> int | None:
-        """Where the session stands: a lower one leaves first. It only grows; None for one not known."""
-
-
-class LeastRecentlyUsed:
-    """The session that was not accessed for longest leaves first."""
-
-    def __init__(self) -> None:
-        self._order: dict[bytes, int] = {}
-        self._last = 0
-
-    def touch(self, uid: bytes) -> None:
-        """See EvictionPolicy."""
-        self._last += 1
-        self._order.pop(uid, None)
-        self._order[uid] = self._last
-
-    def forget(self, uid: bytes) -> None:
-        """See EvictionPolicy."""
-        self._order.pop(uid, None)
-
-    def rank(self, uid: bytes) -> int | None:
-        """See EvictionPolicy."""
-        return self._order.get(uid)
-
-
 class Ranking:
-    """Some of a policy's sessions, in its order. Owned by the event loop.
+    """Some sessions, by rank. Owned by the event loop.
 
-    Lazy: an access changes nothing here; where a session stands by now is looked up when it comes up.
-    So every operation takes logarithmic time, and `first` as often as sessions were accessed since.
+    Lazy: a rank that rises changes nothing here; where a session stands by now is looked up when it comes
+    up. One that falls must be told. So every operation takes logarithmic time, and `first` as often as
+    ranks rose since.
     """
 
-    def __init__(self, rank: Callable[[bytes], int | None]) -> None:
+    def __init__(self, rank: RankOf) -> None:
         self._rank = rank
-        self._entered: dict[bytes, int] = {}
-        self._heap: list[tuple[int, bytes]] = []
+        self._entered: dict[bytes, Key] = {}
+        self._heap: list[tuple[Key, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._entered)
@@ -62,9 +31,15 @@ class Ranking:
         return uid in self._entered
 
     def add(self, uid: bytes) -> None:
-        """It is one of them from now on; one that the policy does not know is not."""
+        """It is one of them from now on; one that has no rank is not."""
         rank = self._rank(uid)
         if uid not in self._entered and rank is not None:
+            self._enter(rank, uid)
+
+    def fell(self, uid: bytes) -> None:
+        """Its rank may be lower than it was."""
+        entered = self._entered.get(uid)
+        if entered is not None and (rank := self._rank(uid)) is not None and rank < entered:
             self._enter(rank, uid)
 
     def discard(self, uid: bytes) -> None:
@@ -74,7 +49,7 @@ class Ranking:
 
     def first(self, accepts: Callable[[bytes], bool] = lambda _: True) -> bytes | None:
         """The one of those that `accepts` takes that leaves first; None when it takes none."""
-        refused: list[tuple[int, bytes]] = []
+        refused: list[tuple[Key, bytes]] = []
         found = None
         while found is None and (item := self._pop()) is not None:
             refused.append(item)
@@ -83,21 +58,23 @@ class Ranking:
             heappush(self._heap, item)
         return found
 
-    def _pop(self) -> tuple[int, bytes] | None:
+    def _pop(self) -> tuple[Key, bytes] | None:
         """The first entry that says how it is, taken out of the heap."""
         while self._heap:
             rank, uid = heappop(self._heap)
             if self._entered.get(uid) != rank:
                 continue
+            # Before the look: what it finds fallen must not be entered twice.
+            del self._entered[uid]
             actual = self._rank(uid)
             if actual == rank:
+                self._entered[uid] = rank
                 return rank, uid
-            del self._entered[uid]
             if actual is not None:
                 self._enter(actual, uid)
         return None
 
-    def _enter(self, rank: int, uid: bytes) -> None:
+    def _enter(self, rank: Key, uid: bytes) -> None:
         self._entered[uid] = rank
         heappush(self._heap, (rank, uid))
         self._tidy()

@@ -6,6 +6,7 @@ wants to know counts again. So a move costs the same however many sessions list 
 case: a session's segments are counted anew each time somebody asks, while what it shares keeps moving.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -32,15 +33,14 @@ class Counted(Protocol):
 class Kin:
     """A session, its forks and theirs: whoever may share segments. Owned by the event loop.
 
-    `uid` is no session's. `uids` are the sessions'. `rank` is where the one accessed last stands.
+    `uid` is no session's. `uids` are the sessions', the one accessed last last.
     """
 
-    __slots__ = ("change_count", "into", "rank", "uid", "uids")
+    __slots__ = ("change_count", "into", "uid", "uids")
 
     def __init__(self, uid: bytes) -> None:
         self.uid = uid + b"+"
-        self.uids = {uid}
-        self.rank = 0
+        self.uids = OrderedDict({uid: None})
         self.change_count = 0
         self.into: Kin | None = None
         """What it has become a part of."""
@@ -52,6 +52,15 @@ class Kin:
             kin = kin.into
         return kin
 
+    @property
+    def last_uid(self) -> bytes:
+        """The one accessed last."""
+        return next(reversed(self.uids))
+
+    def accessed(self, uid: bytes) -> None:
+        """One of them is accessed."""
+        self.uids.move_to_end(uid)
+
     def add(self, *_: int) -> None:
         """A shared segment came, moved or went."""
         self.root().change_count += 1
@@ -61,7 +70,7 @@ class Kin:
         smaller, larger = sorted((self, other), key=lambda kin: len(kin.uids))
         if smaller is not larger:
             smaller.into = larger
-            larger.uids |= smaller.uids
+            larger.uids.update(smaller.uids)
             larger.change_count += smaller.change_count + 1
         return larger
 
@@ -103,7 +112,7 @@ class Residence:
     def join(self, kin: Kin) -> None:
         """Become one of those who may share segments."""
         self._kin = kin
-        kin.uids.add(self.uid)
+        kin.uids[self.uid] = None
 
     def amounts(self, segments: Iterable[Counted]) -> Amounts:
         """How much of the session lies where, whose segments these are."""

@@ -8,7 +8,8 @@ last released first. What is said to have become clean and is not is passed over
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-from ctxcache.core.eviction import Ranking
+from ctxcache.core.eviction import Ranking, RankOf
+from ctxcache.core.placement.order import Key
 from ctxcache.core.residence import Kin
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
@@ -17,7 +18,7 @@ from ctxcache.core.session import Session
 class Resident:
     """Sessions, and kin, that may have segments that may leave DRAM. Owned by the event loop."""
 
-    def __init__(self, rank: Callable[[bytes], int | None], by_uid: Mapping[bytes, Session]) -> None:
+    def __init__(self, rank: RankOf, by_uid: Mapping[bytes, Session]) -> None:
         self._by_uid = by_uid
         self._rank = rank
         self._ranking = Ranking(self._rank_of)
@@ -44,6 +45,13 @@ class Resident:
             self._ends[home.uid] = max(self._ends.get(home.uid, 0), segment.end)
             self._ranking.add(home.uid)
 
+    def fell(self, session: Session) -> None:
+        """Its rank may be lower than it was, and that of its kin."""
+        self._ranking.fell(session.uid)
+        kin = session.residence.kin
+        if kin:
+            self._ranking.fell(kin.uid)
+
     def discard(self, segment: Segment, session: Session) -> None:
         """The session was the last to list the segment."""
         kin = session.residence.kin
@@ -55,16 +63,23 @@ class Resident:
         self._forget(session.uid)
         kin = session.residence.kin
         if kin:
-            kin.uids.discard(session.uid)
-            if not kin.uids:
+            kin.uids.pop(session.uid, None)
+            if kin.uids:
+                self._ranking.fell(kin.uid)
+            else:
                 self._forget(kin.uid)
 
-    def take(self, may_leave: Callable[[Segment], bool]) -> Segment | None:
+    def take(
+        self, may_leave: Callable[[Segment], bool], may_give: Callable[[bytes], bool] = lambda _: True
+    ) -> Segment | None:
         """The segment that leaves first: of the coldest session the newest. None when none may.
 
-        It is not found again before it is added again.
+        `may_give` is asked for the session that comes first, and decides: whoever stands behind it is worth
+        no less. It is not found again before it is added again.
         """
         while (uid := self._ranking.first()) is not None:
+            if not may_give(self._member(uid)):
+                return None
             found = self._take_shared if uid in self._shared else self._take_own
             segment = found(uid, may_leave)
             if segment is not None:
@@ -91,9 +106,13 @@ class Resident:
         self._ends[uid] = segments[i - 1].begin
         return segments[i - 1]
 
-    def _rank_of(self, uid: bytes) -> int | None:
+    def _rank_of(self, uid: bytes) -> Key | None:
+        return self._rank(self._member(uid))
+
+    def _member(self, uid: bytes) -> bytes:
+        """Of kin the one accessed last, for whom all of it ranks."""
         kin = self._kin.get(uid)
-        return kin.rank if kin else self._rank(uid)
+        return kin.root().last_uid if kin else uid
 
     def _forget(self, uid: bytes) -> None:
         """Nothing of the session or the kin may leave."""

@@ -5,10 +5,10 @@ segments count as well, for what is reserved will be committed without asking ag
 takes logarithmic time. Worst case: memory for every segment that is unwritten, as many as DRAM holds.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
 
-from ctxcache.core.eviction import SLACK, Ranking
+from ctxcache.core.eviction import SLACK, Ranking, RankOf
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 
@@ -19,7 +19,7 @@ class Unwritten:
     A dirty segment is listed by one session: what is shared was made durable before.
     """
 
-    def __init__(self, rank: Callable[[bytes], int | None]) -> None:
+    def __init__(self, rank: RankOf) -> None:
         self.ranking = Ranking(rank)
         """The sessions, the one that leaves first first."""
         self.changed: dict[bytes, None] = {}

@@ -20,9 +20,9 @@ from ctxcache.cache.asked import Request
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation
-from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
+from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.core.session import SessionView
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout

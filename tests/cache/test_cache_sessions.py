@@ -112,7 +112,7 @@ async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
     await rig.create("b", ttl_s=100)
     before = rig.cache.sessions.get(TENANT, "a")
     found = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
-    order = sorted(rig.cache.state.by_uid, key=lambda uid: rig.cache.state.policy.rank(uid) or 0)
+    order = sorted(rig.cache.state.by_uid, key=lambda uid: rig.cache.placement.rank(uid) or ())
 
     assert (found.reason, found.dram_token_count, found.view) == ("", 0, before)
     assert [rig.cache.state.by_uid[uid].session_id for uid in order] == ["a", "b"]

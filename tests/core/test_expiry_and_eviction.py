@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.eviction import SLACK, LeastRecentlyUsed, Ranking
+from ctxcache.core.eviction import SLACK, Ranking
 from ctxcache.core.expiry import Expiration, ExpiryQueue
+from ctxcache.core.placement.order import Key
 
 
 def test_a_sliding_expiry_moves_with_every_access() -> None:
@@ -61,41 +62,38 @@ def test_many_sessions_due_at_once_are_found_in_one_pass() -> None:
     assert sorted(queue.due(5, lambda _: 5)) == uids
 
 
-def coldest_first(policy: LeastRecentlyUsed) -> list[bytes]:
-    """The sessions that the policy knows, of those that these tests have."""
-    ranks = {
-        policy.rank(uid): uid for uid in map(bytes.fromhex, ("00", "01", "02", "03", "04", "61", "62", "63"))
-    }
-    return [ranks[rank] for rank in sorted(rank for rank in ranks if rank is not None)]
+class Ranks(dict[bytes, Key]):
+    """Where sessions stand, as tests say."""
+
+    def coldest_first(self) -> list[bytes]:
+        """All of them."""
+        return sorted(self, key=lambda uid: (self[uid], uid))
 
 
-def test_the_session_unused_for_longest_leaves_first() -> None:
-    """An access puts a session behind all others; one that is gone is no candidate."""
-    policy = LeastRecentlyUsed()
-    for uid in (b"a", b"b", b"c", b"a"):
-        policy.touch(uid)
-    policy.forget(b"b")
-
-    assert coldest_first(policy) == [b"c", b"a"]
-
-
-@given(st.lists(st.tuples(st.sampled_from(["touch", "forget", "add", "discard"]), st.integers(0, 4))))
-def test_a_ranking_has_the_order_of_the_policy(steps: list[tuple[str, int]]) -> None:
-    """Whatever is accessed, added and taken out, the first one is the coldest of those that are in and known."""
-    policy = LeastRecentlyUsed()
-    ranking, members = Ranking(policy.rank), set[bytes]()
-    for step, number in steps:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["rank", "forget", "add", "discard"]), st.integers(0, 4), st.integers(0, 9))
+    )
+)
+def test_a_ranking_has_the_order_of_the_ranks(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever rises, falls, is added and taken out, the first is the coldest of those that are in and known."""
+    ranks, members = Ranks(), set[bytes]()
+    ranking = Ranking(ranks.get)
+    for step, number, value in steps:
         uid = bytes([number])
-        if step in ("touch", "forget"):
-            getattr(policy, step)(uid)
+        if step == "rank":
+            before = ranks.get(uid)
+            ranks[uid] = (value,)
+            if before is not None and ranks[uid] < before:
+                ranking.fell(uid)
+        elif step == "forget":
+            ranks.pop(uid, None)
+            ranking.discard(uid)
         else:
             getattr(ranking, step)(uid)
-        known = set(coldest_first(policy))
-        members = (members | ({uid} & known if step == "add" else set())) & known
+        members = (members | ({uid} if step == "add" else set())) & set(ranks)
         members -= {uid} if step == "discard" else set()
-        if step == "forget":
-            ranking.discard(uid)
-        coldest = [u for u in coldest_first(policy) if u in members]
+        coldest = [u for u in ranks.coldest_first() if u in members]
 
         assert ranking.first() == (coldest[0] if coldest else None)
         assert ranking.first(coldest[1:].__contains__) == (coldest[1] if len(coldest) > 1 else None)
@@ -103,12 +101,16 @@ def test_a_ranking_has_the_order_of_the_policy(steps: list[tuple[str, int]]) -> 
 
 
 def test_a_ranking_takes_no_more_room_for_what_comes_and_goes() -> None:
-    """Sessions that enter and leave without end leave nothing behind."""
-    policy = LeastRecentlyUsed()
-    ranking = Ranking(policy.rank)
-    for _ in range(1000):
-        policy.touch(b"a")
+    """Sessions that enter, fall and leave without end leave nothing behind."""
+    ranks = Ranks()
+    ranking = Ranking(ranks.get)
+    for number in range(1000):
+        ranks[b"a"] = (-number,)
+        ranking.fell(b"a")
         ranking.add(b"a")
-        ranking.discard(b"a")
+        ranks[b"a"] = (-number - 0.5,)
+        ranking.fell(b"a")
+        if number % 2:
+            ranking.discard(b"a")
 
     assert len(ranking._heap) <= SLACK + 2

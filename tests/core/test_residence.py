@@ -33,7 +33,7 @@ def test_kin_is_found_in_any_order(order: tuple[bytes, ...]) -> None:
     segments[3].dram = Slot(0, 0, 7)
 
     kin = {residences[uid].kin for uid in b"a b c d".split()}
-    assert [found.uids for found in kin if found] == [{b"a", b"b", b"c", b"d"}]
+    assert [set(found.uids) for found in kin if found] == [{b"a", b"b", b"c", b"d"}]
     assert residences[b"e"].kin is None
     for uid, listed in LISTED.items():
         own = [segments[i] for i in listed]

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.clock import SystemClock
-from ctxcache.core.eviction import LeastRecentlyUsed
 from ctxcache.core.expiry import Expiration
+from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.data_directory import DataDirectory
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.layout import SegmentLayout

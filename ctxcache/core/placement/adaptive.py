@@ -6,7 +6,7 @@ and size only, up to the store's capacity in bytes (and GHOSTS names).
 
 from ctxcache.core.placement.order import Line
 from ctxcache.core.placement.policy import Accepts, Facts
-from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.core.placement.recency import Recency
 
 GHOSTS = 1 << 17
 SMALL_SHARE = 10
@@ -18,7 +18,7 @@ def _bound(ghosts: Line, limit_bytes: int) -> None:
         ghosts.discard(next(iter(ghosts)))
 
 
-class S3Fifo(LeastRecentlyUsed):
+class S3Fifo(Recency):
     """A tenth of the bytes on probation, the rest a FIFO with second chances. Source: SOSP'23."""
 
     def __init__(self, total_bytes: int) -> None:
@@ -77,7 +77,7 @@ class S3Fifo(LeastRecentlyUsed):
         return next((uid for line in lines if (uid := line.first(accepts)) is not None), None)
 
 
-class AdaptiveReplacement(LeastRecentlyUsed):
+class AdaptiveReplacement(Recency):
     """ARC: recency against frequency, the balance learned from what left too early. Source: FAST'03."""
 
     def __init__(self, total_bytes: int) -> None:

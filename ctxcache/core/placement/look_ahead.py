@@ -7,14 +7,16 @@ order holds on both sides of the window's border. Without a queue it is LRU. Amo
 """
 
 from ctxcache.core.placement.order import Key, Keyed
-from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Policy, Tier
+from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Tier
 from ctxcache.core.placement.queue import Window
+from ctxcache.core.placement.ranked import Ranked
 
 
-class LookAhead(Policy):
+class LookAhead(Ranked):
     """The paper's policy. Subclasses rank who has no job by another `score`."""
 
     def __init__(self, capacities: Capacities) -> None:
+        super().__init__()
         self._capacities = capacities
         self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
         self._sizes: dict[bytes, int] = {}
@@ -93,9 +95,16 @@ class LookAhead(Policy):
         """See Policy."""
         return self._dram.first(accepts)
 
-    def prefetch(self) -> bytes | None:
+    def rank(self, uid: bytes) -> Key | None:
+        """See Ranked."""
+        if uid in self._held:
+            self._rank(uid)
+            return self._all.key(uid)
+        return self._key(uid) if uid in self._sizes else None
+
+    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
-        return self._fetchable.first() if self.follows_queue else None
+        return self._fetchable.first(accepts) if self.follows_queue else None
 
     def is_needed_soon(self, uid: bytes) -> bool:
         """See Policy."""
@@ -114,13 +123,18 @@ class LookAhead(Policy):
             self._all.discard(uid)
             self._dram.discard(uid)
             return
-        order = self._queue.get(uid) if self.follows_queue else None
-        key: Key = (0, self.score(uid)) if order is None else (1, -order)
+        before, key = self._all.key(uid), self._key(uid)
         self._all.put(uid, key)
         if tier is Tier.DRAM:
             self._dram.put(uid, key)
         else:
             self._dram.discard(uid)
+        if before is None or key < before:
+            self._fallen(uid)
+
+    def _key(self, uid: bytes) -> Key:
+        order = self._queue.get(uid) if self.follows_queue else None
+        return (0, self.score(uid)) if order is None else (1, -order)
 
     def _rank_fetch(self, uid: bytes) -> None:
         if uid in self._fetched and self._held.get(uid) is Tier.SSD:

@@ -5,20 +5,25 @@ from collections.abc import Callable
 from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities, Policy
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.recency import FirstInFirstOut, LeastRecentlyUsed, TailOptimised
 from ctxcache.core.placement.value import ReturnValue, a_turn, its_bytes
 
 GOAL_BYTES = 2 << 30
 """What is recomputed within a goal of a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
 
-POLICIES: dict[str, Callable[[Capacities], Policy]] = {
+RANKED: dict[str, Callable[[Capacities], Ranked]] = {
     "lru": lambda _: LeastRecentlyUsed(),
     "fifo": lambda _: FirstInFirstOut(),
-    "s3-fifo": lambda capacities: S3Fifo(capacities.total_bytes),
-    "arc": lambda capacities: AdaptiveReplacement(capacities.total_bytes),
     "t-lru": lambda _: TailOptimised(GOAL_BYTES),
     "look-ahead": LookAhead,
     "value": lambda capacities: ReturnValue(capacities, a_turn),
     "value-by-tokens": lambda capacities: ReturnValue(capacities, its_bytes),
 }
-"""`value` counts every miss alike, `value-by-tokens` by its length."""
+"""Those that a server can place by. `value` counts every miss alike, `value-by-tokens` by its length."""
+
+POLICIES: dict[str, Callable[[Capacities], Policy]] = {
+    **RANKED,
+    "s3-fifo": lambda capacities: S3Fifo(capacities.total_bytes),
+    "arc": lambda capacities: AdaptiveReplacement(capacities.total_bytes),
+}

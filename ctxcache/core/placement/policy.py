@@ -53,6 +53,13 @@ class Policy:
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """The turn is over. Called before the session is placed, and for one that is not kept, too."""
 
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:  # noqa: ARG002
+        """The store was opened with it, idle for that long; who is idle for longest is told first."""
+        self.idle(uid, facts, 0.0)
+
+    def passed(self, now_s: float) -> None:
+        """Time passes; called now and then, so that what grows old does so a little at a time."""
+
     def placed(self, uid: bytes, tier: Tier) -> None:
         """The session lies in `tier` from now on."""
 
@@ -79,8 +86,8 @@ class Policy:
         """Which session is to leave DRAM for SSD."""
         raise NotImplementedError
 
-    def prefetch(self) -> bytes | None:
-        """Which session on SSD is to be promoted ahead of its turn."""
+    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002  the default ignores it
+        """Which session on SSD is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None
 
     def is_needed_soon(self, uid: bytes) -> bool:  # noqa: ARG002  the default ignores it

@@ -1,13 +1,15 @@
 """LRU, FIFO and T-LRU: orders by when sessions were used, came, or are cheap to do without. O(1) an event."""
 
-from ctxcache.core.placement.order import Line
+from ctxcache.core.placement.order import Key, Line
 from ctxcache.core.placement.policy import Accepts, Facts, Policy, Tier
+from ctxcache.core.placement.ranked import Ranked
 
 
-class LeastRecentlyUsed(Policy):
-    """The session whose last turn ended first leaves first, either tier."""
+class Recency(Policy):
+    """Two lines, the store's and DRAM's, in the order in which turns ended. What others rank by builds on it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.all = Line()
         self.dram = Line()
 
@@ -40,6 +42,36 @@ class LeastRecentlyUsed(Policy):
         return self.dram.first(accepts)
 
 
+class LeastRecentlyUsed(Recency, Ranked):
+    """The session whose last turn ended first leaves first, either tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[bytes, int] = {}
+        self._last = 0
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
+        """See Policy."""
+        super().idle(uid, facts, now_s)
+        self._number(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        super().evicted(uid)
+        self._numbers.pop(uid, None)
+
+    ended = evicted
+
+    def rank(self, uid: bytes) -> Key | None:
+        """See Ranked."""
+        number = self._numbers.get(uid)
+        return None if number is None else (number,)
+
+    def _number(self, uid: bytes) -> None:
+        self._last += 1
+        self._numbers[uid] = self._last
+
+
 class FirstInFirstOut(LeastRecentlyUsed):
     """The session that came into the store first leaves it first; the same for DRAM."""
 
@@ -47,6 +79,7 @@ class FirstInFirstOut(LeastRecentlyUsed):
         """See Policy."""
         if uid not in self.all:
             self.all.put(uid)
+            self._number(uid)
 
 
 class TailOptimised(LeastRecentlyUsed):
@@ -67,9 +100,12 @@ class TailOptimised(LeastRecentlyUsed):
         super().idle(uid, facts, now_s)
         # The next input is taken to be as long as this one was.
         if facts.size_bytes + facts.appended_bytes <= self._goal_bytes:
+            is_fallen = uid not in self._cheap
             self._cheap.put(uid)
             if uid in self.dram:
                 self._cheap_dram.put(uid)
+            if is_fallen:
+                self._fallen(uid)
         else:
             self._cheap.discard(uid)
             self._cheap_dram.discard(uid)
@@ -89,6 +125,11 @@ class TailOptimised(LeastRecentlyUsed):
         self._cheap_dram.discard(uid)
 
     ended = evicted
+
+    def rank(self, uid: bytes) -> Key | None:
+        """See Ranked."""
+        number = self._numbers.get(uid)
+        return None if number is None else (uid not in self._cheap, number)
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""

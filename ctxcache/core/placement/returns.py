@@ -80,6 +80,17 @@ class ReturnTimes:
         if self._turn_count % HALVED_EVERY == 0:
             self._halve()
 
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
+        """The session has been idle for that long, unseen: it is counted from here on. The oldest come first."""
+        since_s, session_class = self.now_s - idle_s, class_of(facts)
+        if idle_s >= AGES_S[-1] + LAST_BIN_S:
+            return
+        number = self._bin(since_s)
+        self._watched[uid] = (since_s, session_class)
+        self._bins[number].append((since_s, uid))
+        self._count(self._away, session_class, number)
+        self._bound()
+
     def index_per_s(self, uid: bytes) -> float:
         """The best rate, in returns per second kept, that keeping the session for some time promises.
 

@@ -68,6 +68,15 @@ class ReturnValue(LookAhead):
         self._returns.idle(uid, facts)
         super().idle(uid, facts, now_s)
 
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
+        """See Policy."""
+        self._returns.recalled(uid, facts, idle_s)
+        super().idle(uid, facts, 0.0)
+
+    def passed(self, now_s: float) -> None:
+        """See Policy."""
+        self._returns.advance(now_s)
+
     def ended(self, uid: bytes) -> None:
         """See Policy."""
         self._expected.pop(uid, None)

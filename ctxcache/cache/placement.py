@@ -1,0 +1,342 @@
+"""Placement: tells the policy what happens to sessions, and the cache how they rank.
+
+A session is in use from its first access to the end of the last lease, stream or reservation on it; then it
+rests, which is when a policy looks at it. Whoever is in use ranks above everyone else. A policy knows sessions
+by their names, so that one that was evicted and is made anew is the same to it. Neither waits nor moves
+anything. Memory: an entry per session, and GHOSTS names of evicted ones.
+"""
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ctxcache.clock import Clock
+from ctxcache.core.placement.order import Key
+from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.residence import Kin
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+
+GHOSTS = 1 << 17
+"""Evicted sessions whose turns are remembered."""
+IN_USE: Key = (math.inf,)
+SECOND_NS = 10**9
+
+
+class Watcher(Protocol):
+    """Who asked about a session. Called on the event loop; must not wait."""
+
+    def promoted(self, uid: bytes) -> None:
+        """All of it is in DRAM now."""
+
+    def demoted(self, uid: bytes) -> None:
+        """Some of it is only on SSD now."""
+
+    def evicted(self, uid: bytes) -> None:
+        """It is gone: evicted, expired or deleted. The last that is heard of it."""
+
+
+@dataclass(slots=True)
+class Prefetched:
+    """Segments promoted ahead of need since the start; of those, read since, and dropped unread."""
+
+    segment_count: int = 0
+    used_segment_count: int = 0
+    unused_segment_count: int = 0
+
+
+@dataclass(slots=True)
+class _Known:
+    name: bytes
+    turn_count: int = 0
+    rested_end: int = 0
+    """Where its log ended when it last rested."""
+    use_count: int = 0
+    has_rested: bool = False
+    coming_count: int = 0
+    is_set_aside: bool = False
+    """Not to be promoted ahead of need before its next hint or rest: that failed."""
+    tier: Tier | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self.use_count or self.coming_count or not self.has_rested)
+
+
+class Placement:
+    """The policy, and what it is told. Owned by the event loop."""
+
+    def __init__(
+        self, policy: Ranked, clock: Clock, by_uid: Mapping[bytes, Session], fallen: Callable[[Session], None]
+    ) -> None:
+        self.policy = policy
+        self.is_wanted = asyncio.Event()
+        """Set when somebody may have come to be worth promoting ahead of need, or may have become so easily."""
+        self.prefetched = Prefetched()
+        self._clock = clock
+        self._by_uid = by_uid
+        self._fallen = fallen
+        self._known: dict[bytes, _Known] = {}
+        self._uids: dict[bytes, bytes] = {}
+        self._ghosts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._kin_in_dram: dict[bytes, set[bytes]] = {}
+        """Sessions that share segments and are all in DRAM, by their kin's uid."""
+        self._watchers: dict[bytes, list[Watcher]] = {}
+        self._ahead: set[Segment] = set()
+        """Promoted ahead of need, and not read since."""
+        policy.watch(self._fell_by_name)
+        policy.passed(self._now_s())
+
+    # -- ranks -------------------------------------------------------------------------------------
+
+    def rank(self, uid: bytes) -> Key | None:
+        """Where the session stands: the lowest leaves first. None for one that is gone."""
+        known = self._known.get(uid)
+        if known is None:
+            return None
+        if known.is_in_use:
+            return IN_USE
+        return self.policy.rank(known.name) or IN_USE
+
+    def is_needed_soon(self, uid: bytes) -> bool:
+        """Whether nothing of the session may leave DRAM for what is promoted ahead of need."""
+        known = self._known[uid]
+        return known.is_in_use or self.policy.is_needed_soon(known.name)
+
+    def passed(self) -> None:
+        """Time passes. Called twice a second."""
+        self.policy.passed(self._now_s())
+
+    # -- what happens to sessions ------------------------------------------------------------------
+
+    def appeared(self, session: Session) -> None:
+        """The session is created; it is in use, in a way, until it first rests."""
+        name = f"{session.tenant}\0{session.session_id}".encode()
+        turn_count, token_count = self._ghosts.pop(name, (0, 0))
+        self._known[session.uid] = _Known(name, turn_count, token_count)
+        self._uids[name] = session.uid
+
+    def recalled(self, session: Session, idle_s: float) -> None:
+        """The session was there when the store was opened, and idle for that long; the oldest come first."""
+        self.appeared(session)
+        known = self._known[session.uid]
+        known.has_rested, known.turn_count, known.rested_end = True, 1, session.log_end
+        self.policy.recalled(known.name, _facts(session, 1, session.log_end), idle_s)
+        self.settled(session)
+
+    def accessed(self, session: Session) -> None:
+        """An access begins, which `rested` ends."""
+        known = self._known[session.uid]
+        known.use_count += 1
+        if known.use_count == 1:
+            self.policy.arrived(known.name, self._now_s())
+            self.policy.withdrawn(known.name)
+            kin = session.residence.kin
+            if kin:
+                kin.accessed(session.uid)
+
+    def rested(self, session: Session) -> None:
+        """An access is over. Of one that is gone nothing is said."""
+        known = self._known.get(session.uid)
+        if known is None:
+            return
+        known.use_count -= 1
+        if not known.use_count:
+            self._rest(session, known)
+
+    def visited(self, session: Session) -> None:
+        """An access that is over at once."""
+        self.accessed(session)
+        self.rested(session)
+
+    def settled(self, session: Session) -> None:
+        """Segments of the session came to DRAM: perhaps all that were missing."""
+        known = self._known.get(session.uid)
+        if known is None or not known.has_rested or not session.segments:
+            return
+        is_in_dram = session.amounts().dram_segment_count == len(session.segments)
+        self._place(session, known, Tier.DRAM if is_in_dram else Tier.SSD)
+
+    def dropped(self, segment: Segment) -> None:
+        """The segment left DRAM."""
+        if segment in self._ahead:
+            self._ahead.discard(segment)
+            self.prefetched.unused_segment_count += 1
+        home = segment.home
+        if isinstance(home, Kin):
+            # Who does not list it is found to be in DRAM when it is next looked at.
+            for uid in self._kin_in_dram.pop(home.uid, ()):
+                self._left_dram(uid)
+        elif home is not None:
+            self._left_dram(home.uid)
+
+    def evicted(self, session: Session) -> None:
+        """The session is given up for others; it may be made anew under its name."""
+        known = self._known.get(session.uid)
+        if known is None:
+            return
+        self._ghosts[known.name] = (known.turn_count, session.token_count)
+        if len(self._ghosts) > GHOSTS:
+            self._ghosts.popitem(last=False)
+        self.policy.evicted(known.name)
+        self.policy.withdrawn(known.name)
+        self._forget(session, known)
+
+    def ended(self, session: Session) -> None:
+        """The session was deleted or has expired."""
+        known = self._known.get(session.uid)
+        if known is not None:
+            self.policy.ended(known.name)
+            self._forget(session, known)
+
+    # -- what others say of them -------------------------------------------------------------------
+
+    def hinted(self, session: Session, order: float) -> None:
+        """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
+        known = self._known.get(session.uid)
+        if known is not None:
+            known.is_set_aside = False
+            self.policy.hinted(known.name, order)
+            self.is_wanted.set()
+
+    def withdrawn(self, session: Session) -> None:
+        """The job waits no longer."""
+        known = self._known.get(session.uid)
+        if known is not None:
+            self.policy.withdrawn(known.name)
+
+    def expected(self, session: Session, return_s: float | None) -> None:
+        """The client says when the session returns, in monotonic seconds; None: never."""
+        known = self._known.get(session.uid)
+        if known is not None:
+            self.policy.expected(known.name, return_s)
+
+    def watch(self, uid: bytes, watcher: Watcher) -> None:
+        """Let `watcher` hear of a session that is there, until it is gone."""
+        if uid in self._known:
+            self._watchers.setdefault(uid, []).append(watcher)
+
+    def unwatch(self, uid: bytes, watcher: Watcher) -> None:
+        """Take back one `watch`; one that is over is none."""
+        watchers = self._watchers.get(uid, [])
+        if watcher in watchers:
+            watchers.remove(watcher)
+        if not watchers:
+            self._watchers.pop(uid, None)
+
+    # -- promotion ahead of need -------------------------------------------------------------------
+
+    def next_ahead(self) -> Session | None:
+        """Whom the policy wants in DRAM, of those that are neither in use nor on their way."""
+        name = self.policy.prefetch(self._may_come)
+        return None if name is None else self._by_uid[self._uids[name]]
+
+    def coming(self, session: Session) -> None:
+        """The session is being promoted ahead of need: nothing of it leaves for others meanwhile."""
+        self._known[session.uid].coming_count += 1
+
+    def came(self, session: Session, *, is_set_aside: bool = False) -> None:
+        """That is over; `is_set_aside`: it failed, and would again."""
+        known = self._known.get(session.uid)
+        if known is not None:
+            known.coming_count -= 1
+            known.is_set_aside = is_set_aside
+            self.settled(session)
+            self._fallen(session)
+
+    def is_idle(self, session: Session) -> bool:
+        """Whether the session is there, and nobody uses it."""
+        known = self._known.get(session.uid)
+        return known is not None and not known.use_count
+
+    def is_in_dram(self, session: Session) -> bool:
+        """Whether all of it was in DRAM when it was last looked at."""
+        known = self._known.get(session.uid)
+        return known is not None and known.tier is Tier.DRAM
+
+    def promoting(self, segment: Segment) -> None:
+        """The segment is being promoted ahead of need."""
+        self._ahead.add(segment)
+
+    def promoted(self, segment: Segment, *, is_there: bool) -> None:
+        """Its promotion ahead of need is over; not `is_there`: it failed."""
+        self.prefetched.segment_count += is_there
+        if not is_there:
+            self._ahead.discard(segment)
+
+    def used(self, segments: Iterable[Segment]) -> None:
+        """These are read."""
+        if self._ahead:
+            for segment in segments:
+                if segment in self._ahead:
+                    self._ahead.discard(segment)
+                    self.prefetched.used_segment_count += 1
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / SECOND_NS
+
+    def _rest(self, session: Session, known: _Known) -> None:
+        appended = session.log_end - known.rested_end
+        if appended < 0:
+            # Made anew, and shorter than it was when it was evicted.
+            appended = session.log_end
+        known.turn_count += appended > 0
+        known.rested_end = session.log_end
+        known.has_rested, known.is_set_aside = True, False
+        self.policy.idle(known.name, _facts(session, known.turn_count, appended), self._now_s())
+        self.settled(session)
+        self._fallen(session)
+        # What has just become idle may leave for others, and may be wanted itself.
+        self.is_wanted.set()
+
+    def _place(self, session: Session, known: _Known, tier: Tier) -> None:
+        if known.tier is tier:
+            return
+        before, known.tier = known.tier, tier
+        kin = session.residence.kin
+        if kin and tier is Tier.DRAM:
+            self._kin_in_dram.setdefault(kin.uid, set()).add(session.uid)
+        self.policy.placed(known.name, tier)
+        if before is not None:
+            for watcher in tuple(self._watchers.get(session.uid, ())):
+                (watcher.promoted if tier is Tier.DRAM else watcher.demoted)(session.uid)
+
+    def _left_dram(self, uid: bytes) -> None:
+        known = self._known.get(uid)
+        if known is not None and known.tier is Tier.DRAM:
+            self._place(self._by_uid[uid], known, Tier.SSD)
+
+    def _may_come(self, name: bytes) -> bool:
+        uid = self._uids.get(name)
+        known = None if uid is None else self._known[uid]
+        return known is not None and not (known.is_in_use or known.is_set_aside)
+
+    def _fell_by_name(self, name: bytes) -> None:
+        uid = self._uids.get(name)
+        session = None if uid is None else self._by_uid.get(uid)
+        if session is not None:
+            self._fallen(session)
+
+    def _forget(self, session: Session, known: _Known) -> None:
+        del self._known[session.uid]
+        if self._uids.get(known.name) == session.uid:
+            del self._uids[known.name]
+        kin = session.residence.kin
+        if kin and kin.uid in self._kin_in_dram:
+            self._kin_in_dram[kin.uid].discard(session.uid)
+            if not self._kin_in_dram[kin.uid]:
+                del self._kin_in_dram[kin.uid]
+        for watcher in self._watchers.pop(session.uid, ()):
+            watcher.evicted(session.uid)
+
+
+def _facts(session: Session, turn_count: int, appended_tokens: int) -> Facts:
+    slot_bytes = session.layout.size_bytes
+    appended_bytes = appended_tokens * slot_bytes // session.layout.segment_tokens
+    return Facts(len(session.segments) * slot_bytes, turn_count, appended_bytes)
