@@ -14,7 +14,7 @@ from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
-from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine
+from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store
 from tests.live.running import RunningServer
 
 BUFFER_SHARE = 1 / 16
@@ -35,6 +35,7 @@ class Setting:
     sizes: Sizes
     policy: str
     slot_count: int | None = None
+    path_count: int = 1
 
     def load(self) -> Load:
         """What the simulator is told. Reads take no time: the store's clock stands still while it works."""
@@ -50,7 +51,8 @@ class Setting:
         return Settings(
             data_directory=directory, listen="127.0.0.1:0", arena_huge_pages="off",
             arena_size_bytes=ALIGN_BYTES + self.sizes.dram_segments * SLOT_BYTES,
-            ssd_size_bytes=self.sizes.ssd_segments * SLOT_BYTES,
+            ssd_size_bytes=self.sizes.ssd_segments // self.path_count * SLOT_BYTES,
+            ssd_directories=tuple(directory.with_name(f"ssd{path}") for path in range(self.path_count)),
             dram_low_watermark=BUFFER_SHARE, dram_high_watermark=BUFFER_SHARE,
             lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
         )  # fmt: skip
@@ -94,12 +96,25 @@ def simulated(turns: Sequence[Turn], setting: Setting) -> Outcome:
     return _Noted(setting).outcome(turns)
 
 
-def live(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:
-    """What a running store does."""
+def live(
+    turns: Sequence[Turn],
+    setting: Setting,
+    store: Store,
+    client: Client,
+    *,
+    goes_on: bool = False,
+    is_durable: bool = False,
+) -> tuple[Outcome, Engine]:
+    """What a running store does, and the engine that drove it."""
+    replay, engine = _Noted(setting), Engine(store, client, goes_on=goes_on, is_durable=is_durable)
+    replay.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
+    return replay.outcome(turns), engine
+
+
+def live_here(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:
+    """What a server in this process does, undisturbed."""
     with RunningServer(setting.settings(directory)) as server, Client(server.target) as client:
-        replay = _Noted(setting)
-        replay.ledger = Engine(server, client)  # type: ignore[assignment]  # the same calls, done for real
-        return replay.outcome(turns)
+        return live(turns, setting, server, client)[0]
 
 
 def differences(left: Outcome, right: Outcome) -> list[str]:

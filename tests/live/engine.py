@@ -6,16 +6,19 @@ it. Worst case: a byte that is not the session's, which is an AssertionError.
 """
 
 import zlib
+from collections import Counter
+from contextlib import suppress
 from typing import Protocol
 
 from ctxcache.client import Client
 from ctxcache.client.rows import SessionRows
 from ctxcache.core.placement.ledger import Act, Move
 from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import LOOKUP_STATE_HIT, Session
+from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.rows import first_difference, rows_of
 
 STORED = (TOKENS_SPEC, *(StreamSpec(Stream(layer, StateKind.KV), 64, DType.FLOAT16) for layer in range(2)))
@@ -28,6 +31,7 @@ LAYOUT = SegmentLayout(STORED)
 SLOT_BYTES = LAYOUT.size_bytes
 TOKEN_BYTES = SLOT_BYTES // LAYOUT.segment_tokens
 """What a token of a full segment takes in the store, header and padding included."""
+TRIES = 3
 
 
 class Store(Protocol):
@@ -36,8 +40,11 @@ class Store(Protocol):
     def set_time(self, now_s: float) -> None:
         """Let it be so many seconds after the start."""
 
+    def written(self) -> None:
+        """Rows are in place and not committed."""
+
     def rest(self) -> None:
-        """Wait until it has nothing more to do."""
+        """The turn is over: wait until it has nothing more to do."""
 
 
 class Hints:
@@ -51,51 +58,69 @@ class Hints:
 
 
 class Engine:
-    """Stands where a replay has its ledger."""
+    """Stands where a replay has its ledger.
 
-    def __init__(self, store: Store, client: Client) -> None:
-        self._store, self._client = store, client
+    With `goes_on` what the store refuses is a trouble, counted by reason, and the turn goes on as after a
+    miss; without, it is raised.
+    """
+
+    def __init__(
+        self, store: Store, client: Client, *, goes_on: bool = False, is_durable: bool = False
+    ) -> None:
+        self._store, self._client, self._goes_on = store, client, goes_on
+        self._durability = DURABILITY_DISK if is_durable else DURABILITY_MEMORY
         self.policy = Hints()
+        self.troubles: Counter[str] = Counter()
+        self.verified_tokens = 0
         self._fingerprint = MODEL.fingerprint()
         self._sizes: dict[bytes, int] = {}
         """Tokens of every session, as the engine knows them."""
+        self._found_tokens = 0
+        """What the last look-up found."""
         self._open: dict[bytes, SessionRows] = {}
-        self._promoted_count = self._evicted_count = 0
+        self._counted = (0, 0)
+        """Segments promoted and sessions evicted, by the store's counters."""
         client.register_model(MODEL)
 
     def tier(self, uid: bytes) -> Tier | None:
-        """Where the whole session lies. Fails for one that is there in part."""
-        (found,) = self._client.lookup([(_name(uid), self._fingerprint)])
-        if found.state != LOOKUP_STATE_HIT:
+        """Where the whole session lies; None for one that is there in part, too."""
+        known_tokens = self._sizes.get(uid, 0)
+        try:
+            (found,) = self._client.lookup([(_name(uid), self._fingerprint)])
+        except CacheError as error:
+            self._trouble(error)
             return None
-        if found.token_count != self._sizes.get(uid):
-            raise AssertionError(f"{uid!r} has {found.token_count} tokens, not {self._sizes.get(uid)}")
+        self._found_tokens = found.token_count
+        is_right = found.token_count in (0, known_tokens) or self._goes_on
+        if found.token_count > known_tokens or not is_right:
+            raise AssertionError(f"{uid!r} has {found.token_count} tokens, not {known_tokens}")
+        if not known_tokens or found.token_count < known_tokens:
+            return None
         return Tier.DRAM if found.dram_token_count == found.token_count else Tier.SSD
 
     def arrived(self, uid: bytes, now_s: float) -> list[Move]:
         """A turn begins: lease the session if it is there."""
         self._store.set_time(now_s)
-        tier = self.tier(uid)
-        if tier is not None:
-            self._open[uid] = self._read(uid)
+        self._found_tokens = 0
+        self.tier(uid)
+        if self._found_tokens:
+            self._lease(uid)
         return self._moves()
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
         """The turn is over: write what is new, or everything, and let the store come to rest."""
         self._store.set_time(now_s)
-        token_count = facts.size_bytes // TOKEN_BYTES
+        self._sizes[uid] = facts.size_bytes // TOKEN_BYTES
         held = self._open.pop(uid, None)
-        session = held.session if held else self._create(uid)
-        begin = session.token_count
-        with self._client.writer(session, token_count - begin) as writer:
+        for _ in range(TRIES):
+            try:
+                self._write(uid, held)
+                break
+            except CacheError as error:
+                self._trouble(error)
             if held:
                 held.close()
-            for spec in STORED:
-                writer.write(
-                    spec.stream, 0, rows_of(_owner(uid), spec.stream, begin, token_count, spec.row_bytes)
-                )
-            writer.commit()
-        self._sizes[uid] = token_count
+                held = None
         self._store.rest()
         return self._moves()
 
@@ -108,26 +133,61 @@ class Engine:
         """The store prefetches by itself."""
         return []
 
+    def _lease(self, uid: bytes) -> None:
+        try:
+            self._open[uid] = self._read(uid)
+        except CacheError as error:
+            self._trouble(error)
+            # What cannot be read is made anew.
+            with suppress(CacheError):
+                self._client.delete_session(_name(uid))
+
     def _read(self, uid: bytes) -> SessionRows:
         rows = self._client.read(_name(uid))
         for spec in STORED:
             wrong = first_difference(rows.array(spec.stream), _owner(uid), spec.stream, 0)
             if wrong is not None:
                 raise AssertionError(f"{uid!r}: row {wrong} of {spec.stream} is not its own")
+        self.verified_tokens += rows.token_count
         return rows
 
-    def _create(self, uid: bytes) -> Session:
-        return self._client.create_session(
-            f"models/{MODEL.model_id}", session_id=uid.decode(), layout=[spec.stream for spec in STORED]
-        )
+    def _write(self, uid: bytes, held: SessionRows | None) -> None:
+        session = held.session if held else self._made(uid)
+        begin, end = session.token_count, self._sizes[uid]
+        if begin == end:
+            return
+        with self._client.writer(session, end - begin) as writer:
+            if held:
+                held.close()
+            for spec in STORED:
+                rows = rows_of(_owner(uid), spec.stream, begin, end, spec.row_bytes)
+                writer.write(spec.stream, 0, rows)
+            self._store.written()
+            writer.commit(durability=self._durability)
+
+    def _made(self, uid: bytes) -> Session:
+        if self._goes_on:
+            with suppress(SessionNotFound):
+                return self._client.get_session(_name(uid))
+        layout = [spec.stream for spec in STORED]
+        return self._client.create_session(f"models/{MODEL.model_id}", session_id=uid.decode(), layout=layout)
+
+    def _trouble(self, error: CacheError) -> None:
+        if not self._goes_on:
+            raise error
+        self.troubles[error.reason] += 1
 
     def _moves(self) -> list[Move]:
         """What the store has moved since the last call, as far as its counters say."""
-        stats = self._client.stats()
-        promoted = stats.promoted_segment_count - self._promoted_count
-        evicted = stats.evicted_session_count - self._evicted_count
-        self._promoted_count += promoted
-        self._evicted_count += evicted
+        try:
+            stats = self._client.stats()
+        except CacheError as error:
+            self._trouble(error)
+            return []
+        now = (stats.promoted_segment_count, stats.evicted_session_count)
+        # A store that was started again counts anew.
+        promoted, evicted = (b - a if b >= a else b for a, b in zip(self._counted, now, strict=True))
+        self._counted = now
         moves = [Move(Act.EVICT, b"", 0, Tier.SSD)] * evicted
         return [Move(Act.PROMOTE, b"", promoted * SLOT_BYTES, Tier.DRAM)] * bool(promoted) + moves
 

@@ -54,6 +54,9 @@ class RunningServer:
         """Let it be `now_s` seconds after the start. Never back."""
         self.clock.advance(ns=max(round(now_s * NANOSECONDS) - self.clock.monotonic_ns(), 0))
 
+    def written(self) -> None:
+        """Nothing is done about it."""
+
     def rest(self) -> None:
         """Let it do what is due, and wait until it has nothing more to do."""
         self.do(self._rest)

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.compare import Setting, Sizes, differences, live, simulated
+from tests.live.compare import Setting, Sizes, differences, live_here, simulated
 from tests.live.load import Shape, make_turns
 
-QUICK = Shape(session_count=90)
-QUEUED = Shape(session_count=90, most_turns=6, most_segments=3, spacing_s=2.0)
+QUICK = Shape(session_count=60)
+QUEUED = Shape(session_count=70, most_turns=6, most_segments=3, spacing_s=2.0)
 
 
 @pytest.mark.parametrize("sizes", [Sizes(64, 256), Sizes(128, 512)], ids=str)
 def test_every_turn_finds_what_it_finds_in_the_simulator(sizes: Sizes, tmp_path: Path) -> None:
     """Each hit, in DRAM or on SSD, each miss and each eviction is the simulator's."""
     turns, setting = make_turns(QUICK), Setting(sizes, "lru")
-    running, expected = live(turns, setting, tmp_path / "data"), simulated(turns, setting)
+    running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
 
     assert not differences(running, expected)
     assert running.counts() == expected.counts()
@@ -27,7 +27,7 @@ def test_every_turn_finds_what_it_finds_in_the_simulator(sizes: Sizes, tmp_path:
 def test_turns_beside_one_another_find_the_same_too(tmp_path: Path) -> None:
     """Three turns at a time, each with its lease, and others waiting for them."""
     turns, setting = make_turns(QUEUED), Setting(Sizes(96, 384), "lru", slot_count=3)
-    running, expected = live(turns, setting, tmp_path / "data"), simulated(turns, setting)
+    running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
 
     assert expected.tally.longest_queue > 1
     assert not differences(running, expected)

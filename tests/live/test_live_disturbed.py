@@ -1,0 +1,27 @@
+"""What a disturbance costs a running store: hits at most, never a byte, and nothing hangs."""
+
+from pathlib import Path
+
+from ctxcache.client import Client
+from tests.live.compare import Setting, Sizes, live, simulated
+from tests.live.failing import FailingServer
+from tests.live.load import Shape, make_turns
+
+SMALL = Shape(session_count=50)
+
+
+def test_a_path_that_fails_costs_hits_alone(tmp_path: Path) -> None:
+    """One of two SSD paths takes no writes, then gives no reads either; the other goes on."""
+    turns, setting = make_turns(SMALL), Setting(Sizes(64, 256), "lru", path_count=2)
+    settings = setting.settings(tmp_path / "data")
+    with (
+        FailingServer(settings, no_writes_after=60, no_reads_after=64) as server,
+        Client(server.target) as client,
+    ):
+        running, engine = live(turns, setting, server, client, goes_on=True)
+    expected = simulated(turns, setting)
+
+    assert set(engine.troubles) == {"TIER_FAILURE"}
+    assert running.found[:60] == expected.found[:60]
+    late, expected_late = (sum(tier is not None for _, tier in o.found[64:]) for o in (running, expected))
+    assert expected_late > late > expected_late / 4
