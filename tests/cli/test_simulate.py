@@ -2,10 +2,14 @@
 
 import json
 import os
+import pty
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from command_line import ctxcache
+from server_process import COMMAND_LINE, without_settings
 from typer.testing import CliRunner
 
 from ctxcache.cli.exit_codes import ExitCode
@@ -187,3 +191,26 @@ def test_without_matplotlib_one_sentence_says_what_to_install(load: Path, tmp_pa
     assert ran.sentence == (
         "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[bench]'"
     )
+
+
+def test_a_bar_is_drawn_where_a_person_looks(load: Path) -> None:
+    """On a terminal the replays are counted; elsewhere, as the other tests see, nothing is written there."""
+    master, slave = pty.openpty()
+    with (
+        subprocess.Popen(
+            [*COMMAND_LINE, "simulate", str(load), "--sweep", "policies", "--policies", "lru", "--json"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave,
+            env=without_settings(os.environ) | {"TERM": "xterm"},
+        ) as process,
+        os.fdopen(master, "rb", buffering=0) as terminal,
+    ):  # fmt: skip
+        os.close(slave)
+        drawn = b""
+        # A terminal that nobody holds open any longer is an error to read, on Linux.
+        with suppress(OSError):
+            while piece := terminal.read(65_536):
+                drawn += piece
+        lines = process.stdout.read().splitlines() if process.stdout else []
+
+    assert b"100%" in drawn
+    assert len(lines) == 2

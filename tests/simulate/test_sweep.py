@@ -1,16 +1,20 @@
 """Sweeps: what is replayed, in which order, and what the trace is found to hold."""
 
 import itertools
+import multiprocessing
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from ctxcache.bench.generate_load import PROFILES, Pace, rows, write
-from ctxcache.simulate.census import count
+from ctxcache.simulate.census import Census, count
 from ctxcache.simulate.pace import PacedTrace
-from ctxcache.simulate.runs import play, prepare
+from ctxcache.simulate.runs import ReplayLost, play, prepare
+from ctxcache.simulate.sweep import Row
 from ctxcache.simulate.sweeps import SWEEPS
-from ctxcache.simulate.trace import Trace
+from ctxcache.simulate.trace import Trace, Turn
 
 
 def quiet(_what: str, _done: int) -> None:
@@ -51,7 +55,7 @@ def test_sessions_begin_faster_and_think_as_long(load_path: Path) -> None:
     """Twice as many begin a second; every turn keeps its distance to its session's first; order holds."""
     usual, faster = list(Trace(load_path)), list(PacedTrace(load_path, sessions_times=2.0))
 
-    def distances_ms(turns: list) -> dict:
+    def distances_ms(turns: list[Turn]) -> dict[tuple[bytes, int | None], int]:
         firsts: dict[bytes, float] = {}
         return {
             (turn.session, turn.number): round(
@@ -117,7 +121,7 @@ def test_more_processes_give_the_same_rows_in_the_same_order(load_path: Path) ->
     )
     ended: list[int] = []
 
-    def rows_of(job_count: int) -> list:
+    def rows_of(job_count: int) -> list[Row]:
         return list(
             play(
                 load_path,
@@ -131,3 +135,25 @@ def test_more_processes_give_the_same_rows_in_the_same_order(load_path: Path) ->
 
     assert rows_of(3) == rows_of(1)
     assert len(ended) == 2 * len(runs)
+
+
+def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
+    """No waiting for rows that will never come: REPLAY_LOST."""
+    sweep = SWEEPS["policies"]
+    path = tmp_path / "never.csv"
+    os.mkfifo(path)
+    runs = sweep.make(sweep.preset, ["lru"], Census(1, 1, 1.0, 1, 1, 1.0))
+
+    def kill() -> None:
+        # Opens once a process reads, so there is one to kill.
+        with path.open("wb"):
+            for child in multiprocessing.active_children():
+                child.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(ReplayLost) as lost:
+        list(play(path, runs, arrivals_times=1.0, job_count=2, step=quiet, done=lambda: None))
+    killer.join()
+
+    assert lost.value.reason == "REPLAY_LOST"
