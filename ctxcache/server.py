@@ -23,7 +23,9 @@ from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.limits import Limits
-from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import (
     AddressUnusable,
@@ -148,7 +150,7 @@ class Server:
             storage = open_storage(settings, files)
             cache = Cache(
                 arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
-                clock=clock or SystemClock(), policy=LeastRecentlyUsed(),
+                clock=clock or SystemClock(), policy=_policy(settings, storage),
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
                 crash_count=storage.directory.crash_count, limits=_limits(settings), watermarks=_watermarks(settings),
             )  # fmt: skip
@@ -285,6 +287,12 @@ def _watermarks(settings: Settings) -> Watermarks:
         dirty_limit=settings.dirty_limit, tail_age_ns=int(settings.tail_age_s * 10**9),
         write_behind_bytes_per_s=settings.write_behind_bytes_per_s,
     )  # fmt: skip
+
+
+def _policy(settings: Settings, storage: Storage) -> Ranked:
+    # What is in DRAM is on SSD too: to a policy they hold together what SSD holds.
+    dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
+    return RANKED[settings.placement_policy](Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0)))
 
 
 def _rebuild(settings: Settings) -> None:

@@ -44,9 +44,9 @@ class Watcher(Protocol):
 class Prefetched:
     """Segments promoted ahead of need since the start; of those, read since, and dropped unread."""
 
-    segment_count: int = 0
-    used_segment_count: int = 0
-    unused_segment_count: int = 0
+    prefetched_segment_count: int = 0
+    prefetch_used_segment_count: int = 0
+    prefetch_unused_segment_count: int = 0
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class Placement:
         """The segment left DRAM."""
         if segment in self._ahead:
             self._ahead.discard(segment)
-            self.prefetched.unused_segment_count += 1
+            self.prefetched.prefetch_unused_segment_count += 1
         home = segment.home
         if isinstance(home, Kin):
             # Who does not list it is found to be in DRAM when it is next looked at.
@@ -264,7 +264,7 @@ class Placement:
 
     def promoted(self, segment: Segment, *, is_there: bool) -> None:
         """Its promotion ahead of need is over; not `is_there`: it failed."""
-        self.prefetched.segment_count += is_there
+        self.prefetched.prefetched_segment_count += is_there
         if not is_there:
             self._ahead.discard(segment)
 
@@ -274,7 +274,7 @@ class Placement:
             for segment in segments:
                 if segment in self._ahead:
                     self._ahead.discard(segment)
-                    self.prefetched.used_segment_count += 1
+                    self.prefetched.prefetch_used_segment_count += 1
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -146,7 +146,10 @@ def _shape(model: Model) -> str:
 
 
 def _segments(stats: Stats) -> str:
-    moved = f"{stats.flushed_segment_count} flushed, {stats.promoted_segment_count} promoted"
+    ahead = (
+        f"{stats.prefetched_segment_count} ahead, {stats.prefetch_unused_segment_count} of these for nothing"
+    )
+    moved = f"{stats.flushed_segment_count} flushed, {stats.promoted_segment_count} promoted ({ahead})"
     return f"{stats.segment_count}; {moved}, {stats.corrupt_segment_count} corrupt"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
@@ -52,6 +52,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             dirty_bytes=state.unwritten.dirty_bytes,
             arena_prefaulted_bytes=self._about.arena_prefaulted_bytes(),
             **{name: getattr(counters, name) for name in counters.__slots__},
+            **asdict(state.placement.prefetched),
         )
 
     async def DemoteSession(  # noqa: N802

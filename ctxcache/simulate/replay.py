@@ -188,7 +188,9 @@ class Replay:
         live.turn_count = live.turn_count + 1 if turn.number is None else turn.number
         live.next_s, live.is_busy = next_s, False
         token_bytes = self._load.token_bytes
-        facts = Facts(live.size_tokens * token_bytes, live.turn_count, turn.input_tokens * token_bytes)
+        # A store cannot tell what was asked from what was answered.
+        new_tokens = turn.input_tokens + turn.output_tokens
+        facts = Facts(live.size_tokens * token_bytes, live.turn_count, new_tokens * token_bytes)
         self.tally.moved(self.ledger.idle(uid, facts, now_s))
         self.tally.end_s = now_s
         if self._load.hints:

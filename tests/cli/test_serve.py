@@ -158,6 +158,7 @@ def test_every_setting_has_an_option_with_its_default() -> None:
         "dirty_limit",
         "tail_age_s",
         "write_behind_bytes_per_s",
+        "placement_policy",
         "default_ttl_s",
         "max_concurrent_rpcs",
         "max_concurrent_streams",

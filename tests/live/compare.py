@@ -54,7 +54,7 @@ class Setting:
             ssd_size_bytes=self.sizes.ssd_segments // self.path_count * SLOT_BYTES,
             ssd_directories=tuple(directory.with_name(f"ssd{path}") for path in range(self.path_count)),
             dram_low_watermark=BUFFER_SHARE, dram_high_watermark=BUFFER_SHARE,
-            lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
+            placement_policy=self.policy, lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a session at the end of a turn. `appended_bytes` came as the turn's input."""
+    """What is known of a session at the end of a turn. `appended_bytes` came in the turn, asked or answered."""
 
     size_bytes: int
     turn_count: int

@@ -1,6 +1,6 @@
 """LRU, FIFO and T-LRU: orders by when sessions were used, came, or are cheap to do without. O(1) an event."""
 
-from ctxcache.core.placement.order import Key, Line
+from ctxcache.core.placement.order import Key, Keyed, Line
 from ctxcache.core.placement.policy import Accepts, Facts, Policy, Tier
 from ctxcache.core.placement.ranked import Ranked
 
@@ -73,13 +73,35 @@ class LeastRecentlyUsed(Recency, Ranked):
 
 
 class FirstInFirstOut(LeastRecentlyUsed):
-    """The session that came into the store first leaves it first; the same for DRAM."""
+    """The session that came into the store first leaves it first, and of those in DRAM DRAM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_dram = Keyed()
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
         if uid not in self.all:
             self.all.put(uid)
             self._number(uid)
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        if tier is Tier.DRAM:
+            self._in_dram.put(uid, (self._numbers[uid],))
+        else:
+            self._in_dram.discard(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        super().evicted(uid)
+        self._in_dram.discard(uid)
+
+    ended = evicted
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._in_dram.first(accepts)
 
 
 class TailOptimised(LeastRecentlyUsed):
