@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,7 +49,10 @@ class Options:
     buffer_share: Annotated[
         float, typer.Option(help="Share of DRAM kept free for promotions.", min=0, max=1)
     ] = 0.1
-    token_bytes: Annotated[int, typer.Option(help="Bytes of state a token; LLaMA-13B's KV.", min=1)] = 819_200
+    token_bytes: Annotated[
+        int | None,
+        typer.Option(help="Bytes of state a token.", min=1, show_default="819200, LLaMA-13B's KV"),
+    ] = None
     ttl: Annotated[
         str | None,
         typer.Option(help="Idle sessions expire after.", metavar="TIME", show_default="24h; a sweep's own"),
@@ -67,7 +70,12 @@ class Options:
     ] = None
     ssd_read: Annotated[str, typer.Option(help="SSD reads a second.", metavar="SIZE")] = "5GB"
     dram_read: Annotated[str, typer.Option(help="Copies from DRAM a second.", metavar="SIZE")] = "26GB"
-    prefill: Annotated[float, typer.Option(help="Tokens a second of prefill in a slot.", min=1e-3)] = 7000.0
+    prefill: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens a second of prefill in a slot.", min=1e-3, show_default="7000; a sweep's own"
+        ),
+    ] = None
     decode: Annotated[
         float | None,
         typer.Option(
@@ -107,17 +115,19 @@ class Options:
 
     def load(self, preset: "Load") -> "Load":
         """The machine, the model, the scheduler and the hints; what was not said is the preset's."""
+        said: dict[str, Any] = {  # replace checks the names, mypy none of the values
+            "token_bytes": self.token_bytes, "slot_count": self.slots, "warm_up_count": self.warm_up,
+            "ssd_bytes": None if self.ssd is None else _size(self.ssd, "--ssd"),
+            "ttl_s": None if self.ttl is None else _duration(self.ttl),
+            "prefill_tokens_per_s": None if self.prefill is None else _rate(self.prefill, "--prefill"),
+            "decode_tokens_per_s": None if self.decode is None else _rate(self.decode, "--decode"),
+        }  # fmt: skip
         return replace(
-            preset, token_bytes=self.token_bytes, dram_bytes=_size(self.dram, "--dram"),
-            ssd_bytes=preset.ssd_bytes if self.ssd is None else _size(self.ssd, "--ssd"),
-            buffer_share=self.buffer_share, ttl_s=preset.ttl_s if self.ttl is None else _duration(self.ttl),
+            preset, dram_bytes=_size(self.dram, "--dram"), buffer_share=self.buffer_share,
             ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
             dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
-            prefill_tokens_per_s=_rate(self.prefill, "--prefill"),
-            decode_tokens_per_s=_rate(preset.decode_tokens_per_s if self.decode is None else self.decode, "--decode"),
-            slot_count=preset.slot_count if self.slots is None else self.slots,
             hints=_hints(self.hints), wrong_hint_share=self.wrong_hints,
-            warm_up_count=preset.warm_up_count if self.warm_up is None else self.warm_up,
+            **{name: value for name, value in said.items() if value is not None},
         )  # fmt: skip
 
     def refuse_those_of_sweeps(self) -> None:

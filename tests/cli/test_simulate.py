@@ -63,7 +63,7 @@ def test_a_bad_line_is_one_sentence(trace: Path) -> None:
     "wrong",
     [
         ("--policies", "mru"), ("--footprint", "much"), ("--footprint", "-1"), ("--hints", "rumours"),
-        ("--ttl", "soon"), ("--dram", "big"), ("--ssd-read", "0"), ("--decode", "nan"),
+        ("--ttl", "soon"), ("--ttl", ""), ("--ssd", ""), ("--dram", "big"), ("--ssd-read", "0"), ("--decode", "nan"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_usage(trace: Path, wrong: tuple[str, str]) -> None:
