@@ -2,7 +2,9 @@
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ctxcache.simulate.money import Prices
 
 GIB = 1 << 30
 
@@ -14,33 +16,61 @@ class Hint(enum.Enum):
     RETURNS = "returns"
 
 
+class Overflow(enum.Enum):
+    """What becomes of state when its context window overflows and the earliest half is dropped."""
+
+    DECOUPLED = "decoupled"
+    """What is left stays valid: positions are put in when it is read."""
+    INVALIDATE = "invalidate"
+    """All of it is void: positions are in it, and they are others now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`slot_count` None: turns take no time and nothing waits. Rates are bytes or tokens per second.
+    """`slot_count` None: nothing waits, and turns take no time unless `is_timed`. Rates are a second's.
 
-    `token_bytes` is what the model's state takes; 819,200 is LLaMA-13B's KV at 16 bits. `wrong_hint_share`
-    of the hints, and of the queue's places, are lies. `is_inclusive`: SSD has what DRAM has, as the server's
-    does, and is as large as both together. The first `warm_up_count` turns are not counted.
+    `token_bytes` is what the model's state takes; 819,200 is LLaMA-13B's KV at 16 bits. `prefill_tokens_per_s` is
+    that of all `gpu_count` GPUs. State is kept in whole segments of `segment_tokens`. `is_inclusive`: SSD has what
+    DRAM has, as the server's does, is as large as both together, and each turn is written when it ends; else a
+    session lies in one tier, and is written when it leaves DRAM, as far as SSD does not have it yet. Without
+    `ssd_write_bytes_per_s` writes take no time. `wrong_hint_share` of the hints, and of the queue's places, are
+    lies. The first `warm_up_count` turns are not counted.
     """
 
     token_bytes: int = 819_200
+    context_tokens: int | None = None
+    overflow: Overflow = Overflow.DECOUPLED
+    segment_tokens: int = 1
     dram_bytes: int = 128 * GIB
     ssd_bytes: int = 2048 * GIB
     is_inclusive: bool = False
     buffer_share: float = 0.1
     ttl_s: float = 86_400.0
     ssd_read_bytes_per_s: float = 5e9
+    ssd_write_bytes_per_s: float | None = None
     dram_bytes_per_s: float = 26e9
     prefill_tokens_per_s: float = 7_000.0
     decode_tokens_per_s: float = 30.0
+    gpu_count: int = 1
     slot_count: int | None = None
+    is_timed: bool = False
     hints: frozenset[Hint] = frozenset()
     wrong_hint_share: float = 0.0
     warm_up_count: int = 0
+    prices: Prices = field(default_factory=Prices)
 
     def prefill_s(self, token_count: int) -> float:
         """How long prompts of so many tokens keep a slot."""
         return token_count / self.prefill_tokens_per_s
+
+    def stored_bytes(self, token_count: int) -> int:
+        """What the state of so many tokens takes, the last segment whole."""
+        return -(-token_count // self.segment_tokens) * self.segment_tokens * self.token_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The size of the SSD itself."""
+        return self.ssd_bytes + self.dram_bytes * self.is_inclusive
 
 
 NEVER_S = math.inf

@@ -1,9 +1,9 @@
 """One replay: a trace, a policy and a load on a virtual clock. The policy code is that of `core.placement`.
 
-Without slots a turn takes no time. With them turns wait in a queue, first come first served, that the policy
-sees; a turn keeps its slot for prefill (of what is missing, too), SSD reads and decoding, and a session's
-next turn comes no earlier than the last one ends. One SSD reads, turns before prefetches.
-Memory: live sessions, those that waited less than the TTL. Not modelled: slow writes, writes that delay reads.
+Turns take no time; or they do, and none waits for another session's (`is_timed`); or they wait for slots, first
+come first served, in a queue that the policy sees. A turn takes SSD reads, the copy from DRAM, prefill (of what
+is missing, too) and decoding, and a session's next turn comes no earlier than the last one ends.
+Memory: live sessions, those that waited less than the TTL. Not modelled: writes that hold back evictions.
 """
 
 import math
@@ -14,27 +14,32 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from ctxcache.core.placement.inclusive import InclusiveLedger
-from ctxcache.core.placement.ledger import Act, Ledger
-from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
-from ctxcache.simulate.load import NEVER_S, Hint, Load
+from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.simulate.load import NEVER_S, Hint, Load, Overflow
+from ctxcache.simulate.store import MakePolicy, Store
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.window import dropped_tokens
 
-NextUse = Callable[[bytes], float]
-"""When a session is needed next, in seconds of the trace."""
-MakePolicy = Callable[[Capacities, NextUse], Policy]
 STEP_TURNS = 1024
 """Turns between two calls of `step`."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """A session between its first turn and its end. `waiting` are turns that came before the last was over."""
+    """A session between its first turn and its end. `waiting` are turns that came before the last was over.
+
+    Of its tokens since the first, `dropped_tokens` fell out of the context window. Of the turn that runs,
+    `history_tokens` and `input_tokens` are what of each the window holds, `cut_tokens` what fell out at its start.
+    """
 
     turn_count: int = 0
     size_tokens: int = 0
-    counted_tokens: int = 0
+    dropped_tokens: int = 0
+    history_tokens: int = 0
+    input_tokens: int = 0
+    cut_tokens: int = 0
+    counted_bytes: int = 0
     next_s: float = NEVER_S
     is_busy: bool = False
     waiting: deque[tuple[Turn, float]] = field(default_factory=deque)
@@ -47,13 +52,10 @@ class Replay:
         self, load: Load, make_policy: MakePolicy, *, next_arrivals_s: "array[float] | None" = None
     ) -> None:
         self._load = load
-        capacities = Capacities(load.dram_bytes, load.ssd_bytes)
-        policy = make_policy(capacities, self._next_use_s)
-        make_ledger = InclusiveLedger if load.is_inclusive else Ledger
-        self.ledger = make_ledger(capacities, policy, buffer_bytes=int(load.dram_bytes * load.buffer_share))
-        self.tally = Tally()
-        self._live_tokens = self.peak_live_tokens = 0
-        """State that a later turn needs, held or not; counted where the future is known."""
+        self.store = Store(load, make_policy, self._next_use_s)
+        self._live_bytes = self.peak_live_bytes = 0
+        """State in a turn, or needed by a later one, held or not; counted where the future is known."""
+        self._takes_time = load.is_timed or load.slot_count is not None
         self._next_arrivals_s = next_arrivals_s
         self._live: dict[bytes, _Live] = {}
         self._idle: OrderedDict[bytes, float] = OrderedDict()
@@ -61,21 +63,25 @@ class Replay:
         self._free_slots = load.slot_count or 0
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_count = 0
-        self._ready_s: dict[bytes, float] = {}
-        """When those prefetched are, or were, in DRAM."""
-        self._reader_free_s = 0.0
         self._is_awaited = False
+
+    @property
+    def tally(self) -> Tally:
+        """What was counted since the end of the warm-up."""
+        return self.store.tally
 
     def run(self, turns: Iterable[Turn], step: Callable[[int], None] = lambda _: None) -> Tally:
         """Play all turns to their ends. `step` hears how many have arrived, now and then."""
         index = 0
         for index, turn in enumerate(turns, 1):
             self._until(turn.arrival_s)
+            if index == 1:
+                self.store.tally = Tally(begin_s=turn.arrival_s, end_s=turn.arrival_s)
             self._arrive(turn, self._next_arrivals_s[index - 1] if self._next_arrivals_s else NEVER_S)
             if index % STEP_TURNS == 0:
                 step(index)
             if index == self._load.warm_up_count:
-                self.tally = Tally(begin_s=turn.arrival_s, end_s=turn.arrival_s)
+                self.store.tally = Tally(begin_s=turn.arrival_s, end_s=turn.arrival_s)
         self._until(math.inf)
         step(index)
         return self.tally
@@ -96,9 +102,8 @@ class Replay:
             self._expire(uid)
 
     def _expire(self, uid: bytes) -> None:
-        self._live_tokens -= self._live.pop(uid).counted_tokens
-        self._ready_s.pop(uid, None)
-        self.ledger.ended(uid)
+        self._live_bytes -= self._live.pop(uid).counted_bytes
+        self.store.expire(uid)
 
     def _at(self, due_s: float, event: Callable[[float], None]) -> None:
         self._event_count += 1
@@ -118,7 +123,7 @@ class Replay:
 
     def _enqueue(self, turn: Turn, next_s: float, now_s: float) -> None:
         if self._load.slot_count is None:
-            self._finish(turn, next_s, self._start(turn, now_s)[0])
+            self._play(turn, next_s, now_s)
             return
         self._queue.append((turn, next_s, now_s))
         self.tally.longest_queue = max(self.tally.longest_queue, len(self._queue))
@@ -126,16 +131,22 @@ class Replay:
         order = self._event_count
         if self._lies(turn):
             order = zlib.crc32(b"place " + turn.session) % (2 * order)
-        self.ledger.policy.hinted(turn.session, float(order))
+        self.store.ledger.policy.hinted(turn.session, float(order))
         self._serve(now_s)
+
+    def _play(self, turn: Turn, next_s: float, now_s: float) -> None:
+        """Begin a turn that waits for nothing, and end it when its time is over."""
+        busy_s = self._start(turn, now_s, now_s)
+        if self._load.is_timed:
+            self._at(now_s + busy_s, lambda due_s: self._finish(turn, next_s, due_s))
+        else:
+            self._finish(turn, next_s, now_s)
 
     def _serve(self, now_s: float) -> None:
         while self._queue and self._free_slots:
             turn, next_s, since_s = self._queue.popleft()
             self._free_slots -= 1
-            self.tally.queue_wait_s += now_s - since_s
-            _, busy_s = self._start(turn, now_s)
-            end_s = now_s + busy_s
+            end_s = now_s + self._start(turn, since_s, now_s)
             self._at(end_s, lambda due_s, turn=turn, next_s=next_s: self._end(turn, next_s, due_s))  # type: ignore[misc]
         self._prefetch(now_s)
 
@@ -144,56 +155,92 @@ class Replay:
         self._finish(turn, next_s, now_s)
         self._serve(now_s)
 
-    def _start(self, turn: Turn, now_s: float) -> tuple[float, float]:
-        """Look up, count, and promote. Returns now and how long the turn will keep its slot."""
-        uid, load, tally = turn.session, self._load, self.tally
+    def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
+        """Look up, promote and count a turn that came at `since_s`; returns how long it takes."""
+        uid, load, store = turn.session, self._load, self.store
         live = self._live[uid]
-        history_tokens = live.size_tokens if turn.history_tokens is None else turn.history_tokens
         is_later = live.turn_count > 0 if turn.number is None else turn.number > 1
-        tier, wait_s = self.ledger.tier(uid), 0.0
-        ready_s = self._ready_s.pop(uid, None)
-        if tier is Tier.DRAM and ready_s is not None:
-            tally.prefetches_in_time += ready_s <= now_s
-            tally.prefetches_late += ready_s > now_s
-            wait_s = max(ready_s - now_s, 0.0)
-        is_dram_hit = tier is Tier.DRAM and not wait_s
-        if tier is Tier.SSD:
-            wait_s = self._read(history_tokens * load.token_bytes, now_s) - now_s
-        tally.moved(self.ledger.arrived(uid, now_s))
-        computed_tokens = turn.input_tokens + (history_tokens if tier is None else 0)
+        self._fit(turn, live)
+        if live.cut_tokens and load.overflow is Overflow.INVALIDATE:
+            store.void(uid)
+        tier = store.ledger.tier(uid)
+        history_bytes = live.history_tokens * load.token_bytes
+        wait_s = store.begin(uid, history_bytes, now_s)
+        computed_tokens, copy_s = live.input_tokens, 0.0
+        if tier is None:
+            computed_tokens += live.history_tokens
+        else:
+            copy_s = history_bytes / load.dram_bytes_per_s
+        prefill_s = load.prefill_s(computed_tokens)
+        first_token_s = wait_s + copy_s + prefill_s
+        tally = store.tally
         tally.turns += 1
         tally.ssd_wait_s += wait_s
+        tally.queue_wait_s += now_s - since_s
+        tally.computed_tokens += computed_tokens
+        tally.prompt_tokens += live.input_tokens + live.history_tokens
+        tally.ttft.add(now_s - since_s + first_token_s)
         if is_later:
-            tally.later_turns += 1
-            tally.later_tokens += history_tokens
-            tally.dram_hits += is_dram_hit
-            tally.ssd_hits += tier is not None and not is_dram_hit
-            tally.hit_tokens += history_tokens if tier is not None else 0
-            tally.recomputed_tokens += history_tokens if tier is None else 0
-        copy_s = 0.0 if tier is None else history_tokens * load.token_bytes / load.dram_bytes_per_s
-        busy_s = (
-            wait_s + copy_s + load.prefill_s(computed_tokens) + turn.output_tokens / load.decode_tokens_per_s
-        )
-        return now_s, busy_s
+            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Tier.DRAM and not wait_s)
+        if self._takes_time and self._next_arrivals_s is not None:
+            self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))
+        return first_token_s + turn.output_tokens / load.decode_tokens_per_s
+
+    def _fit(self, turn: Turn, live: _Live) -> None:
+        """Set what the context window holds of the prompt: its end."""
+        history_tokens = live.size_tokens
+        if turn.history_tokens is not None:
+            history_tokens = max(turn.history_tokens - live.dropped_tokens, 0)
+        live.history_tokens, live.input_tokens, live.cut_tokens = history_tokens, turn.input_tokens, 0
+        if self._load.context_tokens is None:
+            return
+        cut_tokens = dropped_tokens(history_tokens + turn.input_tokens, self._load.context_tokens)
+        if cut_tokens:
+            self.tally.overflows += 1
+            live.dropped_tokens += cut_tokens
+            live.cut_tokens = min(cut_tokens, history_tokens)
+            live.history_tokens -= live.cut_tokens
+            live.input_tokens -= cut_tokens - live.cut_tokens
+
+    def _count(self, uid: bytes, history_tokens: int, tier: Tier | None, *, is_at_hand: bool) -> None:
+        """Count a later turn by where its history was."""
+        tally = self.tally
+        tally.later_turns += 1
+        tally.later_tokens += history_tokens
+        if tier is None:
+            tally.recomputed_tokens += history_tokens
+            self.store.missed(uid, history_tokens)
+            return
+        tally.hit_tokens += history_tokens
+        tally.dram_hits += is_at_hand
+        tally.ssd_hits += not is_at_hand
 
     def _finish(self, turn: Turn, next_s: float, now_s: float) -> None:
-        uid = turn.session
+        uid, load, store = turn.session, self._load, self.store
         live = self._live[uid]
-        history_tokens = live.size_tokens if turn.history_tokens is None else turn.history_tokens
-        self._live_tokens -= live.counted_tokens
-        live.size_tokens = history_tokens + turn.input_tokens + turn.output_tokens
-        live.counted_tokens = live.size_tokens if next_s < NEVER_S or live.waiting else 0
-        self._live_tokens += live.counted_tokens
-        self.peak_live_tokens = max(self.peak_live_tokens, self._live_tokens)
+        size_tokens = live.history_tokens + live.input_tokens + turn.output_tokens
+        late_tokens = 0 if load.context_tokens is None else dropped_tokens(size_tokens, load.context_tokens)
+        live.size_tokens = size_tokens - late_tokens
         live.turn_count = live.turn_count + 1 if turn.number is None else turn.number
         live.next_s, live.is_busy = next_s, False
-        token_bytes = self._load.token_bytes
-        # A store cannot tell what was asked from what was answered.
-        new_tokens = turn.input_tokens + turn.output_tokens
-        facts = Facts(live.size_tokens * token_bytes, live.turn_count, new_tokens * token_bytes)
-        self.tally.moved(self.ledger.idle(uid, facts, now_s))
-        self.tally.end_s = now_s
-        if self._load.hints:
+        store.tally.end_s = now_s
+        size_bytes = load.stored_bytes(live.size_tokens)
+        if late_tokens:
+            store.tally.overflows += 1
+            live.dropped_tokens += late_tokens
+        if late_tokens and load.overflow is Overflow.INVALIDATE:
+            size_bytes = 0
+            store.void(uid)
+        else:
+            # A store cannot tell what was asked from what was answered.
+            new_tokens = live.input_tokens + turn.output_tokens
+            facts = Facts(size_bytes, live.turn_count, new_tokens * load.token_bytes)
+            gone_bytes = (live.cut_tokens + late_tokens) * load.token_bytes
+            valid_bytes = (live.cut_tokens + live.history_tokens) * load.token_bytes
+            store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)
+        if self._next_arrivals_s is not None:
+            self._needs(live, size_bytes if next_s < NEVER_S or live.waiting else 0)
+        if load.hints:
             self._hint(turn, next_s, now_s)
         if live.waiting:
             live.is_busy = True
@@ -201,15 +248,21 @@ class Replay:
         else:
             self._idle[uid] = now_s
 
+    def _needs(self, live: _Live, size_bytes: int) -> None:
+        """Let the session be live with so many bytes from now on."""
+        self._live_bytes += size_bytes - live.counted_bytes
+        live.counted_bytes = size_bytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
+
     def _hint(self, turn: Turn, next_s: float, now_s: float) -> None:
         """Say what the load's clients say; a lie ends what goes on, or is ten times too late or early."""
         hints, is_lie = self._load.hints, self._lies(turn)
         ends = (next_s == NEVER_S) is not is_lie
         if ends and Hint.ENDS in hints:
-            self.ledger.policy.expected(turn.session, None)
+            self.store.ledger.policy.expected(turn.session, None)
         elif next_s < NEVER_S and Hint.RETURNS in hints:
             factor = (10.0 if zlib.crc32(b"late " + turn.session) % 2 else 0.1) if is_lie else 1.0
-            self.ledger.policy.expected(turn.session, now_s + max(next_s - now_s, 0.0) * factor)
+            self.store.ledger.policy.expected(turn.session, now_s + max(next_s - now_s, 0.0) * factor)
 
     def _lies(self, turn: Turn) -> bool:
         share = self._load.wrong_hint_share
@@ -217,27 +270,14 @@ class Replay:
             share > 0 and zlib.crc32(b"%s at %d" % (turn.session, int(turn.arrival_s * 1000))) < share * 2**32
         )
 
-    def _read(self, size_bytes: int, now_s: float) -> float:
-        """Read so much from SSD, behind what is being read; returns when it is there."""
-        read_s = size_bytes / self._load.ssd_read_bytes_per_s
-        # Where turns take no time none of them holds back the next, and a backlog would mean nothing.
-        if self._load.slot_count is None:
-            return now_s + read_s
-        self._reader_free_s = max(self._reader_free_s, now_s) + read_s
-        return self._reader_free_s
-
     def _prefetch(self, now_s: float) -> None:
         """Read ahead, one session at a time, while there is someone to read for."""
-        while self._reader_free_s <= now_s:
-            moves = self.ledger.prefetch()
-            self.tally.moved(moves)
-            if not moves or moves[-1].act is not Act.PROMOTE:
+        while self.store.ssd.reader_free_s <= now_s:
+            if not self.store.prefetch(now_s):
                 return
-            self._ready_s[moves[-1].uid] = self._read(moves[-1].size_bytes, now_s)
-            self.tally.prefetches += 1
         if not self._is_awaited:
             self._is_awaited = True
-            self._at(self._reader_free_s, self._read_is_over)
+            self._at(self.store.ssd.reader_free_s, self._read_is_over)
 
     def _read_is_over(self, now_s: float) -> None:
         self._is_awaited = False

@@ -1,13 +1,15 @@
 """A study: every policy at every capacity over one trace, as the command prints it. Knows no terminal."""
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ctxcache.core.placement.belady import Belady
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.future import Future, look
+from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.replay import MakePolicy, Replay
+from ctxcache.simulate.replay import Replay
+from ctxcache.simulate.store import MakePolicy
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Trace
 
@@ -44,10 +46,11 @@ class Outcome:
     tally: Tally
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON; sizes in bytes, times in seconds."""
+        """For JSON; sizes in bytes, times in seconds, money in US dollars."""
         return {
             "policy": self.policy, "footprint_multiple": self.multiple,
-            "dram_bytes": self.load.dram_bytes, "ssd_bytes": self.load.ssd_bytes, **self.tally.figures(),
+            "dram_bytes": self.load.dram_bytes, "ssd_bytes": self.load.ssd_bytes,
+            **self.tally.figures(), **self.tally.costs(self.load),
         }  # fmt: skip
 
 
@@ -57,12 +60,14 @@ def study(
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong."""
     needs_footprint = any(capacity.multiple is not None for capacity in capacities)
     needs_future = needs_footprint or load.hints or BELADY in policies
-    future = look(trace) if needs_future else None
-    footprint_bytes = _footprint_bytes(trace, load, future, step) if future and needs_footprint else 0
+    next_arrivals_s = look(trace) if needs_future else None
+    peak_bytes = 0
+    if needs_footprint and next_arrivals_s:
+        peak_bytes = footprint_bytes(trace, load, next_arrivals_s, step)
     for capacity in capacities:
-        sized = capacity.of(load, footprint_bytes)
+        sized = capacity.of(load, peak_bytes)
         for policy in policies:
-            replay = Replay(sized, _maker(policy), next_arrivals_s=future.next_arrivals_s if future else None)
+            replay = Replay(sized, _maker(policy), next_arrivals_s=next_arrivals_s)
             tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
             yield Outcome(policy, capacity.multiple, sized, tally)
 
@@ -74,11 +79,11 @@ def _maker(policy: str) -> MakePolicy:
     return lambda capacities, _: make(capacities)
 
 
-def _footprint_bytes(trace: Trace, load: Load, future: Future, step: Step) -> int:
-    """Most bytes that later turns needed at once; where turns wait, found by a replay with room for all."""
-    if load.slot_count is None:
-        return future.peak_live_tokens * load.token_bytes
-    boundless = replace(load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0)
-    replay = Replay(boundless, _maker("lru"), next_arrivals_s=future.next_arrivals_s)
+def footprint_bytes(trace: Trace, load: Load, next_arrivals_s: "array[float]", step: Step) -> int:
+    """Most bytes of state at once in turns or needed by later ones; found by a replay with room for all."""
+    boundless = replace(
+        load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()
+    )
+    replay = Replay(boundless, _maker("lru"), next_arrivals_s=next_arrivals_s)
     replay.run(trace, lambda done: step("footprint", done))
-    return replay.peak_live_tokens * load.token_bytes
+    return replay.peak_live_bytes

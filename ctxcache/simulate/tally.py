@@ -1,9 +1,9 @@
 """What a replay counts, and the figures made of it. Knows no policy."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 
-from ctxcache.core.placement.ledger import Act, Move
-from ctxcache.core.placement.policy import Tier
+from ctxcache.simulate.histogram import Histogram
+from ctxcache.simulate.load import Load
 
 DAY_S = 86_400.0
 
@@ -12,7 +12,9 @@ DAY_S = 86_400.0
 class Tally:
     """Counts since the end of the warm-up. A later turn is one of a session that had one before.
 
-    `dram_hits` were in DRAM when the turn started, `ssd_hits` had to be read from SSD then.
+    `dram_hits` were in DRAM when the turn started, `ssd_hits` had to be read from SSD then. Every other later
+    turn is a miss: of state that had been given up (`regret`), that an overflow had made void, or that had
+    outlived its TTL, or came before the trace (`expired`). `prompt_tokens` a machine without a store computes.
     """
 
     turns: int = 0
@@ -22,31 +24,48 @@ class Tally:
     later_tokens: int = 0
     hit_tokens: int = 0
     recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    overflows: int = 0
+    regret_turns: int = 0
+    regret_tokens: int = 0
+    void_turns: int = 0
+    expired_turns: int = 0
     promoted_bytes: int = 0
     ssd_written_bytes: int = 0
+    """By a store that appends: what is on SSD of a session stays valid there while the session is kept."""
+    ssd_rewritten_bytes: int = 0
+    """By one that writes a session whole whenever it comes to lie on SSD, and its growth there."""
     evicted_sessions: int = 0
     refused: int = 0
     prefetches: int = 0
     prefetches_in_time: int = 0
     prefetches_late: int = 0
+    prefetches_unused: int = 0
+    """Left DRAM, or ended, before their turn."""
+    prefetch_lead_s: float = 0.0
+    """How long before their turns those in time were there, added up."""
+    prefetch_late_s: float = 0.0
+    most_late_s: float = 0.0
     ssd_wait_s: float = 0.0
     queue_wait_s: float = 0.0
+    most_write_lag_s: float = 0.0
+    """The farthest that writes lay behind."""
     begin_s: float = 0.0
     end_s: float = 0.0
     longest_queue: int = 0
     most_sessions: int = 0
+    ttft: Histogram = field(default_factory=Histogram)
+    """Of every turn: its wait in the queue, for SSD, the copy from DRAM and prefill."""
 
-    def moved(self, moves: list[Move]) -> None:
-        """Count what the ledger did."""
-        for move in moves:
-            if move.act is Act.PROMOTE:
-                self.promoted_bytes += move.size_bytes
-            elif move.act is Act.DEMOTE or (move.act in (Act.ADMIT, Act.GROW) and move.tier is Tier.SSD):
-                self.ssd_written_bytes += move.size_bytes
-            elif move.act is Act.EVICT:
-                self.evicted_sessions += 1
-            elif move.act is Act.REFUSE:
-                self.refused += 1
+    def prefetch_met(self, ready_s: float, now_s: float) -> None:
+        """Count a turn that finds its session prefetched, ready or not."""
+        late_s = ready_s - now_s
+        self.prefetches_in_time += late_s <= 0
+        self.prefetches_late += late_s > 0
+        self.prefetch_lead_s += max(-late_s, 0.0)
+        self.prefetch_late_s += max(late_s, 0.0)
+        self.most_late_s = max(self.most_late_s, late_s)
 
     @property
     def hit_rate(self) -> float:
@@ -56,15 +75,38 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """All counts, and the shares made of them; a share of nothing is 0."""
         days = max(self.end_s - self.begin_s, 1.0) / DAY_S
-        return asdict(self) | {
+        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "ttft"}
+        return counts | {
             "hit_rate": self.hit_rate,
             "dram_hit_rate": _share(self.dram_hits, self.later_turns),
             "ssd_hit_rate": _share(self.ssd_hits, self.later_turns),
             "token_hit_rate": _share(self.hit_tokens, self.later_tokens),
             "dram_share_of_hits": _share(self.dram_hits, self.dram_hits + self.ssd_hits),
+            "regret_rate": _share(self.regret_turns, self.later_turns),
             "prefetch_in_time_share": _share(self.prefetches_in_time, self.prefetches),
             "ssd_written_bytes_per_day": self.ssd_written_bytes / days,
+            "ssd_rewritten_bytes_per_day": self.ssd_rewritten_bytes / days,
+            "ttft_p50_s": self.ttft.quantile_s(0.5),
+            "ttft_p95_s": self.ttft.quantile_s(0.95),
         }
+
+    def costs(self, load: Load) -> dict[str, float]:
+        """GPU seconds of prefill and US dollars, with the store and without; wear of the load's SSD.
+
+        Without a store there is no storage to pay for, and each prompt is computed whole. Decoding is in neither.
+        """
+        gpu_s = load.prefill_s(self.computed_tokens) * load.gpu_count
+        gpu_without_s = load.prefill_s(self.prompt_tokens) * load.gpu_count
+        storage = load.prices.storage(load.dram_bytes, load.device_bytes, self.end_s - self.begin_s)
+        gpu, gpu_without = load.prices.gpu(gpu_s), load.prices.gpu(gpu_without_s)
+        days = max(self.end_s - self.begin_s, 1.0) / DAY_S
+        return {
+            "gpu_s": gpu_s, "gpu_without_s": gpu_without_s, "gpu_saved_s": gpu_without_s - gpu_s,
+            "storage_cost": storage, "cost": gpu + storage, "cost_without": gpu_without,
+            "cost_saved": gpu_without - gpu - storage,
+            "cost_saved_share": _share(gpu_without - gpu - storage, gpu_without),
+            "drive_writes_per_day": _share(self.ssd_written_bytes / days, load.device_bytes),
+        }  # fmt: skip
 
 
 def _share(part: float, whole: float) -> float:

@@ -81,9 +81,9 @@ class _Noted(Replay):
         super().__init__(setting.load(), lambda capacities, _: POLICIES[setting.policy](capacities))
         self.found: list[tuple[bytes, Tier | None]] = []
 
-    def _start(self, turn: Turn, now_s: float) -> tuple[float, float]:
-        self.found.append((turn.session, self.ledger.tier(turn.session)))
-        return super()._start(turn, now_s)
+    def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
+        self.found.append((turn.session, self.store.ledger.tier(turn.session)))
+        return super()._start(turn, since_s, now_s)
 
     def outcome(self, turns: Sequence[Turn]) -> Outcome:
         """Play the turns."""
@@ -107,7 +107,7 @@ def live(
 ) -> tuple[Outcome, Engine]:
     """What a running store does, and the engine that drove it."""
     replay, engine = _Noted(setting), Engine(store, client, goes_on=goes_on, is_durable=is_durable)
-    replay.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
+    replay.store.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
     return replay.outcome(turns), engine
 
 

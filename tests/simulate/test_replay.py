@@ -1,5 +1,6 @@
 """Replays: what is counted, on which clock, and what policies reach on a small trace."""
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.core.placement.policies import POLICIES
+from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Hint, Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.study import ALL_POLICIES, Capacity, Outcome, study
@@ -80,6 +82,44 @@ def test_a_warm_up_is_not_counted() -> None:
     tally = _played(replace(LOAD, warm_up_count=2), [_turn("a", 0), _turn("a", 1), _turn("a", 2)])
 
     assert (tally.turns, tally.later_turns, tally.dram_hits) == (1, 1, 1)
+
+
+def test_turns_may_take_time_and_wait_for_nothing() -> None:
+    """Two sessions at once take one second; their state is live while they run, and until the next turn."""
+    load = replace(LOAD, is_timed=True, prefill_tokens_per_s=100, dram_bytes_per_s=1e12)
+    turns = [_turn("a", 0), _turn("b", 0), _turn("a", 0.5)]
+    replay = Replay(load, lambda capacities, _: POLICIES["lru"](capacities), next_arrivals_s=look(turns))
+    tally = replay.run(turns)
+
+    assert (round(tally.end_s, 6), tally.queue_wait_s, tally.dram_hits) == (2, 0, 1)
+    assert replay.peak_live_bytes == 1000 + 1000 + 1000
+
+
+def test_turns_that_take_no_time_need_nothing_while_they_run() -> None:
+    """The footprint is what later turns need: a's 10 tokens and b's 5, and c's 99 never."""
+    turns = [Turn(name.encode(), second, size, 0, None, None) for second, (name, size) in enumerate(
+        [("a", 10), ("b", 5), ("a", 1), ("b", 1), ("c", 99)]
+    )]  # fmt: skip
+    replay = Replay(LOAD, lambda capacities, _: POLICIES["lru"](capacities), next_arrivals_s=look(turns))
+    replay.run(turns)
+
+    assert replay.peak_live_bytes == 150
+
+
+def test_memory_is_that_of_live_sessions() -> None:
+    """Six times as many turns and sessions, as many of them live: nothing grows with the trace."""
+    load = replace(LOAD, ttl_s=100)
+
+    def peak_bytes(count: int) -> int:
+        turns = (Turn(b"%d" % (n // 2), float(n), 10, 10, None, None) for n in range(count))
+        tracemalloc.start()
+        tally = Replay(load, lambda capacities, _: POLICIES["lru"](capacities)).run(turns)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert tally.most_sessions == 51
+        return peak
+
+    assert peak_bytes(6_000) < peak_bytes(1_000) + 16_384
 
 
 @pytest.mark.parametrize("slots", [None, 2])

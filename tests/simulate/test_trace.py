@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,8 @@ def test_a_truncated_file_is_refused_where_it_ends(tmp_path: Path) -> None:
         list(Trace(path))
 
 
-def test_the_footprint_is_what_later_turns_need(tmp_path: Path) -> None:
-    """State counts from its turn to the next; a session's last leaves nothing to need."""
+def test_the_future_is_when_a_session_comes_next(tmp_path: Path) -> None:
+    """By turn, in seconds; a session's last turn has none."""
     text = f"{HEADER}\na,0,10,0\nb,1000,5,0\na,2000,1,0\nb,3000,1,0\nc,4000,99,0\n"
 
-    future = look(Trace(_written(tmp_path, "a.csv", text)))
-
-    assert future.peak_live_tokens == 15
-    assert list(future.next_arrivals_s) == [2, 3, float("inf"), float("inf"), float("inf")]
+    assert list(look(Trace(_written(tmp_path, "a.csv", text)))) == [2, 3, math.inf, math.inf, math.inf]
