@@ -24,6 +24,7 @@ from ctxcache.core.budget import Budget
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.segment import Segment
@@ -48,11 +49,12 @@ class Cache:
         watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
-        self.state = State(clock, policy, crash_count=crash_count, limits=limits, shares=shares)
         # The arena's first page says which arena it is.
         dram_slots = SlotAllocator(arena.capacities_bytes, first_offset=ALIGN_BYTES)
-        self._io = io = SegmentIO(arena, ssd)
         ssd_slots = SlotAllocator(ssd.capacities_bytes)
+        capacities = Capacities(dram_slots.capacity_bytes, ssd_slots.capacity_bytes)
+        self.state = State(clock, policy, capacities, crash_count=crash_count, limits=limits, shares=shares)
+        self._io = io = SegmentIO(arena, ssd)
         self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots, watermarks)
         self.write_behind = WriteBehind(self.state, self.residency)
         self.placement = self.state.placement

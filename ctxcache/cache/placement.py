@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ctxcache.cache.retaining import Retaining
 from ctxcache.clock import Clock
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Facts, Tier
@@ -71,9 +72,11 @@ class Placement:
     """The policy, and what it is told. Owned by the event loop."""
 
     def __init__(
-        self, policy: Ranked, clock: Clock, by_uid: Mapping[bytes, Session], fallen: Callable[[Session], None]
-    ) -> None:
+        self, policy: Ranked, clock: Clock, by_uid: Mapping[bytes, Session],
+        fallen: Callable[[Session], None], retention: Retaining,
+    ) -> None:  # fmt: skip
         self.policy = policy
+        self.retention = retention
         self.is_wanted = asyncio.Event()
         """Set when somebody may have come to be worth promoting ahead of need, or may have become so easily."""
         self.prefetched = Prefetched()
@@ -94,21 +97,31 @@ class Placement:
     # -- ranks -------------------------------------------------------------------------------------
 
     def rank(self, uid: bytes) -> Key | None:
-        """Where the session stands: the lowest leaves first. None for one that is gone."""
+        """Where the session stands: the lowest leaves the store first. None for one that is gone."""
+        return self._rank(uid, self.retention.store_level)
+
+    def dram_rank(self, uid: bytes) -> Key | None:
+        """As `rank`, where it is about leaving DRAM."""
+        return self._rank(uid, self.retention.dram_level)
+
+    def _rank(self, uid: bytes, level: Callable[[bytes], int]) -> Key | None:
         known = self._known.get(uid)
         if known is None:
             return None
         if known.is_in_use:
             return IN_USE
-        return self.policy.rank(known.name) or IN_USE
+        rank = self.policy.rank(known.name)
+        return IN_USE if rank is None else (level(uid), *rank)
 
     def is_needed_soon(self, uid: bytes) -> bool:
         """Whether nothing of the session may leave DRAM for what is promoted ahead of need."""
         known = self._known[uid]
-        return known.is_in_use or self.policy.is_needed_soon(known.name)
+        is_kept = known.is_in_use or self.retention.dram_level(uid) > 0
+        return is_kept or self.policy.is_needed_soon(known.name)
 
     def passed(self) -> None:
         """Time passes. Called twice a second."""
+        self.retention.passed()
         self.policy.passed(self._now_s())
 
     # -- what happens to sessions ------------------------------------------------------------------
@@ -289,6 +302,7 @@ class Placement:
         known.turn_count += appended > 0
         known.rested_end = session.log_end
         known.has_rested, known.is_set_aside = True, False
+        self.retention.rested(session)
         self.policy.idle(known.name, _facts(session, known.turn_count, appended), self._now_s())
         self.settled(session)
         self._fallen(session)
@@ -325,6 +339,7 @@ class Placement:
 
     def _forget(self, session: Session, known: _Known) -> None:
         del self._known[session.uid]
+        self.retention.release(session.uid)
         if self._uids.get(known.name) == session.uid:
             del self._uids[known.name]
         kin = session.residence.kin

@@ -15,6 +15,7 @@ from functools import partial
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.dirty_bound import DirtyBound
 from ctxcache.cache.moves import Moves, in_window
+from ctxcache.cache.quotas import Quotas
 from ctxcache.cache.segment_io import SegmentIO, Written
 from ctxcache.cache.state import State
 from ctxcache.cache.victims import Victims
@@ -61,7 +62,8 @@ class Residency:
         self._held_past: Counter[Segment] = Counter()
         """Of the holds on segments, those that may do without DRAM."""
         self._moves = Moves()
-        self._victims = Victims(state, io)
+        self.quotas = Quotas(state.usage, dram, ssd, watermarks)
+        self._victims = Victims(state, io, self.quotas)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
         self._awaited_count = 0
@@ -121,15 +123,15 @@ class Residency:
 
     # -- DRAM ------------------------------------------------------------------------------------
 
-    async def place(self, size_bytes: int) -> Slot:
-        """A DRAM slot, made free if need be. Raises CapacityExceeded, TierFailure."""
-        slot = self._take(size_bytes)
+    async def place(self, size_bytes: int, tenant: str) -> Slot:
+        """A DRAM slot for a segment of that tenant, made free if need be. Raises CapacityExceeded, TierFailure."""
+        slot = self._take(size_bytes, tenant)
         if slot is None:
             # A caller may have been begun without a task of its own; what waits needs one.
             await asyncio.sleep(0)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.watermarks.writer_wait_s):
-                    slot = await self._take_what_is_cleaned(size_bytes)
+                    slot = await self._take_what_is_cleaned(size_bytes, tenant)
         if slot is None:
             raise CapacityExceeded(
                 tier="DRAM", needed_bytes=size_bytes, free_bytes=self.dram.free_bytes,
@@ -137,16 +139,17 @@ class Residency:
             )  # fmt: skip
         return slot
 
-    async def _take_what_is_cleaned(self, size_bytes: int) -> Slot | None:
+    async def _take_what_is_cleaned(self, size_bytes: int, tenant: str) -> Slot | None:
         for _ in range(FLUSHES_WAITED_FOR):
-            slot = self._take(size_bytes)
-            if slot is not None or not await self._clean_something(self._may_leave):
+            slot = self._take(size_bytes, tenant)
+            among = self.quotas.in_dram(tenant, size_bytes)
+            if slot is not None or not await self._clean_something(self._may_leave, among):
                 return slot
         return None
 
-    def _take(self, size_bytes: int) -> Slot | None:
+    def _take(self, size_bytes: int, tenant: str) -> Slot | None:
         """A slot that is free, or clean."""
-        while (slot := self.dram.take(size_bytes)) is None and self._drop_clean(size_bytes):
+        while (slot := self.dram.take(size_bytes)) is None and self._drop_clean(size_bytes, tenant):
             continue
         if self.watermarks.is_low(self.dram.free_bytes, self.dram.capacity_bytes):
             self.is_short.set()
@@ -155,25 +158,25 @@ class Residency:
     async def clean_until(self, is_enough: Callable[[], bool]) -> None:
         """Flush the coldest dirty sessions until that is so, as far as that goes. Raises CapacityExceeded, TierFailure."""
         for _ in range(FLUSHES_WAITED_FOR):
-            if is_enough() or not await self._clean_something(self._is_any_dirty):
+            if is_enough() or not await self._clean_something(self._is_any_dirty, None):
                 return
 
-    async def _clean_something(self, accepts: Callable[[bytes], bool]) -> bool:
+    async def _clean_something(self, accepts: Callable[[bytes], bool], among: Sequence[str] | None) -> bool:
         """Flush the coldest dirty session of those, or wait for a flush under way; False when there is neither."""
-        victim = self._state.unwritten.ranking.first(accepts)
+        victim = self._state.unwritten.ranking.first(accepts, among)
         if victim is not None:
             with suppress(SessionNotFound):
-                await self._clean(self._state.by_uid[victim])
+                await self._clean(self._state.by_uid[victim], among)
             return True
         return await self._write_back.wait_for_one()
 
-    async def _clean(self, victim: Session) -> None:
+    async def _clean(self, victim: Session, among: Sequence[str] | None) -> None:
         """Flush a session. While no SSD path takes writes memory is all there is: one goes, as from a full SSD."""
         is_open = self._io.has_open_path
         if not is_open and self._evicting.locked():
             async with self._evicting:
                 return
-        coldest = None if is_open else self._victims.in_memory()
+        coldest = None if is_open else self._victims.in_memory(among)
         if coldest is None:
             await self.flush(victim)
             return
@@ -198,15 +201,19 @@ class Residency:
         if not self.watermarks.is_low(self.dram.free_bytes, capacity_bytes):
             return
         while (missing := self.watermarks.missing_bytes(self.dram.free_bytes, capacity_bytes)) > 0:
-            if not self._drop_clean(missing, at_most=DROPS_PER_SLICE):
+            if not self._drop_clean(missing, None, at_most=DROPS_PER_SLICE):
                 return
             await asyncio.sleep(0)
 
-    def _drop_clean(self, size_bytes: int, *, at_most: int = DROPS_PER_SLICE) -> bool:
-        """Drop DRAM copies that SSD has too, coldest session and newest tokens first, until `size_bytes` went."""
+    def _drop_clean(self, size_bytes: int, tenant: str | None, *, at_most: int = DROPS_PER_SLICE) -> bool:
+        """Drop DRAM copies that SSD has too, coldest session and newest tokens first, until `size_bytes` went.
+
+        `tenant`: who needs the room; None is nobody in particular.
+        """
         dropped_bytes = dropped_count = 0
         while dropped_bytes < size_bytes and dropped_count < at_most:
-            segment = self._state.resident.take(self._is_clean)
+            among = self.quotas.in_dram(tenant, size_bytes)
+            segment = self._state.resident.take(self._is_clean, among=among)
             if segment is None:
                 break
             dropped_bytes += segment.layout.size_bytes
@@ -275,7 +282,7 @@ class Residency:
                     continue
                 slot = None
                 if segment.segment_id not in self._promotions:
-                    slot = self._take_ahead(segment.layout.size_bytes, may_give)
+                    slot = self._take_ahead(segment, may_give)
                     if slot is None:
                         has_room = False
                         return
@@ -286,18 +293,20 @@ class Residency:
             await in_window(moves(), self.window(segments[0].layout.size_bytes))
         return has_room
 
-    def _take_ahead(self, size_bytes: int, may_give: Callable[[bytes], bool]) -> Slot | None:
+    def _take_ahead(self, segment: Segment, may_give: Callable[[bytes], bool]) -> Slot | None:
         """A slot that leaves as much free as shall be."""
+        size_bytes = segment.layout.size_bytes
         for _ in range(DROPS_PER_SLICE):
             free_bytes = self.dram.free_bytes - size_bytes
             if self.watermarks.missing_bytes(free_bytes, self.dram.capacity_bytes) <= 0:
                 slot = self.dram.take(size_bytes)
                 if slot is not None:
                     return slot
-            segment = self._state.resident.take(self._is_clean, may_give)
-            if segment is None:
+            among = self.quotas.in_dram(segment.tenant, size_bytes)
+            cold = self._state.resident.take(self._is_clean, may_give, among)
+            if cold is None:
                 return None
-            self._drop(segment)
+            self._drop(cold)
         return None
 
     def _promotion(self, segment: Segment, slot: Slot | None = None) -> "asyncio.Task[None]":
@@ -314,7 +323,7 @@ class Residency:
         try:
             # Two readers may have found it missing, one after the other.
             if not segment.dram:
-                slot = slot or await self.place(segment.layout.size_bytes)
+                slot = slot or await self.place(segment.layout.size_bytes, segment.tenant)
                 segment.checksums = await self._io.read(segment, slot)
                 segment.dram, slot = slot, None
                 self._state.counters.promoted_segment_count += 1
@@ -370,13 +379,29 @@ class Residency:
             return
         if await self.departures.wait_for_one():
             return
-        victim = self._victims.on_ssd(for_session)
+        victim = self._victims.on_ssd(for_session, size_bytes)
         if victim is None:
             raise CapacityExceeded(
                 tier="SSD", needed_bytes=size_bytes, limit_bytes=self.ssd.capacity_bytes,
                 free_bytes=self.ssd.free_bytes_outside(self._io.refusals),
             )  # fmt: skip
         await self._evict(victim)
+
+    async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
+        """Evict others of the session's tenant until it may have so much more. Raises CapacityExceeded, TierFailure.
+
+        Never waits when it may already.
+        """
+        while self.quotas.excess_bytes(session.tenant, size_bytes) > 0:
+            # As in `place`.
+            await asyncio.sleep(0)
+            async with self._evicting:
+                if self.quotas.excess_bytes(session.tenant, size_bytes) <= 0:
+                    continue
+                victim = self._victims.of_tenant(session)
+                if victim is None:
+                    raise self.quotas.refusal(session.tenant, size_bytes)
+                await self._evict(victim)
 
     async def _evict(self, victim: Session) -> None:
         self._metadata.check(is_growing=False)

@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ctxcache.cache.placement import Placement
+from ctxcache.cache.retaining import Retaining
 from ctxcache.clock import Clock
 from ctxcache.core import ranges
 from ctxcache.core.evictable import Evictable
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
-from ctxcache.core.placement.shares import NO_SHARES, Shares
+from ctxcache.core.placement.shares import NO_SHARES, REST, Shares
 from ctxcache.core.residence import Kin
 from ctxcache.core.resident import Resident
 from ctxcache.core.segment import Segment
@@ -47,8 +49,8 @@ class State:
     """The cache's dictionaries, and the rules that keep them consistent."""
 
     def __init__(
-        self, clock: Clock, policy: Ranked, *, crash_count: int = 0, limits: Limits = DEFAULT_LIMITS,
-        shares: Shares = NO_SHARES,
+        self, clock: Clock, policy: Ranked, capacities: Capacities, *, crash_count: int = 0,
+        limits: Limits = DEFAULT_LIMITS, shares: Shares = NO_SHARES,
     ) -> None:  # fmt: skip
         """`crash_count`: how many runs over these records were cut off before this one."""
         self.clock = clock
@@ -65,10 +67,12 @@ class State:
         self.names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
         self.touched: set[bytes] = set()
-        self.placement = Placement(policy, clock, self.by_uid, self._fell)
-        self.resident = Resident(self.placement.rank, self.by_uid)
-        self.evictable = Evictable(self.placement.rank)
-        self.unwritten = Unwritten(self.placement.rank)
+        retention = Retaining(clock, self.by_uid, capacities, limits, shares, self._fell)
+        self.placement = Placement(policy, clock, self.by_uid, self._fell, retention)
+        account = self._account if shares else None
+        self.resident = Resident(self.placement.dram_rank, self.by_uid, account)
+        self.evictable = Evictable(self.placement.rank, account)
+        self.unwritten = Unwritten(self.placement.rank, account)
         self._last_segment_id = 0
 
     # -- look-ups ------------------------------------------------------------------------------
@@ -166,6 +170,10 @@ class State:
         # What was its growing tail may be none any more.
         self.unwritten.look_again(session)
         return dead
+
+    def _account(self, uid: bytes) -> str:
+        session = self.by_uid.get(uid)
+        return self.usage.shares.account(session.tenant) if session else REST
 
     def _fell(self, session: Session) -> None:
         """A session's rank may be lower than it was."""

@@ -3,6 +3,9 @@
 Never one that is pinned, being written, or held. Worst case: there is none.
 """
 
+from collections.abc import Callable, Sequence
+
+from ctxcache.cache.quotas import Quotas
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.evictable import Verdict
@@ -12,27 +15,39 @@ from ctxcache.core.session import Session
 class Victims:
     """Sessions that may be given up, the coldest first. Owned by the event loop."""
 
-    def __init__(self, state: State, io: SegmentIO) -> None:
+    def __init__(self, state: State, io: SegmentIO, quotas: Quotas) -> None:
         self._state = state
         self._io = io
+        self._quotas = quotas
 
-    def in_memory(self) -> Session | None:
-        """The coldest that gives room in DRAM; what is clean has left already. None when there is none."""
+    def in_memory(self, among: Sequence[str] | None) -> Session | None:
+        """The coldest of these accounts that gives room in DRAM; what is clean has left already. None when there is none."""
         by_uid = self._state.by_uid
-        uid = self._state.unwritten.ranking.first(lambda uid: _is_removable(by_uid[uid]))
+        uid = self._state.unwritten.ranking.first(lambda uid: _is_removable(by_uid[uid]), among)
         return None if uid is None else by_uid[uid]
 
-    def on_ssd(self, for_session: Session) -> Session | None:
+    def on_ssd(self, for_session: Session, size_bytes: int) -> Session | None:
         """The coldest but this one that gives room on a path that takes writes. None when there is none."""
+        among = self._quotas.on_ssd(for_session.tenant, size_bytes)
+        return self._written(for_session, among, self._frees_room)
+
+    def of_tenant(self, for_session: Session) -> Session | None:
+        """The coldest of the session's tenant but this one, wherever it lies. None when there is none."""
+        among = [self._state.usage.shares.account(for_session.tenant)]
+        return self._written(for_session, among, lambda _: True) or self.in_memory(among)
+
+    def _written(
+        self, for_session: Session, among: Sequence[str] | None, is_of_use: Callable[[Session], bool]
+    ) -> Session | None:
 
         def judge(uid: bytes) -> Verdict:
             session = self._state.by_uid[uid]
             if session.is_pinned or not session.amounts().ssd_bytes:
                 return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
-            leaves = session is not for_session and _is_removable(session) and self._frees_room(session)
+            leaves = session is not for_session and _is_removable(session) and is_of_use(session)
             return Verdict.LEAVES if leaves else Verdict.NOT_NOW
 
-        found = self._state.evictable.first(judge)
+        found = self._state.evictable.first(judge, among)
         return None if found is None else self._state.by_uid[found]
 
     def _frees_room(self, session: Session) -> bool:

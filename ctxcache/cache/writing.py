@@ -254,6 +254,8 @@ class Writing:
             return len(reservation.runs) * slot_bytes + reservation.promised_bytes
 
         # First: what can never fit makes nothing leave.
+        new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
+        self._residency.quotas.check(reservation.session, new_bytes)
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
             reservation.promised_bytes += await self._residency.dirty_bound.admit(missing_bytes, own_bytes)
@@ -290,7 +292,14 @@ class Writing:
             model_fingerprint=session.model_fingerprint, layout=session.layout,
             use=self._state.usage.of(session.tenant),
         )  # fmt: skip
-        segment.dram = await self._residency.place(session.layout.size_bytes)
+        size_bytes = session.layout.size_bytes
+        slot = await self._residency.place(size_bytes, session.tenant)
+        try:
+            await self._residency.keep_within_limit(session, size_bytes)
+        except BaseException:
+            self._residency.dram.give(slot)
+            raise
+        segment.dram = slot
         if reservation.reservation_id not in self._open:
             # Its time came while room was made.
             self._residency.free(segment)

@@ -6,9 +6,10 @@ one look at all that are held, when they are all there is.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ctxcache.core.eviction import Ranking, RankOf
+from ctxcache.core.accounts import AccountOf, ranking
+from ctxcache.core.eviction import RankOf
 
 
 class Verdict(enum.Enum):
@@ -22,8 +23,8 @@ class Verdict(enum.Enum):
 class Evictable:
     """Sessions that may have something on SSD that may leave. Owned by the event loop."""
 
-    def __init__(self, rank: RankOf) -> None:
-        self._ranking = Ranking(rank)
+    def __init__(self, rank: RankOf, account: AccountOf | None = None) -> None:
+        self._ranking = ranking(rank, account)
         self._aside: set[bytes] = set()
 
     def add(self, uid: bytes) -> None:
@@ -40,18 +41,18 @@ class Evictable:
         self._aside.discard(uid)
         self._ranking.discard(uid)
 
-    def first(self, judge: Callable[[bytes], Verdict]) -> bytes | None:
-        """The one that leaves first; None when none does."""
-        found = self._look(judge)
+    def first(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None) -> bytes | None:
+        """The one that leaves first, of these accounts one after the other; None when none does."""
+        found = self._look(judge, among)
         if found is None:
             aside, self._aside = self._aside, set()
             for uid in aside:
                 self._ranking.add(uid)
-            found = self._look(judge)
+            found = self._look(judge, among)
         return found
 
-    def _look(self, judge: Callable[[bytes], Verdict]) -> bytes | None:
-        while (uid := self._ranking.first()) is not None:
+    def _look(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None) -> bytes | None:
+        while (uid := self._ranking.first(among=among)) is not None:
             verdict = judge(uid)
             if verdict is Verdict.LEAVES:
                 return uid

@@ -1,6 +1,6 @@
 """Rankings: which of some sessions leaves first, by ranks that change while nobody looks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from ctxcache.core.placement.order import Key
@@ -47,7 +47,11 @@ class Ranking:
         self._entered.pop(uid, None)
         self._tidy()
 
-    def first(self, accepts: Callable[[bytes], bool] = lambda _: True) -> bytes | None:
+    def first(
+        self,
+        accepts: Callable[[bytes], bool] = lambda _: True,
+        among: Sequence[str] | None = None,  # noqa: ARG002  there is one account
+    ) -> bytes | None:
         """The one of those that `accepts` takes that leaves first; None when it takes none."""
         refused: list[tuple[Key, bytes]] = []
         found = None

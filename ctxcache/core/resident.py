@@ -6,9 +6,10 @@ last released first. What is said to have become clean and is not is passed over
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from ctxcache.core.eviction import Ranking, RankOf
+from ctxcache.core.accounts import AccountOf, ranking
+from ctxcache.core.eviction import RankOf
 from ctxcache.core.placement.order import Key
 from ctxcache.core.residence import Kin
 from ctxcache.core.segment import Segment
@@ -18,10 +19,12 @@ from ctxcache.core.session import Session
 class Resident:
     """Sessions, and kin, that may have segments that may leave DRAM. Owned by the event loop."""
 
-    def __init__(self, rank: RankOf, by_uid: Mapping[bytes, Session]) -> None:
+    def __init__(
+        self, rank: RankOf, by_uid: Mapping[bytes, Session], account: AccountOf | None = None
+    ) -> None:
         self._by_uid = by_uid
         self._rank = rank
-        self._ranking = Ranking(self._rank_of)
+        self._ranking = ranking(self._rank_of, account and (lambda uid: account(self._member(uid))))
         self._ends: dict[bytes, int] = {}
         self._kin: dict[bytes, Kin] = {}
         self._shared: dict[bytes, dict[Segment, None]] = {}
@@ -70,14 +73,30 @@ class Resident:
                 self._forget(kin.uid)
 
     def take(
-        self, may_leave: Callable[[Segment], bool], may_give: Callable[[bytes], bool] = lambda _: True
+        self,
+        may_leave: Callable[[Segment], bool],
+        may_give: Callable[[bytes], bool] = lambda _: True,
+        among: Sequence[str] | None = None,
     ) -> Segment | None:
         """The segment that leaves first: of the coldest session the newest. None when none may.
 
-        `may_give` is asked for the session that comes first, and decides: whoever stands behind it is worth
-        no less. It is not found again before it is added again.
+        Of the accounts in `among` one after the other. `may_give` is asked for the session of an account
+        that comes first, and decides: whoever stands behind it is worth no less. It is not found again
+        before it is added again.
         """
-        while (uid := self._ranking.first()) is not None:
+        for asked in [None] if among is None else [[account] for account in among]:
+            segment = self._take(may_leave, may_give, asked)
+            if segment is not None:
+                return segment
+        return None
+
+    def _take(
+        self,
+        may_leave: Callable[[Segment], bool],
+        may_give: Callable[[bytes], bool],
+        among: Sequence[str] | None,
+    ) -> Segment | None:
+        while (uid := self._ranking.first(among=among)) is not None:
             if not may_give(self._member(uid)):
                 return None
             found = self._take_shared if uid in self._shared else self._take_own

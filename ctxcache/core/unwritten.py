@@ -8,7 +8,8 @@ takes logarithmic time. Worst case: memory for every segment that is unwritten, 
 from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
 
-from ctxcache.core.eviction import SLACK, Ranking, RankOf
+from ctxcache.core.accounts import AccountOf, ranking
+from ctxcache.core.eviction import SLACK, RankOf
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 
@@ -19,8 +20,8 @@ class Unwritten:
     A dirty segment is listed by one session: what is shared was made durable before.
     """
 
-    def __init__(self, rank: RankOf) -> None:
-        self.ranking = Ranking(rank)
+    def __init__(self, rank: RankOf, account: AccountOf | None = None) -> None:
+        self.ranking = ranking(rank, account)
         """The sessions, the one that leaves first first."""
         self.changed: dict[bytes, None] = {}
         """Sessions that may have got a dirty segment that grows no more since somebody looked."""

@@ -31,6 +31,10 @@ class Watermarks:
         """Whether so little is free that clean segments have to leave."""
         return free_bytes < self.low * capacity_bytes
 
+    def filled_bytes(self, capacity_bytes: int) -> int:
+        """What segments may take while as much is free as shall be."""
+        return capacity_bytes - int(self.high * capacity_bytes)
+
     def missing_bytes(self, free_bytes: int, capacity_bytes: int) -> int:
         """What has to leave until enough is free again; not positive when enough is."""
         return int(self.high * capacity_bytes) - free_bytes

@@ -23,6 +23,7 @@ from ctxcache.cache.reservation import Reservation
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.session import SessionView
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
@@ -110,6 +111,9 @@ class Rig:
     clock: FakeClock = field(default_factory=FakeClock)
     watermarks: Watermarks = DEFAULT_WATERMARKS
     limits: Limits = UNLIMITED
+    shares: Shares = NO_SHARES
+    tenant: str = TENANT
+    """Who calls."""
     cache: Cache = field(init=False)
     arena: DramArena = field(init=False)
 
@@ -124,10 +128,11 @@ class Rig:
         self.cache = Cache(
             arena=self.arena, ssd=ssd, metadata=metadata, clock=self.clock,
             policy=LeastRecentlyUsed(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
-            watermarks=self.watermarks,
+            watermarks=self.watermarks, shares=self.shares,
         )  # fmt: skip
         await self.cache.open()
-        await self.cache.models.register(TENANT, MODEL)
+        for tenant in {self.tenant, *self.shares.by_tenant}:
+            await self.cache.models.register(tenant, MODEL)
 
     def _open_stores(self) -> tuple[Tier, MetadataStore]:
         raise NotImplementedError
@@ -137,18 +142,18 @@ class Rig:
     async def create(self, session_id: str, *, is_pinned: bool = False, ttl_s: int = 3600) -> SessionView:
         """A new session that stores every stream."""
         return await self.cache.sessions.create(
-            TENANT, session_id, model_id=MODEL.model_id, layout=STREAMS,
+            self.tenant, session_id, model_id=MODEL.model_id, layout=STREAMS,
             expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned,
         )  # fmt: skip
 
     def token_count(self, session_id: str) -> int:
         """Tokens that are visible."""
-        return self.cache.sessions.get(TENANT, session_id).token_count
+        return self.cache.sessions.get(self.tenant, session_id).token_count
 
     async def reserve(self, session_id: str, token_count: int) -> Reservation:
         """Room at the session's end."""
         return await self.cache.writing.reserve(
-            TENANT, session_id, fingerprint=FINGERPRINT, write_offset=self.token_count(session_id),
+            self.tenant, session_id, fingerprint=FINGERPRINT, write_offset=self.token_count(session_id),
             generation=None, token_count=token_count,
         )  # fmt: skip
 
@@ -175,7 +180,7 @@ class Rig:
 
     def request(self, session_id: str, begin: int = 0, end: int | None = None) -> Request:
         """What a reader asks for."""
-        return Request(TENANT, session_id, FINGERPRINT, None, begin, end)
+        return Request(self.tenant, session_id, FINGERPRINT, None, begin, end)
 
     async def read(self, session_id: str, begin: int = 0, end: int | None = None) -> dict[Stream, bytes]:
         """Every stream's rows, as a stream brings them."""
@@ -202,31 +207,31 @@ class Rig:
 
     async def truncate(self, session_id: str, *dropped: tuple[int, int]) -> SessionView:
         """Drop tokens by index."""
-        return await self.cache.sessions.drop(TENANT, session_id, None, dropped)
+        return await self.cache.sessions.drop(self.tenant, session_id, None, dropped)
 
     async def fork(self, session_id: str, new_id: str, token_count: int | None = None) -> SessionView:
         """A session that shares the first tokens."""
         return await self.cache.sessions.fork(
-            TENANT, session_id, new_id, None, token_count=token_count, expiration=None
+            self.tenant, session_id, new_id, None, token_count=token_count, expiration=None
         )
 
     async def flush(self, session_id: str) -> SessionView:
         """Make it durable."""
-        return await self.cache.sessions.flush(TENANT, session_id)
+        return await self.cache.sessions.flush(self.tenant, session_id)
 
     async def demote(self, session_id: str) -> SessionView:
         """Make it durable, and take it out of DRAM."""
-        return await self.cache.sessions.demote(TENANT, session_id)
+        return await self.cache.sessions.demote(self.tenant, session_id)
 
     async def delete(self, session_id: str) -> None:
         """Delete it."""
-        await self.cache.sessions.delete(TENANT, session_id, None)
+        await self.cache.sessions.delete(self.tenant, session_id, None)
 
     def names(self) -> set[str]:
         """Sessions that are there."""
         state = self.cache.state
-        now_ns, names = state.clock.now_ns(), state.names.get(TENANT, [])
-        return {name for name in names if state.sessions[TENANT, name].expire_time_ns > now_ns}
+        now_ns, names = state.clock.now_ns(), state.names.get(self.tenant, [])
+        return {name for name in names if state.sessions[self.tenant, name].expire_time_ns > now_ns}
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""

@@ -106,7 +106,7 @@ def test_without_shares_there_is_one_account() -> None:
     assert not shares
     assert shares.accounts == (REST,)
     assert shares.account("anyone") == REST
-    assert shares.limit_bytes(REST, CAPACITY_BYTES) == CAPACITY_BYTES
+    assert shares.limit_bytes(REST, CAPACITY_BYTES) is None
     assert shares.own_bytes(REST, CAPACITY_BYTES) == CAPACITY_BYTES
 
 

@@ -60,10 +60,10 @@ class Shares:
         share = self.by_tenant.get(account)
         return int(share.guaranteed * capacity_bytes) if share else 0
 
-    def limit_bytes(self, account: str, capacity_bytes: int) -> int:
-        """The most that it may have."""
+    def limit_bytes(self, account: str, capacity_bytes: int) -> int | None:
+        """The most that it may have; None where the capacity alone bounds it."""
         share = self.by_tenant.get(account)
-        return int(share.limit * capacity_bytes) if share else capacity_bytes
+        return None if share is None or share.limit == 1 else int(share.limit * capacity_bytes)
 
     def own_bytes(self, account: str, capacity_bytes: int) -> int:
         """Its part of a budget that is divided: what is guaranteed to it; to the rest, what is to nobody."""

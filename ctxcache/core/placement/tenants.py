@@ -57,6 +57,18 @@ class PerTenant(Policy):
             self._retention.expire(now_s)
             self._retention.resized(uid, facts.size_bytes, now_s)
 
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
+        """See Policy."""
+        self._sizes[uid] = facts.size_bytes
+        self._policy(uid).recalled(uid, facts, idle_s)
+
+    def passed(self, now_s: float) -> None:
+        """See Policy."""
+        if self._retention:
+            self._retention.expire(now_s)
+        for policy in self._policies.values():
+            policy.passed(now_s)
+
     def placed(self, uid: bytes, tier: Tier) -> None:
         """See Policy."""
         if uid not in self._tiers:
@@ -104,10 +116,10 @@ class PerTenant(Policy):
         level = self._retention.dram_level if self._retention else None
         return self._first(asked, lambda policy: policy.demote, accepts, level)
 
-    def prefetch(self) -> bytes | None:
+    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
         for policy in self._policies.values():
-            uid = policy.prefetch()
+            uid = policy.prefetch(accepts)
             if uid is not None:
                 self._needs(uid, 0, self._sizes.get(uid, 0))
                 return uid

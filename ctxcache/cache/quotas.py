@@ -1,0 +1,65 @@
+"""Quotas: which tenants' sessions make room for whom, by what each has now. Looks at state, changes none of it.
+
+Where no tenant has a share, None: everybody is asked, and the placement alone decides. Shares of DRAM are of
+what is not to be kept free. Worst case: one look at each account.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.session import Session
+from ctxcache.core.usage import Usage, Use
+from ctxcache.core.watermarks import Watermarks
+from ctxcache.errors import CapacityExceeded
+
+
+class Quotas:
+    """The tenants' shares of both tiers. Owned by the event loop."""
+
+    def __init__(self, usage: Usage, dram: SlotAllocator, ssd: SlotAllocator, watermarks: Watermarks) -> None:
+        self._usage = usage
+        self._shares = usage.shares
+        self._ssd_bytes = ssd.capacity_bytes
+        self._dram_bytes = watermarks.filled_bytes(dram.capacity_bytes)
+
+    def on_ssd(self, tenant: str, size_bytes: int) -> Sequence[str] | None:
+        """Whose sessions leave for one of this tenant's, in the order in which they are asked."""
+        if not self._shares:
+            return None
+        used = {name: use.ssd_bytes for name, use in self._accounts().items()}
+        return self._shares.whose(self._shares.account(tenant), size_bytes, used, self._ssd_bytes)
+
+    def in_dram(self, tenant: str | None, size_bytes: int) -> Sequence[str] | None:
+        """Whose segments leave DRAM for one of this tenant's, or, None, for nobody in particular."""
+        if not self._shares:
+            return None
+        used = {name: use.dram_bytes for name, use in self._accounts().items()}
+        needing = None if tenant is None else self._shares.account(tenant)
+        return self._shares.whose(needing, size_bytes, used, self._dram_bytes)
+
+    def excess_bytes(self, tenant: str, size_bytes: int) -> int:
+        """How much more than it may have on SSD the tenant would have with so many bytes more, all of it written."""
+        limit_bytes = self._limit_bytes(tenant)
+        return 0 if limit_bytes is None else self._usage.of(tenant).kept_bytes + size_bytes - limit_bytes
+
+    def check(self, session: Session, new_bytes: int) -> None:
+        """Raise CapacityExceeded unless the session's tenant may have all that it has, and so much more."""
+        needed_bytes = len(session.segments) * session.layout.size_bytes + new_bytes
+        limit_bytes = self._limit_bytes(session.tenant)
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise self.refusal(session.tenant, needed_bytes)
+
+    def refusal(self, tenant: str, needed_bytes: int) -> CapacityExceeded:
+        """What a tenant is told that has as much as it may, and nothing that may go."""
+        limit_bytes = self._limit_bytes(tenant) or 0
+        return CapacityExceeded(
+            f"quota of tenant {tenant}: {needed_bytes} B needed of {limit_bytes} B on SSD, and none of its sessions may go",
+            tier="SSD", tenant=tenant, needed_bytes=needed_bytes, limit_bytes=limit_bytes,
+            free_bytes=max(limit_bytes - self._usage.of(tenant).kept_bytes, 0),
+        )  # fmt: skip
+
+    def _limit_bytes(self, tenant: str) -> int | None:
+        return self._shares.limit_bytes(self._shares.account(tenant), self._ssd_bytes)
+
+    def _accounts(self) -> Mapping[str, Use]:
+        return self._usage.by_account()

@@ -1,0 +1,93 @@
+"""Retaining: sessions that callers asked to keep, in the store or in DRAM, softly, for a while.
+
+Gives `core.placement.retention` its clock, its budgets and the sizes of sessions. What forks share counts for
+each of them. Nothing of it outlives the process. Worst case: a session that grows past its grant while the
+budget is taken is as all others are.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from ctxcache.clock import Clock
+from ctxcache.core.limits import SECOND_NS, Limits
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.retention import Grant, Grants, Retention
+from ctxcache.core.placement.shares import Shares
+from ctxcache.core.session import Session
+
+
+class Retaining:
+    """Grants, and the classes that they put sessions into. Owned by the event loop."""
+
+    def __init__(
+        self, clock: Clock, by_uid: Mapping[bytes, Session], capacities: Capacities, limits: Limits,
+        shares: Shares, fallen: Callable[[Session], None],
+    ) -> None:  # fmt: skip
+        self._clock = clock
+        self._by_uid = by_uid
+        self._shares = shares
+        self._fallen = fallen
+
+        def grants(budget_bytes: int) -> Grants:
+            return Grants(partial(shares.own_bytes, capacity_bytes=budget_bytes), self._account, self._fell)
+
+        self._retention = Retention(
+            grants(int(limits.retention_share * capacities.ssd_bytes)),
+            grants(int(limits.pin_share * capacities.dram_bytes)),
+            longest_s=limits.retention_ns / SECOND_NS,
+        )
+        self.store_level = self._retention.store_level
+        self.dram_level = self._retention.dram_level
+        self.release = self._retention.release
+
+    def retain(self, uid: bytes, size_bytes: int, until_s: float, priority: int) -> Grant | None:
+        """Let a session leave the store after all that are not retained, until then, in monotonic seconds.
+
+        `size_bytes` of segments may be kept: None where it has more, for it leaves whole; where it is
+        unknown; and where the budget is taken by grants of its priority or above. One that grows past
+        `size_bytes` asks anew by itself.
+        """
+        return self._ask(self._retention.retain, uid, size_bytes, until_s, priority)
+
+    def pin(self, uid: bytes, size_bytes: int, until_s: float, priority: int) -> Grant | None:
+        """Let what a session has in DRAM leave it after all that is not pinned, and the store too. See `retain`."""
+        return self._ask(self._retention.pin, uid, size_bytes, until_s, priority)
+
+    def rested(self, session: Session) -> None:
+        """The session may have grown."""
+        if self._retention.store_level(session.uid):
+            self._retention.resized(session.uid, _size_bytes(session), self._now_s())
+
+    def passed(self) -> None:
+        """Time passes: what was granted until now is over."""
+        self._retention.expire(self._now_s())
+
+    def used_bytes(self, tenant: str) -> tuple[int, int]:
+        """What is granted to the tenant, or to all that have no share of their own: retained, and pinned."""
+        account = self._shares.account(tenant)
+        return self._retention.retained.used_bytes(account), self._retention.pinned.used_bytes(account)
+
+    def _ask(
+        self, ask: Callable[[bytes, int, float, int, float], Grant | None], uid: bytes, size_bytes: int,
+        until_s: float, priority: int,
+    ) -> Grant | None:  # fmt: skip
+        session = self._by_uid.get(uid)
+        if session is None or size_bytes < _size_bytes(session):
+            return None
+        self.passed()
+        return ask(uid, size_bytes, until_s, priority, self._now_s())
+
+    def _account(self, uid: bytes) -> str:
+        return self._shares.account(self._by_uid[uid].tenant)
+
+    def _fell(self, uid: bytes) -> None:
+        session = self._by_uid.get(uid)
+        if session is not None:
+            self._fallen(session)
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / SECOND_NS
+
+
+def _size_bytes(session: Session) -> int:
+    return len(session.segments) * session.layout.size_bytes

@@ -1,0 +1,246 @@
+"""Tenants: what each keeps whatever the others do, over real tiers."""
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, DiskRig, MemoryRig, Rig, Token, Writer, expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctxcache.core.placement.shares import Share, Shares
+from ctxcache.errors import CapacityExceeded
+
+R = TypeVar("R", bound=Rig)
+SHARES = Shares({"a": Share(0.5), "b": Share(0.25), "c": Share(0.0, 0.25)})
+"""Of 32 segments on SSD 16 and 8 are guaranteed, and c has 8 at most."""
+ANYONE = "x"
+"""A tenant without a share."""
+
+
+def _rig(kind: type[R], directory: Path, ssd_segment_count: int = 32) -> R:
+    return kind(directory, arena_segments=16, ssd_segments=(ssd_segment_count,), shares=SHARES, tenant="a")
+
+
+@pytest.fixture
+async def shared(tmp_path: Path) -> AsyncIterator[DiskRig]:
+    """A cache of several tenants over files and a database."""
+    rig = _rig(DiskRig, tmp_path)
+    await rig.open()
+    yield rig
+    await rig.check()
+    await rig.close()
+
+
+async def _store(rig: Rig, tenant: str, name: str, segment_count: int, writer: Writer) -> list[Token]:
+    """A durable session of that many segments; returns its tokens."""
+    rig.tenant = tenant
+    await rig.create(name)
+    tokens = writer.make(segment_count * SEGMENT_TOKENS)
+    await rig.append(name, tokens, is_durable=True)
+    return tokens
+
+
+async def _check_rows(rig: Rig, tenant: str, stored: dict[str, list[Token]]) -> None:
+    rig.tenant = tenant
+    for name, tokens in stored.items():
+        assert await rig.read(name) == expected(tokens)
+
+
+def _names(rig: Rig, tenant: str) -> set[str]:
+    rig.tenant = tenant
+    return rig.names()
+
+
+def _used(rig: Rig, tenant: str) -> tuple[int, int]:
+    """Segments in DRAM and on SSD."""
+    use = rig.cache.state.usage.of(tenant)
+    return use.dram_bytes // SLOT_BYTES, use.ssd_bytes // SLOT_BYTES
+
+
+async def _flood(rig: Rig, tenant: str, session_count: int, tag: int, prefix: str = "flood") -> None:
+    for number in range(session_count):
+        await _store(rig, tenant, f"{prefix}{number}", 2, Writer(tag))
+
+
+async def test_a_flood_costs_nobody_what_is_guaranteed(shared: DiskRig) -> None:
+    """A tenant that fills its share exactly has all of it after another's flood, and reads its bytes."""
+    stored = {f"s{i}": await _store(shared, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
+    await _flood(shared, "b", 40, tag=9)
+    await shared.cache.models.register(ANYONE, MODEL)
+    await _flood(shared, ANYONE, 40, tag=10)
+
+    assert _names(shared, "a") == set(stored)
+    assert _used(shared, "a")[1] == 16
+    await _check_rows(shared, "a", stored)
+
+
+async def test_who_has_more_than_its_share_gives_way(shared: DiskRig) -> None:
+    """What was taken beyond a share while nobody needed it goes as soon as its owner comes, and no more."""
+    await _flood(shared, "b", 16, tag=9)
+    assert _used(shared, "b")[1] == 32
+
+    stored = {f"s{i}": await _store(shared, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
+    assert _used(shared, "b")[1] == 16
+    assert _names(shared, "a") == set(stored)
+    await _check_rows(shared, "a", stored)
+
+
+async def test_a_restart_knows_who_has_what(shared: DiskRig) -> None:
+    """Shares hold as before, over what was written before."""
+    stored = {f"s{i}": await _store(shared, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
+    await _flood(shared, "b", 4, tag=9)
+    before = {tenant: _used(shared, tenant)[1] for tenant in ("a", "b")}
+    shared.tenant = "a"
+    await shared.restart()
+    assert {tenant: _used(shared, tenant)[1] for tenant in ("a", "b")} == before
+
+    await _flood(shared, "b", 20, tag=10, prefix="again")
+    assert _names(shared, "a") == set(stored)
+    await _check_rows(shared, "a", stored)
+
+
+async def test_what_forks_share_counts_once(shared: DiskRig) -> None:
+    """Ten forks of a session have as much as it has alone."""
+    await _store(shared, "a", "source", 4, Writer(1))
+    for number in range(10):
+        await shared.fork("source", f"fork{number}")
+    assert _used(shared, "a") == (4, 4)
+
+    await shared.delete("source")
+    assert _used(shared, "a") == (4, 4)
+    for number in range(10):
+        await shared.delete(f"fork{number}")
+    assert _used(shared, "a") == (0, 0)
+
+
+async def test_a_guaranteed_share_of_dram_is_not_read_out_of_it(shared: DiskRig) -> None:
+    """Another's reads, however many, leave what lies in DRAM within the share of what is not kept free."""
+    await _store(shared, "a", "s", 7, Writer(1))
+    await _flood(shared, "b", 8, tag=9)
+    shared.tenant = "b"
+    for _ in range(3):
+        for name in sorted(shared.names()):
+            await shared.read(name)
+
+    assert _used(shared, "a")[0] == 7
+
+
+async def test_who_has_as_much_as_it_may_gives_up_its_own(shared: DiskRig) -> None:
+    """A limit holds while there is room for everybody; the newest stay."""
+    await _flood(shared, "c", 10, tag=9)
+    assert _names(shared, "c") == {f"flood{number}" for number in range(6, 10)}
+    assert _used(shared, "c")[1] == 8
+
+
+async def test_a_limit_that_nothing_can_be_done_about_is_named(shared: DiskRig) -> None:
+    """With everything leased the next is refused, naming the quota; once let go of, it goes through."""
+    for number in range(4):
+        await _store(shared, "c", f"s{number}", 2, Writer(number))
+    leases = [await shared.acquire(f"s{number}") for number in range(4)]
+    await shared.create("more")
+    with pytest.raises(CapacityExceeded, match="quota of tenant c") as raised:
+        await shared.append("more", Writer(9).make(1), is_durable=True)
+    assert raised.value.facts["tenant"] == "c"
+    assert int(raised.value.needed_bytes) <= int(raised.value.limit_bytes)
+    assert _names(shared, "c") == {"s0", "s1", "s2", "s3", "more"}
+
+    for lease in leases:
+        shared.cache.reading.release(lease.lease_id)
+    await shared.append("more", tokens := Writer(9).make(3), is_durable=True)
+    assert await shared.read("more") == expected(tokens)
+    assert "s0" not in _names(shared, "c")
+
+
+async def test_what_is_more_than_a_limit_makes_nothing_leave(shared: DiskRig) -> None:
+    """A session that could never be kept is refused before anything is given up for it."""
+    for number in range(4):
+        await _store(shared, "c", f"s{number}", 2, Writer(number))
+    await shared.create("large")
+    with pytest.raises(CapacityExceeded, match="quota of tenant c") as raised:
+        await shared.append("large", Writer(9).make(8 * SEGMENT_TOKENS + 1))
+    assert int(raised.value.needed_bytes) > int(raised.value.limit_bytes)
+    assert _names(shared, "c") == {"s0", "s1", "s2", "s3", "large"}
+
+    await shared.append("large", Writer(9).make(8 * SEGMENT_TOKENS), is_durable=True)
+    assert _names(shared, "c") == {"large"}
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(("store", "store", "store", "append", "read", "fork", "delete", "retain", "pin")),
+        st.sampled_from(("a", "b", "c", ANYONE)),
+        st.integers(0, 4),
+        st.integers(1, 4),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=OPERATIONS)
+async def test_whatever_tenants_do_nobody_within_its_share_loses_anything(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str, int, int]]
+) -> None:
+    """Who is within its share before another acts has the same sessions after it; limits hold, and the books."""
+    rig = _rig(MemoryRig, tmp_path_factory.mktemp("tenants"), 12)
+    await rig.open()
+    await rig.cache.models.register(ANYONE, MODEL)
+    tenants = ("a", "b", "c", ANYONE)
+    stored: dict[tuple[str, str], list[Token]] = {}
+    try:
+        for number, (what, tenant, which, size) in enumerate(operations):
+            safe = {
+                other: _names(rig, other) for other in tenants if other != tenant and _is_within(rig, other)
+            }
+            rig.tenant = tenant
+            with suppress(CapacityExceeded):
+                await _act(rig, stored, what, f"s{which}", size, Writer(number))
+            assert all(_names(rig, other) == names for other, names in safe.items())
+            assert _used(rig, "c")[1] <= 3
+            await rig.check()
+        for (tenant, name), tokens in stored.items():
+            rig.tenant = tenant
+            if name in rig.names():
+                assert await rig.read(name) == expected(tokens)
+    finally:
+        await rig.cache.residency.drain()
+        rig.arena.close()
+
+
+def _is_within(rig: Rig, tenant: str) -> bool:
+    share = SHARES.by_tenant.get(tenant)
+    return share is not None and _used(rig, tenant)[1] <= share.guaranteed * 12
+
+
+async def _act(
+    rig: Rig, stored: dict[tuple[str, str], list[Token]], what: str, name: str, size: int, writer: Writer
+) -> None:
+    is_there, key = name in rig.names(), (rig.tenant, name)
+    if what == "store" and not is_there:
+        await rig.create(name)
+        stored[key] = []
+        what, is_there = "append", True
+    if not is_there:
+        return
+    if what == "append":
+        tokens = writer.make(size * SEGMENT_TOKENS)
+        try:
+            await rig.append(name, tokens, is_durable=True)
+        finally:
+            # What could not be made durable is visible all the same.
+            if name in rig.names():
+                stored[key] = (stored[key] + tokens)[: rig.token_count(name)]
+    elif what == "read":
+        assert await rig.read(name) == expected(stored[key])
+    elif what == "fork" and f"{name}+" not in rig.names():
+        await rig.fork(name, f"{name}+")
+        stored[rig.tenant, f"{name}+"] = list(stored[key])
+    elif what == "delete":
+        await rig.delete(name)
+    elif what in ("retain", "pin"):
+        session = rig.cache.state.session(rig.tenant, name)
+        ask = getattr(rig.cache.placement.retention, what)
+        ask(session.uid, 8 * SLOT_BYTES, rig.clock.monotonic_ns() / 10**9 + 1000, size)
