@@ -7,6 +7,7 @@ Unknown names are errors.
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
 
 GIB = 1 << 30
@@ -45,7 +47,40 @@ def split_paths(value: object) -> object:
     return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
 
 
+def parse_tenant_shares(value: object) -> object:
+    """`a=0.5,b=0.2:0.4` or a table: of each tenant the share and, unless that is 1, the limit. Raises ValueError."""
+    if isinstance(value, str):
+        parts = [part.split("=") for part in value.split(",") if part.strip()]
+        if not all(len(part) == 2 for part in parts):  # a name and a share
+            raise ValueError(f"{value!r} is not a list such as a=0.5,b=0.2:0.4")
+        if len({name.strip() for name, _ in parts}) < len(parts):
+            raise ValueError(f"{value!r} names a tenant twice")
+        value = {name.strip(): text for name, text in parts}
+    if not isinstance(value, Mapping):
+        return value
+    shares = {name: _share(name, given) for name, given in value.items()}
+    Shares(shares)
+    return shares
+
+
+def _share(name: str, given: object) -> Share:
+    fields = given if isinstance(given, Mapping) else None
+    if isinstance(given, str):
+        fields = (
+            dict(zip(("share", "limit"), given.split(":"), strict=False)) if given.count(":") < 2 else {}
+        )  # as above
+    elif isinstance(given, (int, float)):
+        fields = {"share": given}
+    if not fields or set(fields) - {"share", "limit"}:
+        raise ValueError(f"{name}: {given!r} is neither a share nor a share and a limit")
+    try:
+        return Share(float(fields.get("share", 0)), float(fields.get("limit", 1)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_LIMIT_BYTES)]
+TenantShares = Annotated[dict[str, Share], NoDecode, BeforeValidator(parse_tenant_shares)]
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)]
 
 
@@ -134,6 +169,14 @@ class Settings(BaseSettings):
     """Share of the arena that all writers together may keep from being evicted."""
     client_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the arena that one local client may keep so, by leases and again by reservations."""
+    tenant_shares: TenantShares = {}
+    """Of the SSD tier and of the arena, by tenant: the share that others' need does not touch, and the limit on SSD."""
+    retention_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of the SSD tier that may be retained on clients' request, divided by the tenants' shares."""
+    pin_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of the arena that may be kept there on clients' request, divided as above."""
+    max_retention_s: float = Field(default=3600, ge=0, le=365 * DAY_S)
+    """Longest time that clients may ask something to be retained, or kept in the arena."""
     room_wait_s: float = Field(default=0.25, ge=0, le=DAY_S)
     """How long a caller waits for others to let go of the arena before it is refused with a retry delay."""
     drain_timeout_s: float = Field(default=30, ge=0, le=DAY_S)

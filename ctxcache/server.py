@@ -26,6 +26,7 @@ from ctxcache.core.limits import Limits
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.shares import Shares
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import (
     AddressUnusable,
@@ -153,6 +154,7 @@ class Server:
                 clock=clock or SystemClock(), policy=_policy(settings, storage),
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
                 crash_count=storage.directory.crash_count, limits=_limits(settings), watermarks=_watermarks(settings),
+                shares=Shares(settings.tenant_shares),
             )  # fmt: skip
             await _load(cache)
             on_loaded()
@@ -277,7 +279,8 @@ def _limits(settings: Settings) -> Limits:
     return Limits(
         session_count=settings.max_sessions, lease_count=settings.max_leases,
         lease_share=settings.lease_share, reservation_share=settings.reservation_share,
-        client_share=settings.client_share, room_wait_ns=int(settings.room_wait_s * 10**9),
+        client_share=settings.client_share, retention_share=settings.retention_share,
+        pin_share=settings.pin_share, retention_ns=int(settings.max_retention_s * 10**9), room_wait_ns=int(settings.room_wait_s * 10**9),
     )  # fmt: skip
 
 

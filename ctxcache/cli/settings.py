@@ -74,6 +74,12 @@ SETTINGS = {
     "lease_share": Setting("SHARE", "Of the arena that all readers together may hold.", "0.75"),
     "reservation_share": Setting("SHARE", "Of the arena that all writers together may hold.", "0.75"),
     "client_share": Setting("SHARE", "Of the arena that one local client may hold.", "0.5"),
+    "tenant_shares": Setting(
+        "NAME=SHARE,...", "Of SSD and arena, kept from other tenants' need; `:LIMIT` on SSD.", "none"
+    ),
+    "retention_share": Setting("SHARE", "Of SSD that may be retained on request.", "0.25"),
+    "pin_share": Setting("SHARE", "Of the arena that may be kept there on request.", "0.25"),
+    "max_retention_s": Setting("SECONDS", "Longest time that such a request is granted.", "3600"),
     "room_wait_s": Setting("SECONDS", "How long a caller waits for held room before it is refused.", "0.25"),
     "drain_timeout_s": Setting("SECONDS", "How long running rpcs may take to end.", "30"),
     "flush_timeout_s": Setting("SECONDS", "How long the flush after that may take.", "120"),
