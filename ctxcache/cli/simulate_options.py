@@ -95,7 +95,7 @@ class Options:
     sweep: Annotated[
         str | None,
         typer.Option(
-            help="Replay what a figure compares: models, policies, capacity, tiers, arrivals, reads, footprint;"
+            help="Replay what a figure compares: models, policies, overflow, capacity, tiers, arrivals, reads, footprint;"
             " docs/capacity.md.",
             metavar="NAME",
         ),
@@ -109,7 +109,7 @@ class Options:
     ] = 1
     live: Annotated[
         str | None,
-        typer.Option(help="Scale the sweep's capacities as if live state peaked at so much.", metavar="SIZE"),
+        typer.Option(help="Scale the sweep's SSD as if live state peaked at so much.", metavar="SIZE"),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
 

@@ -16,7 +16,7 @@ class Census:
     """`distinct_sessions` is the most that had a turn within `ttl_s`: the paper's DSpUT.
 
     `begin_span_s` lies between the first turns of the first and the last session. `live_bytes` is the live
-    footprint, 0 where no sweep needs it; capacities are scaled as if it were `as_if_bytes`, where that is not 0.
+    footprint, 0 where no sweep needs it; SSD is scaled as if it were `as_if_bytes`, where that is not 0.
     """
 
     turn_count: int
@@ -45,9 +45,7 @@ class Census:
         )
         if self.live_bytes:
             text += f"; live state peaks at {self.live_bytes / 1e12:.3g} TB"
-        return text + (
-            f", tiers scaled as if at {self.as_if_bytes / 1e12:.3g} TB" if self.as_if_bytes else ""
-        )
+        return text + (f", SSD scaled as if at {self.as_if_bytes / 1e12:.3g} TB" if self.as_if_bytes else "")
 
 
 def count(turns: Iterable[Turn], ttl_s: float) -> Census:

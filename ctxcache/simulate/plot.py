@@ -29,35 +29,36 @@ _STYLE: dict[Any, Any] = {  # matplotlib's names of them are a type of 400 words
     "axes.titlelocation": "left", "axes.titlesize": 11, "svg.hashsalt": "ctxcache", "svg.fonttype": "path",
 }  # fmt: skip
 _DPI = 110
-_PANEL_HEIGHT = 3.7
+_HEIGHT, _LEGEND_WIDTH = 4.6, 1.9
 _BARS_WIDTH = 0.82
 
 
 def plot(sweep: Sweep, rows: Sequence[Row], census: Census, path: Path) -> None:
     """Draw every panel of the sweep, one under the other."""
     with mpl.rc_context(_STYLE):
+        count = len(sweep.panels)
         figure = Figure(
-            figsize=(_width(sweep, rows), 1.0 + _PANEL_HEIGHT * len(sweep.panels)), layout="constrained"
+            figsize=(_LEGEND_WIDTH + _panel_width(sweep, rows) * count, _HEIGHT), layout="constrained"
         )
         FigureCanvasAgg(figure)
         source = f"   (CachedAttention's {sweep.source})" if sweep.source else ""
         figure.suptitle(f"{sweep.title}{source}", x=0.01, ha="left", fontsize=13, fontweight="bold")
         colors = _colors(list(dict.fromkeys(row.run.series for row in rows)))
-        for panel, axes in zip(
-            sweep.panels, figure.subplots(len(sweep.panels), squeeze=False)[:, 0], strict=True
-        ):
+        for panel, axes in zip(sweep.panels, figure.subplots(1, count, squeeze=False)[0], strict=True):
             (_lines if sweep.is_lines else _bars)(axes, panel, rows, colors)
             _finish(axes, panel, sweep)
         _legend(figure, sweep, rows, colors)
-        figure.supxlabel(census.sentence(), fontsize=8, color="#555555", x=0.01, ha="left")
+        figure.supxlabel(
+            census.sentence().replace("; live", ";\nlive"), fontsize=8, color="#555555", x=0.01, ha="left"
+        )
         # Same rows, same bytes: no date in the file.
         figure.savefig(
             path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None}
         )
 
 
-def _width(sweep: Sweep, rows: Sequence[Row]) -> float:
-    return 8.0 if sweep.is_lines else min(max(8.0, 1.5 + 0.62 * len(rows)), 13.0)
+def _panel_width(sweep: Sweep, rows: Sequence[Row]) -> float:
+    return 6.2 if sweep.is_lines else min(max(4.6, 1.0 + 0.48 * len(rows)), 9.5)
 
 
 def _colors(series: Sequence[str]) -> dict[str, str]:
@@ -86,7 +87,7 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str])
             text, (place, base), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7.5
         )
         if known is not None:
-            axes.add_line(_paper([place], [known]))
+            axes.add_line(_paper([place + 0.36 * width], [known]))
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.tick_params(axis="x", length=0)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from ctxcache.errors import CacheError
 from ctxcache.simulate.census import Census, count
+from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.pace import PacedTrace
-from ctxcache.simulate.study import Capacity, Step, study
+from ctxcache.simulate.study import Capacity, Step, footprint_bytes, study
 from ctxcache.simulate.sweep import Row, Run, Sweep
 
 _PR_SET_PDEATHSIG = 1
@@ -46,7 +47,7 @@ def prepare(
     census = count(trace, load.ttl_s)
     load = replace(load, warm_up_count=min(load.warm_up_count, census.turn_count // 5))
     if live_bytes or sweep.is_of_footprint:
-        census = replace(census, live_bytes=_footprint_bytes(trace, load, step))
+        census = replace(census, live_bytes=footprint_bytes(trace, load, look(trace), step))
     runs = sweep.make(load, policies, census)
     if live_bytes and sweep.is_sized:
         runs = [run.scaled(census.live_bytes / live_bytes) for run in runs]
@@ -90,11 +91,6 @@ def _figures(
     trace = PacedTrace(path, arrivals_times=arrivals_times, sessions_times=run.sessions_times)
     (outcome,) = study(trace, run.load, [run.policy], [Capacity()], step=step)
     return outcome.to_dict()
-
-
-def _footprint_bytes(trace: PacedTrace, load: Load, step: Step) -> int:
-    (outcome,) = study(trace, load, ["lru"], [Capacity(1.0)], step=step)
-    return outcome.load.dram_bytes + outcome.load.ssd_bytes
 
 
 def _end_with_parent() -> None:

@@ -20,16 +20,11 @@ class Run:
     """Figures by the names that ours have; shares, not per cent."""
 
     def scaled(self, factor: float) -> "Run":
-        """The run with both tiers so many times as large."""
+        """The run with so many times the capacity; DRAM stays, as turns and prefetches need what they need."""
         load = self.load
-        return replace(
-            self,
-            load=replace(
-                load,
-                dram_bytes=int(load.dram_bytes * factor),
-                ssd_bytes=int(load.ssd_bytes * factor),
-            ),
-        )
+        total_bytes = int((load.dram_bytes + load.ssd_bytes) * factor)
+        dram_bytes = min(load.dram_bytes, total_bytes)
+        return replace(self, load=replace(load, dram_bytes=dram_bytes, ssd_bytes=total_bytes - dram_bytes))
 
 
 @dataclass(frozen=True, slots=True)

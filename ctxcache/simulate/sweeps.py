@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from ctxcache.simulate import paper
 from ctxcache.simulate.census import Census
-from ctxcache.simulate.load import Load
+from ctxcache.simulate.load import Load, Overflow
+from ctxcache.simulate.models import MODELS
 from ctxcache.simulate.study import ALL_POLICIES, Capacity
 from ctxcache.simulate.sweep import Panel, Run, Sweep
 
@@ -16,12 +17,16 @@ CAPACITY_RATIOS = (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0)
 SESSION_RATES = (0.5, 1.0, 1.5, 2.0)
 READ_GB_PER_S = (1, 2.5, 5, 10, 20)
 MULTIPLES = (0.1, 0.25, 0.5, 0.75, 1.0)
-MODELS = {"llama-13b": 819_200, "llama-65b": 2_621_440, "llama-70b": 327_680, "falcon-40b": 122_880}
+MODEL_NAMES = tuple(paper.MODEL_HITS)
 
 HITS = Panel(
     "hit_rate", "hit rate, later turns", parts=(("dram_hit_rate", "in DRAM"), ("ssd_hit_rate", "on SSD"))
 )
+GPU_HOURS = Panel("gpu_s", "GPU hours of prefill", is_share=False, unit=3600.0)
 PLAIN_HITS = Panel("hit_rate", "hit rate, later turns")
+
+
+_NAMES = {Overflow.DECOUPLED: "truncated, still valid", Overflow.INVALIDATE: "invalidated"}
 
 
 def _size(size_bytes: int) -> str:
@@ -42,35 +47,50 @@ def _policies(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
 def _models(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
     return [
         Run(
-            model, policy, policy, replace(load, token_bytes=token_bytes),
-            paper={"hit_rate": paper.MODELS[model]} if policy == "look-ahead" else {},
+            model, policy, policy, MODELS[model].served(load),
+            paper={"hit_rate": paper.MODEL_HITS[model]} if policy == "look-ahead" else {},
         )
-        for model, token_bytes in MODELS.items()
+        for model in MODEL_NAMES
         for policy in policies
+    ]  # fmt: skip
+
+
+def _overflow(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
+    """The paper's two ways: what it reached with one, less what it lost by the other."""
+    lost = {
+        Overflow.DECOUPLED: dict.fromkeys(MODEL_NAMES, 0.0),
+        Overflow.INVALIDATE: paper.LOST_BY_INVALIDATION,
+    }
+    return [
+        Run(
+            model, _NAMES[overflow], policies[0], replace(MODELS[model].served(load), overflow=overflow),
+            paper={"hit_rate": paper.MODEL_HITS[model] - lost[overflow][model]},
+        )
+        for model in MODEL_NAMES
+        for overflow in Overflow
     ]  # fmt: skip
 
 
 def _tiers(load: Load, policies: Sequence[str], _: Census) -> list[Run]:
     hbm_and_dram = paper.HBM_BYTES + load.dram_bytes
     tiers = (
-        ("HBM", paper.HBM_BYTES, 0, dict.fromkeys(MODELS, 0.0)),
+        ("HBM", paper.HBM_BYTES, 0, dict.fromkeys(MODEL_NAMES, 0.0)),
         ("HBM + DRAM", hbm_and_dram, 0, paper.HBM_AND_DRAM),
-        ("HBM + DRAM + SSD", hbm_and_dram, load.ssd_bytes, paper.MODELS),
+        ("HBM + DRAM + SSD", hbm_and_dram, load.ssd_bytes, paper.MODEL_HITS),
     )
     return [
         Run(
-            model, tier, policy,
-            replace(load, token_bytes=token_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes),
+            model, tier, policies[0],
+            replace(MODELS[model].served(load), dram_bytes=dram_bytes, ssd_bytes=ssd_bytes),
             paper={"hit_rate": known[model]},
         )
-        for policy in policies[:1]
-        for model, token_bytes in MODELS.items()
+        for model in MODEL_NAMES
         for tier, dram_bytes, ssd_bytes, known in tiers
     ]  # fmt: skip
 
 
 def _capacity(load: Load, policies: Sequence[str], census: Census) -> list[Run]:
-    needed_bytes = census.cache_bytes(getattr(load, "context_tokens", 4096), load.token_bytes)
+    needed_bytes = census.cache_bytes(load.context_tokens, load.token_bytes)
     return [
         Run(
             ratio, policy, policy, _with_total(load, int(ratio * needed_bytes)),
@@ -126,7 +146,11 @@ _ALL = (
         paper.LOAD, _models,
     ),
     Sweep(
-        "policies", "Policies", "Figure 21", "DRAM + SSD", (HITS,), _QUEUE_POLICIES, paper.LOAD, _policies,
+        "policies", "Policies", "Figure 21", "DRAM + SSD", (HITS, GPU_HOURS), _QUEUE_POLICIES, paper.LOAD, _policies,
+    ),
+    Sweep(
+        "overflow", "When a context window overflows", "Figure 22", "model", (HITS, GPU_HOURS), ("look-ahead",),
+        paper.LOAD, _overflow,
     ),
     Sweep(
         "capacity", "Capacity for the sessions of a TTL", "Figure 23", "RCC / CCpUT", (PLAIN_HITS,),

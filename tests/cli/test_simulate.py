@@ -85,7 +85,7 @@ def load(tmp_path: Path) -> Path:
     return path
 
 
-SWEEP_NAMES = ("models", "policies", "capacity", "tiers", "arrivals", "reads", "footprint")
+SWEEP_NAMES = ("models", "policies", "overflow", "capacity", "tiers", "arrivals", "reads", "footprint")
 
 
 @pytest.mark.parametrize("name", SWEEP_NAMES)
@@ -157,7 +157,7 @@ def test_people_see_a_sweep_beside_the_paper(load: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (("--sweep", "everything"), "models, policies, capacity"),
+        (("--sweep", "everything"), "models, policies, overflow, capacity"),
         (("--sweep", "policies", "--plot", "picture.jpeg"), ".svg"),
         (("--sweep", "policies", "--plot", "no/where/picture.png"), "no/where"),
         (("--sweep", "policies", "--live", "much"), "--live"),
