@@ -59,6 +59,8 @@ class _Known:
     use_count: int = 0
     has_rested: bool = False
     coming_count: int = 0
+    is_leaving: bool = False
+    """Something of it has left DRAM since it was last used: half of it hastens no turn that waits for all."""
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
     tier: Tier | None = None
@@ -101,8 +103,11 @@ class Placement:
         return self._rank(uid, self.retention.store_level)
 
     def dram_rank(self, uid: bytes) -> Key | None:
-        """As `rank`, where it is about leaving DRAM."""
-        return self._rank(uid, self.retention.dram_level)
+        """As `rank`, where it is about leaving DRAM: of equal level first whoever has begun to."""
+        rank = self._rank(uid, self.retention.dram_level)
+        if rank is None or rank == IN_USE:
+            return rank
+        return (rank[0], not self._known[uid].is_leaving, *rank[1:])
 
     def _rank(self, uid: bytes, level: Callable[[bytes], int]) -> Key | None:
         known = self._known.get(uid)
@@ -145,6 +150,7 @@ class Placement:
         """An access begins, which `rested` ends."""
         known = self._known[session.uid]
         known.use_count += 1
+        known.is_leaving = False
         if known.use_count == 1:
             self.policy.arrived(known.name, self._now_s())
             self.policy.withdrawn(known.name)
@@ -186,6 +192,7 @@ class Placement:
                 self._left_dram(uid)
         elif home is not None:
             self._left_dram(home.uid)
+            self._leave(home.uid)
 
     def evicted(self, session: Session) -> None:
         """The session is given up for others; it may be made anew under its name."""
@@ -250,7 +257,9 @@ class Placement:
 
     def coming(self, session: Session) -> None:
         """The session is being promoted ahead of need: nothing of it leaves for others meanwhile."""
-        self._known[session.uid].coming_count += 1
+        known = self._known[session.uid]
+        known.coming_count += 1
+        known.is_leaving = False
 
     def came(self, session: Session, *, is_set_aside: bool = False) -> None:
         """That is over; `is_set_aside`: it failed, and would again."""
@@ -325,6 +334,12 @@ class Placement:
         known = self._known.get(uid)
         if known is not None and known.tier is Tier.DRAM:
             self._place(self._by_uid[uid], known, Tier.SSD)
+
+    def _leave(self, uid: bytes) -> None:
+        known = self._known.get(uid)
+        if known is not None and not known.is_leaving:
+            known.is_leaving = True
+            self._fallen(self._by_uid[uid])
 
     def _may_come(self, name: bytes) -> bool:
         uid = self._uids.get(name)
