@@ -301,6 +301,16 @@ def test_what_never_returned_is_given_up_for_what_did() -> None:
     assert ledger.tier(b"loyal")
 
 
+@pytest.mark.parametrize("names", [(b"a", b"b"), (b"b", b"a")])
+def test_of_equals_the_least_recently_used_leaves_first(names: tuple[bytes, bytes]) -> None:
+    """Two sessions of one class, age and size: what they are called decides nothing."""
+    ledger, policy = _learned()
+    for uid in names:
+        _turn(ledger, uid, 9000)
+
+    assert policy.evict(lambda uid: uid in names) == names[0]
+
+
 def test_a_session_said_to_be_over_goes_first_while_that_holds() -> None:
     """An end that a client announces is believed; after lies it no longer is."""
     ledger, policy = _learned()

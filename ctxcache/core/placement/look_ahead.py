@@ -134,7 +134,8 @@ class LookAhead(Ranked):
 
     def _key(self, uid: bytes) -> Key:
         order = self._queue.get(uid) if self.follows_queue else None
-        return (0, self.score(uid)) if order is None else (1, -order)
+        # Of equals the least recently used leaves first, not the one whose name comes first.
+        return (0, self.score(uid), self._last_use[uid]) if order is None else (1, -order)
 
     def _rank_fetch(self, uid: bytes) -> None:
         if uid in self._fetched and self._held.get(uid) is Tier.SSD:
