@@ -1,7 +1,7 @@
 """One load through a running store and through the simulator, turn by turn."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,8 @@ class Setting:
             ssd_size_bytes=self.sizes.ssd_segments // self.path_count * SLOT_BYTES,
             ssd_directories=tuple(directory.with_name(f"ssd{path}") for path in range(self.path_count)),
             dram_low_watermark=BUFFER_SHARE, dram_high_watermark=BUFFER_SHARE,
-            placement_policy=self.policy, lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
+            placement_policy=self.policy,  # type: ignore[arg-type]  # checked when it is run
+            lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
         )  # fmt: skip
 
 
@@ -64,13 +65,14 @@ class Outcome:
 
     found: tuple[tuple[bytes, Tier | None], ...]
     tally: Tally
+    evicted_count: int
 
     def counts(self) -> dict[str, int]:
         """Turns by what they found, and sessions evicted."""
         tiers = Counter(tier for _, tier in self.found)
         return {
             "turns": len(self.found), "in_dram": tiers[Tier.DRAM], "on_ssd": tiers[Tier.SSD],
-            "missed": tiers[None], "evicted": self.tally.evicted_sessions,
+            "missed": tiers[None], "evicted": self.evicted_count,
         }  # fmt: skip
 
 
@@ -85,15 +87,16 @@ class _Noted(Replay):
         self.found.append((turn.session, self.store.ledger.tier(turn.session)))
         return super()._start(turn, since_s, now_s)
 
-    def outcome(self, turns: Sequence[Turn]) -> Outcome:
+    def outcome(self, turns: Sequence[Turn], evicted_count: Callable[[], int]) -> Outcome:
         """Play the turns."""
         tally = self.run(turns)
-        return Outcome(tuple(self.found), tally)
+        return Outcome(tuple(self.found), tally, evicted_count())
 
 
 def simulated(turns: Sequence[Turn], setting: Setting) -> Outcome:
     """What the simulator says."""
-    return _Noted(setting).outcome(turns)
+    replay = _Noted(setting)
+    return replay.outcome(turns, lambda: replay.tally.evicted_sessions)
 
 
 def live(
@@ -108,7 +111,7 @@ def live(
     """What a running store does, and the engine that drove it."""
     replay, engine = _Noted(setting), Engine(store, client, goes_on=goes_on, is_durable=is_durable)
     replay.store.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
-    return replay.outcome(turns), engine
+    return replay.outcome(turns, lambda: client.stats().evicted_session_count), engine
 
 
 def live_here(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:

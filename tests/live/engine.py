@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ctxcache.client import Client
 from ctxcache.client.rows import SessionRows
-from ctxcache.core.placement.ledger import Act, Move
+from ctxcache.core.placement.ledger import Move
 from ctxcache.core.placement.policy import Facts, Tier
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
@@ -58,7 +58,7 @@ class Hints:
 
 
 class Engine:
-    """Stands where a replay has its ledger.
+    """Stands where a replay has its ledger; what the store moves it does not say.
 
     With `goes_on` what the store refuses is a trouble, counted by reason, and the turn goes on as after a
     miss; without, it is raised.
@@ -78,8 +78,6 @@ class Engine:
         self._found_tokens = 0
         """What the last look-up found."""
         self._open: dict[bytes, SessionRows] = {}
-        self._counted = (0, 0)
-        """Segments promoted and sessions evicted, by the store's counters."""
         client.register_model(MODEL)
 
     def tier(self, uid: bytes) -> Tier | None:
@@ -105,7 +103,7 @@ class Engine:
         self.tier(uid)
         if self._found_tokens:
             self._lease(uid)
-        return self._moves()
+        return []
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
         """The turn is over: write what is new, or everything, and let the store come to rest."""
@@ -122,7 +120,7 @@ class Engine:
                 held.close()
                 held = None
         self._store.rest()
-        return self._moves()
+        return []
 
     def ended(self, uid: bytes) -> list[Move]:
         """The session's time is over by the clock."""
@@ -176,20 +174,6 @@ class Engine:
         if not self._goes_on:
             raise error
         self.troubles[error.reason] += 1
-
-    def _moves(self) -> list[Move]:
-        """What the store has moved since the last call, as far as its counters say."""
-        try:
-            stats = self._client.stats()
-        except CacheError as error:
-            self._trouble(error)
-            return []
-        now = (stats.promoted_segment_count, stats.evicted_session_count)
-        # A store that was started again counts anew.
-        promoted, evicted = (b - a if b >= a else b for a, b in zip(self._counted, now, strict=True))
-        self._counted = now
-        moves = [Move(Act.EVICT, b"", 0, Tier.SSD)] * evicted
-        return [Move(Act.PROMOTE, b"", promoted * SLOT_BYTES, Tier.DRAM)] * bool(promoted) + moves
 
 
 def _name(uid: bytes) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from ctxcache.client import Client
 from tests.live.compare import Setting, Sizes, live, simulated
 from tests.live.failing import FailingServer
+from tests.live.killed import KilledServer
 from tests.live.load import Shape, make_turns
 
 SMALL = Shape(session_count=50)
@@ -25,3 +26,19 @@ def test_a_path_that_fails_costs_hits_alone(tmp_path: Path) -> None:
     assert running.found[:60] == expected.found[:60]
     late, expected_late = (sum(tier is not None for _, tier in o.found[64:]) for o in (running, expected))
     assert expected_late > late > expected_late / 4
+
+
+def test_a_kill_costs_nothing_that_was_durable(tmp_path: Path) -> None:
+    """Killed between turns, within one, and with rows written: all is found as if nothing had been."""
+    turns, setting = make_turns(SMALL), Setting(Sizes(64, 256), "lru")
+    with (
+        KilledServer(tmp_path / "data", setting, at=(201, 322, 443)) as server,
+        Client(server.target) as client,
+    ):
+        running, engine = live(turns, setting, server, client, goes_on=True, is_durable=True)
+    expected = simulated(turns, setting)
+
+    assert server.kill_count == 3
+    assert set(engine.troubles) <= {"UNAVAILABLE", "RESERVATION_NOT_FOUND"}
+    hits, expected_hits = ([tier is not None for _, tier in o.found] for o in (running, expected))
+    assert hits == expected_hits
