@@ -37,6 +37,14 @@ class Quotas:
         needing = None if tenant is None else self._shares.account(tenant)
         return self._shares.whose(needing, size_bytes, used, self._dram_bytes)
 
+    def over_share(self, tenant: str) -> str | None:
+        """The tenant's account if that has more on SSD, or on its way there, than is guaranteed to it."""
+        account = self._shares.account(tenant)
+        if not self._shares:
+            return None
+        guaranteed_bytes = self._shares.guaranteed_bytes(account, self._ssd_bytes)
+        return account if self._accounts()[account].kept_bytes > guaranteed_bytes else None
+
     def excess_bytes(self, tenant: str, size_bytes: int) -> int:
         """How much more than it may have on SSD the tenant would have with so many bytes more, all of it written."""
         limit_bytes = self._limit_bytes(tenant)

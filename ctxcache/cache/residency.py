@@ -171,15 +171,24 @@ class Residency:
         return await self._write_back.wait_for_one()
 
     async def _clean(self, victim: Session, among: Sequence[str] | None) -> None:
-        """Flush a session. While no SSD path takes writes memory is all there is: one goes, as from a full SSD."""
+        """Flush a session. Where SSD takes nothing of it memory is all there is: one goes, as from a full SSD.
+
+        That is while no path takes writes, or where its tenant has all that its share gives it.
+        """
         is_open = self._io.has_open_path
         if not is_open and self._evicting.locked():
             async with self._evicting:
                 return
         coldest = None if is_open else self._victims.in_memory(among)
         if coldest is None:
-            await self.flush(victim)
-            return
+            try:
+                await self.flush(victim)
+            except CapacityExceeded as error:
+                coldest = self._victims.over_share(victim) if error.facts.get("tier") == "SSD" else None
+                if coldest is None:
+                    raise
+            else:
+                return
         async with self._evicting:
             await self._evict(coldest)
 

@@ -36,6 +36,11 @@ class Victims:
         among = [self._state.usage.shares.account(for_session.tenant)]
         return self._written(for_session, among, lambda _: True) or self.in_memory(among)
 
+    def over_share(self, dirty: Session) -> Session | None:
+        """The coldest that SSD has no room for, of the account of this one, if that has more than its share."""
+        account = self._quotas.over_share(dirty.tenant)
+        return None if account is None else self.in_memory([account])
+
     def _written(
         self, for_session: Session, among: Sequence[str] | None, is_of_use: Callable[[Session], bool]
     ) -> Session | None:

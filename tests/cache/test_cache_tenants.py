@@ -16,18 +16,29 @@ from ctxcache.errors import CapacityExceeded
 R = TypeVar("R", bound=Rig)
 SHARES = Shares({"a": Share(0.5), "b": Share(0.25), "c": Share(0.0, 0.25)})
 """Of 32 segments on SSD 16 and 8 are guaranteed, and c has 8 at most."""
+ALL_OF_IT = Shares({"a": Share(0.5), "d": Share(0.5)})
 ANYONE = "x"
 """A tenant without a share."""
 
 
-def _rig(kind: type[R], directory: Path, ssd_segment_count: int = 32) -> R:
-    return kind(directory, arena_segments=16, ssd_segments=(ssd_segment_count,), shares=SHARES, tenant="a")
+def _rig(kind: type[R], directory: Path, ssd_segment_count: int = 32, shares: Shares = SHARES) -> R:
+    return kind(directory, arena_segments=16, ssd_segments=(ssd_segment_count,), shares=shares, tenant="a")
 
 
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[DiskRig]:
     """A cache of several tenants over files and a database."""
     rig = _rig(DiskRig, tmp_path)
+    await rig.open()
+    yield rig
+    await rig.check()
+    await rig.close()
+
+
+@pytest.fixture
+async def divided(tmp_path: Path) -> AsyncIterator[DiskRig]:
+    """All of it is guaranteed to two tenants."""
+    rig = _rig(DiskRig, tmp_path, shares=ALL_OF_IT)
     await rig.open()
     yield rig
     await rig.check()
@@ -168,6 +179,38 @@ async def test_what_is_more_than_a_limit_makes_nothing_leave(shared: DiskRig) ->
     assert _names(shared, "c") == {"large"}
 
 
+@pytest.mark.parametrize("is_durable", [False, True])
+async def test_what_may_not_be_written_keeps_nobody_from_writing(
+    divided: DiskRig, *, is_durable: bool
+) -> None:
+    """Memory full of a tenant's tokens that SSD has no room for under the shares: others' writes go through."""
+    stored = {f"s{i}": await _store(divided, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
+    others = {f"s{i}": await _store(divided, "d", f"s{i}", 4, Writer(i)) for i in range(4)}
+    for divided.tenant in ("a", "d"):
+        for name in stored:
+            await divided.demote(name)
+    await divided.cache.models.register(ANYONE, MODEL)
+    divided.tenant = ANYONE
+    for number in range(3):
+        await divided.create(f"s{number}")
+        await divided.append(f"s{number}", Writer(7).make(4 * SEGMENT_TOKENS))
+    with pytest.raises(CapacityExceeded):
+        await divided.flush("s0")
+
+    divided.tenant = "a"
+    stored["new"] = Writer(8).make(4 * SEGMENT_TOKENS)
+    await divided.create("new")
+    await divided.append("new", stored["new"], is_durable=is_durable)
+    if is_durable:
+        # Its own coldest, for it has all that is guaranteed to it.
+        del stored["s0"]
+    await _check_rows(divided, "a", stored)
+    await _check_rows(divided, "d", others)
+    divided.tenant = ANYONE
+    for name in sorted(divided.names()):
+        await divided.delete(name)
+
+
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(("store", "store", "store", "append", "read", "fork", "delete", "retain", "pin")),
@@ -212,7 +255,8 @@ async def test_whatever_tenants_do_nobody_within_its_share_loses_anything(
 
 def _is_within(rig: Rig, tenant: str) -> bool:
     share = SHARES.by_tenant.get(tenant)
-    return share is not None and _used(rig, tenant)[1] <= share.guaranteed * 12
+    kept_bytes = rig.cache.state.usage.of(tenant).kept_bytes
+    return share is not None and kept_bytes <= share.guaranteed * 12 * SLOT_BYTES
 
 
 async def _act(
@@ -228,7 +272,7 @@ async def _act(
     if what == "append":
         tokens = writer.make(size * SEGMENT_TOKENS)
         try:
-            await rig.append(name, tokens, is_durable=True)
+            await rig.append(name, tokens, is_durable=writer.tag % 3 > 0)
         finally:
             # What could not be made durable is visible all the same.
             if name in rig.names():
