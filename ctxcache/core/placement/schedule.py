@@ -1,0 +1,197 @@
+"""The waiting queues of many engines, merged by expected start into one order over sessions. Pure.
+
+A job says when it starts, or where it stands among the jobs of its engine: then it starts after those
+before it, at the rate at which that engine was seen to start them. The estimate is made when the job is
+put, between those of its neighbours, and anew for all of an engine's jobs when its first one is due
+some jobs too early or too late and a delta has come for every fourth of them: O(log n) per delta, amortised
+and expected.
+A session that several jobs name starts with the earliest of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from ctxcache.core.placement.order import Keyed
+from ctxcache.core.placement.ranks import Place, Ranks
+from ctxcache.core.placement.start_rate import StartRate
+
+TIE_S = 1e-3
+"""Starts that are expected within one such span are one: the priority, then the deadline decides."""
+PRIORITY_LIMIT = 100
+SLIP_JOBS = 8
+"""By how many jobs' time an engine's first job may be off."""
+JOBS_PER_DELTA = 4
+"""Of how many jobs each delta pays for a new estimate."""
+
+Changed = Callable[[bytes, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that waits: at `position` among its engine's, or with a start that is expected at `start_s`.
+
+    `uid` is the session's; None for one that is not there: it keeps its place and orders nothing.
+    `priority` is 0 to 100, more is sooner. Times are on the caller's clock.
+    """
+
+    job_id: str
+    uid: bytes | None
+    position: float = 0.0
+    start_s: float | None = None
+    priority: int = 0
+    deadline_s: float = inf
+
+
+@dataclass(slots=True)
+class _Queue:
+    """One engine's jobs. `starts` are those of `ranks`."""
+
+    rate: StartRate
+    jobs: dict[str, Job] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    starts: dict[Place, float] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
+    delta_count: int = 0
+
+
+class Schedule:
+    """The merged queue. `changed` hears a session's order, its expected start, whenever it is another one; None: no job waits."""
+
+    def __init__(self, changed: Changed) -> None:
+        self._changed = changed
+        self._queues: dict[str, _Queue] = {}
+        self._orders: dict[bytes, Keyed] = {}
+        self._last_number = 0
+
+    def order(self, uid: bytes) -> float | None:
+        """When the session's first job starts; None when none waits."""
+        keyed = self._orders.get(uid)
+        first = None if keyed is None else keyed.first()
+        key = keyed.key(first) if keyed is not None and first is not None else None
+        return None if key is None else key[0]
+
+    def job(self, engine: str, job_id: str) -> Job | None:
+        """A job that waits; None when it does not."""
+        queue = self._queues.get(engine)
+        return queue.jobs.get(job_id) if queue else None
+
+    def job_count(self, engine: str) -> int:
+        """How many jobs of the engine wait."""
+        queue = self._queues.get(engine)
+        return len(queue.jobs) if queue else 0
+
+    def starts_per_s(self, engine: str) -> float | None:
+        """How fast the engine was seen to start jobs; None for one that is not known."""
+        queue = self._queues.get(engine)
+        return queue.rate.per_s if queue else None
+
+    def put(self, engine: str, job: Job, now_s: float) -> None:
+        """A job waits, wherever it waited before."""
+        queue = self._queue(engine, now_s)
+        queue.rate.passed(now_s, is_waiting=bool(queue.jobs))
+        before = self._take(queue, job.job_id)
+        if before is not None and before.uid != job.uid:
+            self._set(before.uid, engine, before.job_id, None)
+        queue.jobs[job.job_id] = job
+        self._set(job.uid, engine, job.job_id, self._order(queue, job, now_s))
+        self._refit(engine, queue, now_s)
+
+    def gone(self, engine: str, job_id: str, now_s: float, *, is_started: bool) -> Job | None:
+        """A job waits no longer; returns it, None if it is not known. One that `is_started` teaches the engine's rate."""
+        queue = self._queues.get(engine)
+        if queue is None or job_id not in queue.jobs:
+            return None
+        queue.rate.passed(now_s, is_waiting=True, started=int(is_started))
+        job = self._take(queue, job_id)
+        if job is not None:
+            self._set(job.uid, engine, job_id, None)
+        self._refit(engine, queue, now_s)
+        return job
+
+    def drop(self, engine: str) -> None:
+        """Forget an engine and its jobs."""
+        queue = self._queues.pop(engine, None)
+        for job in queue.jobs.values() if queue else ():
+            self._set(job.uid, engine, job.job_id, None)
+
+    def forget(self, uid: bytes) -> None:
+        """The session is gone for good: its jobs keep their places and order nothing. Tells nobody."""
+        self._orders.pop(uid, None)
+
+    def _queue(self, engine: str, now_s: float) -> _Queue:
+        if engine not in self._queues:
+            self._queues[engine] = _Queue(StartRate(now_s))
+        return self._queues[engine]
+
+    def _take(self, queue: _Queue, job_id: str) -> Job | None:
+        place = queue.places.pop(job_id, None)
+        if place is not None:
+            queue.ranks.discard(place)
+            del queue.starts[place]
+        return queue.jobs.pop(job_id, None)
+
+    def _order(self, queue: _Queue, job: Job, now_s: float) -> float:
+        if job.start_s is not None:
+            return _untied(job.start_s, job.priority, job.deadline_s)
+        self._last_number += 1
+        place = (job.position, -job.priority, job.deadline_s, self._last_number)
+        rank, before, after = queue.ranks.find(place)
+        start_s = between(
+            now_s + rank / queue.rate.per_s,
+            -inf if before is None else queue.starts[before],
+            inf if after is None else queue.starts[after],
+            1 / queue.rate.per_s,
+        )
+        queue.ranks.add(place)
+        queue.places[job.job_id], queue.starts[place] = place, start_s
+        return start_s
+
+    def _set(self, uid: bytes | None, engine: str, job_id: str, order: float | None) -> None:
+        if uid is None or (order is None and uid not in self._orders):
+            return
+        before, keyed = self.order(uid), self._orders.setdefault(uid, Keyed())
+        name = f"{engine}\0{job_id}".encode()
+        if order is None:
+            keyed.discard(name)
+        else:
+            keyed.put(name, (order,))
+        if not len(keyed):
+            del self._orders[uid]
+        after = self.order(uid)
+        if after != before:
+            self._changed(uid, after)
+
+    def _refit(self, engine: str, queue: _Queue, now_s: float) -> None:
+        """Estimate anew, when the first one's start is far from now and the pass is paid for."""
+        queue.delta_count += 1
+        if queue.delta_count * JOBS_PER_DELTA < len(queue.jobs):
+            return
+        first = queue.ranks.find((-inf,)).after
+        if first is None or abs(queue.starts[first] - now_s) * queue.rate.per_s <= SLIP_JOBS:
+            return
+        queue.delta_count = 0
+        jobs = {place: queue.jobs[job_id] for job_id, place in queue.places.items()}
+        for rank, place in enumerate(sorted(jobs)):
+            queue.starts[place] = now_s + rank / queue.rate.per_s
+            job = jobs[place]
+            # A session that was forgotten is not to be ordered again.
+            if job.uid in self._orders:
+                self._set(job.uid, engine, job.job_id, queue.starts[place])
+
+
+def between(start_s: float, low_s: float, high_s: float, step_s: float) -> float:
+    """`start_s` where it lies between its neighbours' starts, else about a step from the one it would pass."""
+    if start_s <= low_s:
+        return low_s + min(step_s, (high_s - low_s) / 2)
+    if start_s >= high_s:
+        return high_s - min(step_s, (high_s - low_s) / 2)
+    return start_s
+
+
+def _untied(start_s: float, priority: int, deadline_s: float) -> float:
+    """An order by start, of starts within one span by priority, of equal ones by deadline."""
+    slack_s = max(deadline_s - start_s, 0.0)
+    late = 1.0 if slack_s == inf else slack_s / (1 + slack_s)
+    level = PRIORITY_LIMIT - priority + late
+    return start_s // TIE_S * TIE_S + TIE_S * level / (PRIORITY_LIMIT + 2)
