@@ -153,6 +153,12 @@ class Settings(BaseSettings):
     """How long a reader may take nothing of a stream before it is cut off."""
     max_local_clients: int = Field(default=256, ge=1)
     """Clients that map the arena at a time; more are refused with a retry delay."""
+    max_engines: int = Field(default=64, ge=1, le=4096)
+    """Engines that publish their waiting queue at a time, those that lost their stream included; more are refused."""
+    max_engine_jobs: int = Field(default=4096, ge=1, le=1 << 16)
+    """Waiting jobs that one engine may publish; what goes beyond is refused."""
+    engine_grace_s: float = Field(default=10, ge=0, le=3600)
+    """How long an engine's jobs stay when its stream breaks: the most that it is granted, and the default."""
     keepalive_s: float = Field(default=20, ge=1, le=3600)
     """Silence after which a client is pinged; one that does not answer for half as long again is given up."""
     max_bulk_connections: int = Field(default=64, ge=1, le=1024)

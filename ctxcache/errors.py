@@ -151,6 +151,13 @@ class WriteInProgress(CacheError):
     template = "{session} has an open reservation"
 
 
+class EngineTakenOver(CacheError):
+    """Another stream publishes this engine's queue now; this one has it no longer."""
+
+    reason = "ENGINE_TAKEN_OVER"
+    template = "engine {engine} said hello on another stream"
+
+
 class IncompleteAppend(CacheError):
     """A commit came before every stream of the layout had its rows."""
 

@@ -22,7 +22,7 @@ from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.expiry import Expiration
-from ctxcache.core.limits import Limits
+from ctxcache.core.limits import Limits, QueueLimits
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
@@ -41,6 +41,7 @@ from ctxcache.service.arena import ArenaService
 from ctxcache.service.bulk import BulkChannel, BulkService
 from ctxcache.service.control import ControlSocket
 from ctxcache.service.edge import Admission, Admissions, Edge
+from ctxcache.service.hints import HintService
 from ctxcache.service.models import ModelService
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
@@ -57,6 +58,8 @@ from ctxcache.v1 import (
     arena_pb2_grpc,
     bulk_pb2,
     bulk_pb2_grpc,
+    hints_pb2,
+    hints_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
     session_pb2,
@@ -80,6 +83,7 @@ SERVICES = (
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
     arena_pb2.DESCRIPTOR.services_by_name["ArenaService"].full_name,
     bulk_pb2.DESCRIPTOR.services_by_name["BulkService"].full_name,
+    hints_pb2.DESCRIPTOR.services_by_name["HintService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
 
@@ -97,6 +101,8 @@ class Server:
             Admission("concurrent rpcs", settings.max_concurrent_rpcs),
             Admission("concurrent streams", settings.max_concurrent_streams, turns=Turns()),
             Admission("local clients", settings.max_local_clients),
+            # An engine that reconnects may have a dead stream yet.
+            Admission("engines' streams", 2 * settings.max_engines),
         )
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         self._bulk = BulkChannel(
@@ -155,6 +161,7 @@ class Server:
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
                 crash_count=storage.directory.crash_count, limits=_limits(settings), watermarks=_watermarks(settings),
                 shares=Shares(settings.tenant_shares),
+                queue_limits=_queue_limits(settings),
             )  # fmt: skip
             await _load(cache)
             on_loaded()
@@ -243,6 +250,8 @@ class Server:
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, self._grpc)
         bulk_service = BulkService(self._bulk, self._cache.state.clock)
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, self._grpc)
+        hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
+        hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._cache, about), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -281,6 +290,13 @@ def _limits(settings: Settings) -> Limits:
         lease_share=settings.lease_share, reservation_share=settings.reservation_share,
         client_share=settings.client_share, retention_share=settings.retention_share,
         pin_share=settings.pin_share, retention_ns=int(settings.max_retention_s * 10**9), room_wait_ns=int(settings.room_wait_s * 10**9),
+    )  # fmt: skip
+
+
+def _queue_limits(settings: Settings) -> QueueLimits:
+    return QueueLimits(
+        engine_count=settings.max_engines, job_count=settings.max_engine_jobs,
+        grace_ns=int(settings.engine_grace_s * 10**9),
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.GenerationMismatch: grpc.StatusCode.ABORTED,
     errors.WriteInProgress: grpc.StatusCode.ABORTED,
     errors.WriteOffsetMismatch: grpc.StatusCode.ABORTED,
+    errors.EngineTakenOver: grpc.StatusCode.ABORTED,
     errors.ModelFingerprintMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PositionsNotRelocatable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SessionTooFragmented: grpc.StatusCode.FAILED_PRECONDITION,

@@ -107,4 +107,6 @@ class Upkeep:
     async def _deadlines(self) -> None:
         self._cache.writing.expire_due()
         self._cache.reading.expire_due()
+        self._cache.queues.expire_due()
+        self._cache.hints.expire_due()
         self._cache.placement.passed()

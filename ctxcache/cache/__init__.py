@@ -7,10 +7,12 @@ here knows gRPC. A request is served by one of the parts of `Cache`.
 import asyncio
 from collections.abc import Sequence
 
+from ctxcache.cache.hints import Hints
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
 from ctxcache.cache.pins import Pins
 from ctxcache.cache.prefetching import Prefetching
+from ctxcache.cache.queues import Queues
 from ctxcache.cache.reading import Reading
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.scrubbing import Scrubbing
@@ -23,7 +25,7 @@ from ctxcache.clock import Clock
 from ctxcache.core.budget import Budget
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_QUEUE_LIMITS, Limits, QueueLimits
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
@@ -47,6 +49,7 @@ class Cache:
         policy: Ranked, default_expiration: Expiration, crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
+        queue_limits: QueueLimits = DEFAULT_QUEUE_LIMITS,
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
         # The arena's first page says which arena it is.
@@ -61,6 +64,8 @@ class Cache:
         self.models = Models(self.state, metadata)
         self.sessions = Sessions(self.state, self.residency, metadata, default_expiration)
         self.prefetching = Prefetching(self.state, self.residency, self.sessions)
+        self.queues = Queues(self.state, queue_limits)
+        self.hints = Hints(self.state, self.residency, self.prefetching, self.queues)
         written = self._pins("reservations", limits.reservation_share)
         self.writing = Writing(self.state, self.residency, io, written)
         leased = self._pins("leases", limits.lease_share)

@@ -38,7 +38,10 @@ class Watcher(Protocol):
         """Some of it is only on SSD now."""
 
     def evicted(self, uid: bytes) -> None:
-        """It is gone: evicted, expired or deleted. The last that is heard of it."""
+        """It was given up for others. The last that is heard of it."""
+
+    def ended(self, uid: bytes) -> None:
+        """It has expired or was deleted. The last that is heard of it."""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,8 @@ class _Known:
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
     tier: Tier | None = None
+    order: float | None = None
+    """When its next job starts, while one waits."""
 
     @property
     def is_in_use(self) -> bool:
@@ -204,14 +209,16 @@ class Placement:
             self._ghosts.popitem(last=False)
         self.policy.evicted(known.name)
         self.policy.withdrawn(known.name)
-        self._forget(session, known)
+        for watcher in self._forget(session, known):
+            watcher.evicted(session.uid)
 
     def ended(self, session: Session) -> None:
         """The session was deleted or has expired."""
         known = self._known.get(session.uid)
         if known is not None:
             self.policy.ended(known.name)
-            self._forget(session, known)
+            for watcher in self._forget(session, known):
+                watcher.ended(session.uid)
 
     # -- what others say of them -------------------------------------------------------------------
 
@@ -219,7 +226,7 @@ class Placement:
         """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
         known = self._known.get(session.uid)
         if known is not None:
-            known.is_set_aside = False
+            known.is_set_aside, known.order = False, order
             self.policy.hinted(known.name, order)
             self.is_wanted.set()
 
@@ -227,6 +234,7 @@ class Placement:
         """The job waits no longer."""
         known = self._known.get(session.uid)
         if known is not None:
+            known.order = None
             self.policy.withdrawn(known.name)
 
     def expected(self, session: Session, return_s: float | None) -> None:
@@ -313,6 +321,9 @@ class Placement:
         known.has_rested, known.is_set_aside = True, False
         self.retention.rested(session)
         self.policy.idle(known.name, _facts(session, known.turn_count, appended), self._now_s())
+        if known.order is not None:
+            # Not the job that waits has used it, but the turn before, or another engine's.
+            self.policy.hinted(known.name, known.order)
         self.settled(session)
         self._fallen(session)
         # What has just become idle may leave for others, and may be wanted itself.
@@ -352,7 +363,8 @@ class Placement:
         if session is not None:
             self._fallen(session)
 
-    def _forget(self, session: Session, known: _Known) -> None:
+    def _forget(self, session: Session, known: _Known) -> Iterable[Watcher]:
+        """Forget a session; returns who is to hear of it for the last time."""
         del self._known[session.uid]
         self.retention.release(session.uid)
         if self._uids.get(known.name) == session.uid:
@@ -362,8 +374,7 @@ class Placement:
             self._kin_in_dram[kin.uid].discard(session.uid)
             if not self._kin_in_dram[kin.uid]:
                 del self._kin_in_dram[kin.uid]
-        for watcher in self._watchers.pop(session.uid, ()):
-            watcher.evicted(session.uid)
+        return self._watchers.pop(session.uid, ())
 
 
 def _facts(session: Session, turn_count: int, appended_tokens: int) -> Facts:

@@ -9,7 +9,7 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from ctxcache.cache.departures import Departures
@@ -24,6 +24,7 @@ from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.residence import Residence
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
+from ctxcache.core.throughput import Throughput
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded, SessionNotFound
 from ctxcache.format.slot import Slot
@@ -34,6 +35,7 @@ WINDOW_BYTES = 32 << 20
 moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
 DROPS_PER_SLICE = 256
 """Segments dropped before others get their turn of the event loop."""
+SECOND_NS = 10**9
 FLUSHES_WAITED_FOR = 64
 """Flushes that one request for room waits for: others may take what they free."""
 
@@ -66,6 +68,8 @@ class Residency:
         self._victims = Victims(state, io, self.quotas)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self._promotions: dict[int, asyncio.Task[None]] = {}
+        self.promotions = Throughput()
+        """How fast segments come from SSD."""
         self._awaited_count = 0
         """Promotions of several segments that callers wait for."""
         self._is_none_awaited = asyncio.Event()
@@ -333,7 +337,8 @@ class Residency:
             # Two readers may have found it missing, one after the other.
             if not segment.dram:
                 slot = slot or await self.place(segment.layout.size_bytes, segment.tenant)
-                segment.checksums = await self._io.read(segment, slot)
+                with self._measured(segment.layout.size_bytes):
+                    segment.checksums = await self._io.read(segment, slot)
                 segment.dram, slot = slot, None
                 self._state.counters.promoted_segment_count += 1
         finally:
@@ -344,6 +349,16 @@ class Residency:
             if is_ahead:
                 self._state.placement.promoted(segment, is_there=segment.dram is not None)
             self.release(segment)
+
+    @contextmanager
+    def _measured(self, size_bytes: int) -> Iterator[None]:
+        self.promotions.begun(self._state.clock.monotonic_ns() / SECOND_NS)
+        arrived_bytes = 0
+        try:
+            yield
+            arrived_bytes = size_bytes
+        finally:
+            self.promotions.ended(self._state.clock.monotonic_ns() / SECOND_NS, arrived_bytes)
 
     async def demote(self, session: Session) -> None:
         """Flush a session and drop its segments from DRAM, held ones excepted."""

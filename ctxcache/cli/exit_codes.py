@@ -44,6 +44,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.PositionsNotRelocatable: ExitCode.CONFLICT,
     errors.SessionTooFragmented: ExitCode.CONFLICT,
     errors.IncompleteAppend: ExitCode.CONFLICT,
+    errors.EngineTakenOver: ExitCode.CONFLICT,
     errors.InvalidArgument: ExitCode.INVALID_ARGUMENT,
     errors.ChecksumMismatch: ExitCode.INVALID_ARGUMENT,
     errors.TokenRangeOutOfBounds: ExitCode.INVALID_ARGUMENT,

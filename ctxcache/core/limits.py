@@ -30,4 +30,14 @@ class Limits:
     room_wait_ns: int = SECOND_NS // 4
 
 
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Engines that publish their queue, jobs of each, and how long those stay when its stream breaks."""
+
+    engine_count: int = 64
+    job_count: int = 4096
+    grace_ns: int = 10 * SECOND_NS
+
+
 DEFAULT_LIMITS = Limits()
+DEFAULT_QUEUE_LIMITS = QueueLimits()

@@ -31,6 +31,7 @@ _MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
+SCHEDULES = ("/ctxcache.v1.HintService/Schedule",)
 STREAMS = ("/ctxcache.v1.SessionService/AppendSession", "/ctxcache.v1.SessionService/ReadSession")
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 WATCH_GRACE_S = 0.2
@@ -113,21 +114,24 @@ WHEN_DRAINING = Refusal(Draining())
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """The sorts of rpcs: small calls, streams that move rows, streams that local clients keep open."""
+    """The sorts of rpcs: small calls, streams that move rows, those that local clients and engines keep open."""
 
     calls: Admission
     streams: Admission
     local_clients: Admission
+    engines: Admission
 
     def of(self, method: str) -> Admission:
         """Where an rpc is counted."""
         if method in STREAMS:
             return self.streams
+        if method in SCHEDULES:
+            return self.engines
         return self.local_clients if method in KEPT_OPEN else self.calls
 
     def drain(self) -> None:
         """Take no more of any sort."""
-        for admission in (self.calls, self.streams, self.local_clients):
+        for admission in (self.calls, self.streams, self.local_clients, self.engines):
             admission.drain()
 
 

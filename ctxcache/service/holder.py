@@ -59,7 +59,7 @@ class Holder:
                 await self._do(operation, result, part)
             except CacheError as error:
                 result.Clear()
-                _fill_error(result.error, error)
+                fill_error(result.error, error)
             if len(request.operations) > 1:
                 size_bytes += result.ByteSize()
         return response
@@ -195,7 +195,7 @@ class Holder:
             if outcome.error is not None:
                 if part.is_over:
                     await part.rest()
-                _fill_error(message.failures.add(index=index).error, outcome.error)
+                fill_error(message.failures.add(index=index).error, outcome.error)
 
     def _commit_one(self, reservation_id: int, token_count: int, *, keep_open: bool) -> "_Outcome":
         try:
@@ -251,6 +251,7 @@ def _check_answer(size_bytes: int) -> None:
         )  # fmt: skip
 
 
-def _fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:
+def fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:
+    """Put an error into the message that carries one operation's."""
     message.code, message.reason, message.message = code_of(error).value[0], error.reason, message_of(error)
     message.metadata.update(wire_facts(error))

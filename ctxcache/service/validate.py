@@ -36,6 +36,13 @@ def session_id(name: str, field: str = "name") -> str:
     return _id(name, "sessions/", _SESSION_ID, field)
 
 
+def engine(value: str, field: str) -> str:
+    """An engine's name."""
+    if not _SESSION_ID.fullmatch(value):
+        raise InvalidArgument(field=field, problem=f"does not match {_SESSION_ID.pattern}")
+    return value
+
+
 def new_session_id(value: str) -> str:
     """An id for a new session, or empty."""
     if value and not _SESSION_ID.fullmatch(value):

@@ -15,7 +15,7 @@ from ctxcache.core.placement.start_rate import DEFAULT_PER_S, StartRate
 ENGINES = ("a", "b", "c")
 DELTAS = st.lists(
     st.tuples(
-        st.sampled_from(("put", "put", "put", "put at", "started", "cancelled", "drop", "forget")),
+        st.sampled_from(("put", "put", "put", "put at", "started", "cancelled", "drop")),
         st.sampled_from(ENGINES),
         st.integers(0, 9),
         st.one_of(st.none(), st.integers(0, 4)),
@@ -33,14 +33,12 @@ class _Naive:
         self.jobs: dict[str, dict[str, tuple[Job, int, float]]] = {}
         self.rates: dict[str, StartRate] = {}
         self.deltas: dict[str, int] = {}
-        self.forgotten: set[tuple[str, str]] = set()
         self.number = 0
 
     def put(self, engine: str, job: Job, now_s: float) -> None:
         jobs, rate = self.jobs.setdefault(engine, {}), self.rates.setdefault(engine, StartRate(now_s))
         rate.passed(now_s, is_waiting=bool(jobs))
         jobs.pop(job.job_id, None)
-        self.forgotten.discard((engine, job.job_id))
         self.number += 1
         start_s = self._start(engine, job, now_s) if job.start_s is None else job.start_s
         jobs[job.job_id] = job, self.number, start_s
@@ -57,9 +55,6 @@ class _Naive:
         for facts in (self.jobs, self.rates, self.deltas):
             facts.pop(engine, None)
 
-    def forget(self, uid: bytes) -> None:
-        self.forgotten |= {(e, i) for e, jobs in self.jobs.items() for i in jobs if jobs[i][0].uid == uid}
-
     def line(self, engine: str) -> list[tuple[Job, int, float]]:
         placed = (entry for entry in self.jobs.get(engine, {}).values() if entry[0].start_s is None)
         return sorted(placed, key=lambda e: (e[0].position, -e[0].priority, e[0].deadline_s, e[1]))
@@ -67,9 +62,9 @@ class _Naive:
     def starts(self, uid: bytes) -> list[tuple[Job, float]]:
         return [
             (job, start_s)
-            for engine, jobs in self.jobs.items()
+            for jobs in self.jobs.values()
             for job, _, start_s in jobs.values()
-            if job.uid == uid and (engine, job.job_id) not in self.forgotten
+            if job.uid == uid
         ]
 
     def _start(self, engine: str, job: Job, now_s: float) -> float:
@@ -114,10 +109,6 @@ def test_the_merged_order_is_that_of_a_model_that_looks_at_everything(deltas: li
         elif kind == "drop":
             merged.drop(engine)
             naive.drop(engine)
-        elif kind == "forget" and uid is not None:
-            merged.forget(uid)
-            naive.forget(uid)
-            heard.pop(uid, None)
         else:
             merged.gone(engine, job.job_id, now_s, is_started=kind == "started")
             naive.gone(engine, job.job_id, now_s, is_started=kind == "started")

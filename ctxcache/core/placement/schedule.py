@@ -76,6 +76,11 @@ class Schedule:
         queue = self._queues.get(engine)
         return queue.jobs.get(job_id) if queue else None
 
+    def job_ids(self, engine: str) -> list[str]:
+        """The engine's jobs that wait, in no order."""
+        queue = self._queues.get(engine)
+        return list(queue.jobs) if queue else []
+
     def job_count(self, engine: str) -> int:
         """How many jobs of the engine wait."""
         queue = self._queues.get(engine)
@@ -115,10 +120,6 @@ class Schedule:
         for job in queue.jobs.values() if queue else ():
             self._set(job.uid, engine, job.job_id, None)
 
-    def forget(self, uid: bytes) -> None:
-        """The session is gone for good: its jobs keep their places and order nothing. Tells nobody."""
-        self._orders.pop(uid, None)
-
     def _queue(self, engine: str, now_s: float) -> _Queue:
         if engine not in self._queues:
             self._queues[engine] = _Queue(StartRate(now_s))
@@ -148,7 +149,7 @@ class Schedule:
         return start_s
 
     def _set(self, uid: bytes | None, engine: str, job_id: str, order: float | None) -> None:
-        if uid is None or (order is None and uid not in self._orders):
+        if uid is None:
             return
         before, keyed = self.order(uid), self._orders.setdefault(uid, Keyed())
         name = f"{engine}\0{job_id}".encode()
@@ -175,9 +176,7 @@ class Schedule:
         for rank, place in enumerate(sorted(jobs)):
             queue.starts[place] = now_s + rank / queue.rate.per_s
             job = jobs[place]
-            # A session that was forgotten is not to be ordered again.
-            if job.uid in self._orders:
-                self._set(job.uid, engine, job.job_id, queue.starts[place])
+            self._set(job.uid, engine, job.job_id, queue.starts[place])
 
 
 def between(start_s: float, low_s: float, high_s: float, step_s: float) -> float:

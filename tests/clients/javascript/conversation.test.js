@@ -15,7 +15,13 @@ const HIDDEN = { layer: 0, kind: 'STATE_KIND_HIDDEN' };
 const KV = { layer: 1, kind: 'STATE_KIND_KV' };
 const ROW_BYTES = { [streamKey(TOKENS)]: 4, [streamKey(HIDDEN)]: 96, [streamKey(KV)]: 64 };
 const LAYOUT = [TOKENS, HIDDEN, KV];
-const SERVICES = ['', 'ctxcache.v1.SessionService', 'ctxcache.v1.ModelService', 'ctxcache.v1.AdminService'];
+const SERVICES = [
+  '',
+  'ctxcache.v1.SessionService',
+  'ctxcache.v1.ModelService',
+  'ctxcache.v1.HintService',
+  'ctxcache.v1.AdminService',
+];
 
 const client = connect(process.env.CTXCACHE_TARGET ?? '127.0.0.1:7420');
 const model = {

@@ -1,0 +1,81 @@
+"""Deferred: promotions that somebody asked for and for which there was no room; done when there is, or given up.
+
+Each stands in the merged queue as if a job of the session were about to start. Nothing here waits.
+"""
+
+from heapq import heappop, heappush
+
+from ctxcache.cache.queues import Queue, Queues
+from ctxcache.core.placement.schedule import Job
+from ctxcache.core.session import Session
+
+NOBODY = ""
+"""Stands for whoever gives hints without a queue: no engine has that name."""
+
+
+class _Waiting(Queue):
+    """What was deferred of one tenant's sessions."""
+
+    def __init__(self, tenant: str, deferred: "Deferred") -> None:
+        super().__init__(tenant, NOBODY)
+        self._deferred = deferred
+
+    def promoted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._deferred.discard(uid)
+
+    def demoted(self, uid: bytes) -> None:
+        """See Watcher."""
+
+    def evicted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._deferred.discard(uid)
+
+    def ended(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._deferred.discard(uid)
+
+    def ask(self, uid: bytes) -> None:
+        """Nobody is told anything."""
+
+
+class Deferred:
+    """Promotions that wait for room, until a time of their own. Owned by the event loop."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self._waiting: dict[str, _Waiting] = {}
+        self._until_ns: dict[bytes, tuple[int, _Waiting]] = {}
+        self._due: list[tuple[int, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._until_ns)
+
+    def put(self, session: Session, now_ns: int, until_ns: int, priority: int) -> None:
+        """Let the session come when there is room. Raises TooManyRequests where as many wait as may."""
+        waiting = self._waiting.get(session.tenant) or _Waiting(session.tenant, self)
+        job_id = session.uid.hex()
+        self._queues.check_room(waiting, (job_id,), ())
+        self._waiting[session.tenant] = waiting
+        self._until_ns[session.uid] = until_ns, waiting
+        heappush(self._due, (until_ns, session.uid))
+        job = Job(job_id, None, start_s=now_ns / 10**9, priority=priority)
+        self._queues.put(waiting, session.session_id, job)
+
+    def discard(self, uid: bytes) -> None:
+        """The session need not come any more, or is gone."""
+        _, waiting = self._until_ns.pop(uid, (0, None))
+        if waiting is not None:
+            self._queues.gone(waiting, uid.hex(), is_started=False)
+            if not self._queues.job_count(waiting):
+                self._queues.drop(waiting)
+                del self._waiting[waiting.tenant]
+        if not self._until_ns:
+            self._due.clear()
+
+    def expire_due(self, now_ns: int) -> None:
+        """Give up those whose time is over."""
+        while self._due and self._due[0][0] <= now_ns:
+            until_ns, uid = heappop(self._due)
+            if self._until_ns.get(uid, (None,))[0] == until_ns:
+                self.discard(uid)

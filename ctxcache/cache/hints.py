@@ -1,0 +1,196 @@
+"""Hints: what a client says of a session's future, carried out as far as room and budgets allow.
+
+None changes what a session is. Nothing here fails: what cannot be done is answered with a reason. Worst
+case: a hint waits for a flush, or for the promotion that it asked for.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from ctxcache.cache.deferred import Deferred
+from ctxcache.cache.prefetching import Prefetching
+from ctxcache.cache.queues import Queues
+from ctxcache.cache.readiness import missing_bytes
+from ctxcache.cache.residency import Residency
+from ctxcache.cache.state import State
+from ctxcache.core import ranges
+from ctxcache.core.session import Session
+from ctxcache.errors import CacheError, SessionNotFound, TooManyRequests, WriteInProgress
+
+SECOND_NS = 10**9
+BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
+NO_ROOM = "NO_ROOM"
+IN_USE = "IN_USE"
+RANGE_NOT_SUPPORTED = "RANGE_NOT_SUPPORTED"
+NOT_SUPPORTED = "NOT_SUPPORTED"
+
+
+class Action(enum.Enum):
+    """What a hint asks for."""
+
+    SHARE = "share"
+    PREFETCH = "prefetch"
+    DEMOTE = "demote"
+    PIN = "pin"
+    RETAIN = "retain"
+    EXPECT = "expect"
+    RELEASE = "release"
+
+
+class Outcome(enum.Enum):
+    """What came of a hint."""
+
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"
+    DEFERRED = "deferred"
+    REJECTED = "rejected"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One hint, validated. `end` of the token range that begins at 0, None for all; times are spans."""
+
+    tenant: str
+    session_id: str
+    action: Action
+    begin: int = 0
+    end: int | None = None
+    ttl_ns: int = 0
+    priority: int = 0
+    budget_bytes: int | None = None
+    return_in_ns: int | None = None
+    """Of an expectation; None: it does not return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a hint. `until_ns`, monotonic: when what was granted ends; None for what does not last."""
+
+    outcome: Outcome
+    reason: str = ""
+    granted_bytes: int = 0
+    until_ns: int | None = None
+
+
+class Hints:
+    """Carries out hints. Owned by the event loop."""
+
+    def __init__(self, state: State, residency: Residency, prefetching: Prefetching, queues: Queues) -> None:
+        self._state = state
+        self._residency = residency
+        self._prefetching = prefetching
+        self.deferred = Deferred(queues)
+
+    def expire_due(self) -> None:
+        """Give up what was deferred for long enough."""
+        self.deferred.expire_due(self._state.clock.monotonic_ns())
+
+    async def carry_out(self, hint: Hint) -> Answer:
+        """Do what one hint asks for, as far as it goes."""
+        try:
+            session = self._state.session(hint.tenant, hint.session_id)
+            session.check_range(hint.begin, session.token_count if hint.end is None else hint.end)
+            return await self._do(hint, session)
+        except SessionNotFound as error:
+            return Answer(Outcome.MISSING, error.reason)
+        except CacheError as error:
+            return Answer(Outcome.REJECTED, error.reason)
+
+    async def _do(self, hint: Hint, session: Session) -> Answer:
+        is_whole = hint.begin == 0 and hint.end in (None, session.token_count)
+        is_prefix = hint.begin == 0 and hint.action in (Action.SHARE, Action.PREFETCH)
+        if not is_whole and not is_prefix:
+            return Answer(Outcome.REJECTED, RANGE_NOT_SUPPORTED)
+        match hint.action:
+            case Action.SHARE:
+                return await self._share(hint, session)
+            case Action.PREFETCH:
+                return await self._prefetch(hint, session)
+            case Action.DEMOTE:
+                return await self._demote(session)
+        return self._note(hint, session)
+
+    def _note(self, hint: Hint, session: Session) -> Answer:
+        """What moves nothing now."""
+        match hint.action:
+            case Action.EXPECT:
+                self._expect(hint, session)
+            case Action.RELEASE:
+                self._release(session)
+            case _:
+                return Answer(Outcome.REJECTED, NOT_SUPPORTED)
+        return Answer(Outcome.ACCEPTED)
+
+    async def _share(self, hint: Hint, session: Session) -> Answer:
+        while True:
+            if session.is_writing:
+                raise WriteInProgress(session=session.name)
+            if session.durable_end >= session.log_end:
+                break
+            await self._residency.flush(session)
+            session = self._state.session(hint.tenant, hint.session_id)
+        end = session.token_count if hint.end is None else hint.end
+        session.check_range(0, end)
+        shared = session.segments_of(ranges.select(session.live, 0, end))
+        for segment in shared:
+            # As a fork would: what is appended from here on is nobody else's.
+            segment.is_open = False
+        return Answer(Outcome.ACCEPTED, granted_bytes=len(shared) * session.layout.size_bytes)
+
+    async def _prefetch(self, hint: Hint, session: Session) -> Answer:
+        wanted_bytes = _missing_bytes(session, hint.end)
+        if not wanted_bytes:
+            return Answer(Outcome.ACCEPTED)
+        budget_bytes = wanted_bytes if hint.budget_bytes is None else min(hint.budget_bytes, wanted_bytes)
+        came_bytes = await self._prefetching.promote_ahead(session, budget_bytes)
+        if came_bytes >= wanted_bytes:
+            return Answer(Outcome.ACCEPTED, granted_bytes=came_bytes)
+        if budget_bytes < wanted_bytes and came_bytes > budget_bytes - session.layout.size_bytes:
+            outcome = Outcome.CLIPPED if came_bytes else Outcome.REJECTED
+            return Answer(outcome, BUDGET_EXHAUSTED, came_bytes)
+        return self._defer(hint, session, came_bytes)
+
+    def _defer(self, hint: Hint, session: Session, came_bytes: int) -> Answer:
+        """There was no room for all of it, or somebody uses it."""
+        is_idle = self._state.placement.is_idle(session)
+        reason = NO_ROOM if is_idle else IN_USE
+        now_ns = self._state.clock.monotonic_ns()
+        # What waits comes as a whole, and whoever uses a session brings it himself.
+        if is_idle and not session.is_gone and hint.budget_bytes is None and hint.end is None:
+            try:
+                self.deferred.put(session, now_ns, now_ns + hint.ttl_ns, hint.priority)
+            except TooManyRequests as error:
+                reason = error.reason
+            else:
+                return Answer(Outcome.DEFERRED, reason, came_bytes, now_ns + hint.ttl_ns)
+        return Answer(Outcome.CLIPPED if came_bytes else Outcome.REJECTED, reason, came_bytes)
+
+    async def _demote(self, session: Session) -> Answer:
+        self.deferred.discard(session.uid)
+        before_bytes = session.amounts().dram_bytes
+        await self._residency.demote(session)
+        left_bytes = session.amounts().dram_bytes
+        given_bytes = max(before_bytes - left_bytes, 0)
+        if not left_bytes:
+            return Answer(Outcome.ACCEPTED, granted_bytes=given_bytes)
+        return Answer(Outcome.CLIPPED if given_bytes else Outcome.REJECTED, IN_USE, given_bytes)
+
+    def _expect(self, hint: Hint, session: Session) -> None:
+        if hint.return_in_ns is None:
+            self._release(session)
+            self._state.placement.expected(session, None)
+            return
+        return_ns = self._state.clock.monotonic_ns() + hint.return_in_ns
+        self._state.placement.expected(session, return_ns / SECOND_NS)
+
+    def _release(self, session: Session) -> None:
+        self.deferred.discard(session.uid)
+
+
+def _missing_bytes(session: Session, end: int | None) -> int:
+    """Bytes of slots on SSD alone that hold tokens before `end`."""
+    if end is None:
+        return missing_bytes(session)
+    held = session.segments_of(ranges.select(session.live, 0, end))
+    return sum(segment.layout.size_bytes for segment in held if not segment.dram)

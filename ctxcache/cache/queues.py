@@ -1,0 +1,239 @@
+"""Queues: what engines' schedulers say of their waiting jobs, and what they are to hear of the sessions in them.
+
+A queue outlives its stream for a while, so that an engine that reconnects finds it as it was. Nothing here
+waits. Memory is bounded by jobs: what happens to a session is kept once per queue until it is told.
+"""
+
+import asyncio
+import enum
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from ctxcache.cache.state import State
+from ctxcache.core.limits import QueueLimits
+from ctxcache.core.placement.schedule import Job, Schedule
+from ctxcache.core.session import Session
+from ctxcache.errors import CacheError, EngineTakenOver, TooManyRequests
+
+SECOND_NS = 10**9
+
+
+class Change(enum.Flag):
+    """What happened to a session."""
+
+    PROMOTED = enum.auto()
+    DEMOTED = enum.auto()
+    EVICTED = enum.auto()
+    EXPIRED = enum.auto()
+
+
+NOTHING = Change(0)
+
+
+class Queue:
+    """One engine's queue. Its methods are for those whom it hears; `Queues` has the others."""
+
+    def __init__(self, tenant: str, engine: str) -> None:
+        self.tenant = tenant
+        self.engine = engine
+        self.key = f"{tenant}\0{engine}"
+        self.fingerprint = b""
+        self.grace_ns = 0
+        self.taken_over = asyncio.Event()
+        """Set when the stream that has it is not to have it any more."""
+        self.lost_until_ns: int | None = None
+        """When it is withdrawn; None while a stream has it."""
+        self.has_news = asyncio.Event()
+        self.names: dict[bytes, str] = {}
+        """Of sessions that jobs name, gone ones too."""
+        self.job_counts: Counter[bytes] = Counter()
+        self._news: dict[bytes, Change] = {}
+
+    def promoted(self, uid: bytes) -> None:
+        """See Watcher."""
+        # What is in DRAM now may have left it before.
+        self._tell(uid, Change.PROMOTED, instead_of=Change.DEMOTED)
+
+    def demoted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._tell(uid, Change.DEMOTED, instead_of=Change.PROMOTED)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._tell(uid, Change.EVICTED)
+
+    def ended(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._tell(uid, Change.EXPIRED)
+
+    def ask(self, uid: bytes) -> None:
+        """How the session stands is to be told."""
+        self._tell(uid, NOTHING)
+
+    def forget(self, uid: bytes) -> None:
+        """No job names the session any more."""
+        del self.names[uid]
+        self._news.pop(uid, None)
+
+    def take_news(self) -> tuple[bytes, str, Change] | None:
+        """Whom something happened to longest ago, with its name; None when nothing is left to tell."""
+        uid = next(iter(self._news), None)
+        if uid is None:
+            self.has_news.clear()
+            return None
+        return uid, self.names[uid], self._news.pop(uid)
+
+    def _tell(self, uid: bytes, change: Change, *, instead_of: Change = NOTHING) -> None:
+        if uid in self.names:
+            self._news[uid] = self._news.get(uid, NOTHING) & ~instead_of | change
+            self.has_news.set()
+
+
+class Queues:
+    """Every engine's queue. Owned by the event loop."""
+
+    def __init__(self, state: State, limits: QueueLimits) -> None:
+        self.limits = limits
+        self._state = state
+        self._schedule = Schedule(self._reordered)
+        self._queues: dict[str, Queue] = {}
+
+    @property
+    def engine_count(self) -> int:
+        """Engines whose queue is there."""
+        return len(self._queues)
+
+    def job_count(self, queue: Queue) -> int:
+        """Jobs that wait in a queue."""
+        return self._schedule.job_count(queue.key)
+
+    def starts_in_s(self, session: Session) -> float | None:
+        """How long until the first job of the session is expected to start; None when none waits."""
+        order = self._schedule.order(session.uid)
+        return None if order is None else order - self._now_s()
+
+    # -- streams -------------------------------------------------------------------------------------
+
+    def join(self, tenant: str, engine: str, *, grace_ns: int | None, fingerprint: bytes) -> Queue:
+        """Give an engine's queue to a stream, with the jobs that it has. Raises TooManyRequests.
+
+        Another stream that has it, which may be a dead one, is told so and has it no longer.
+        """
+        queue = Queue(tenant, engine)
+        known = self._queues.get(queue.key)
+        if known is None and len(self._queues) >= self.limits.engine_count:
+            raise TooManyRequests(what="engines", limit=self.limits.engine_count)
+        queue = self._queues.setdefault(queue.key, queue)
+        queue.taken_over.set()
+        queue.taken_over = asyncio.Event()
+        queue.lost_until_ns = None
+        queue.fingerprint = fingerprint
+        queue.grace_ns = self.limits.grace_ns if grace_ns is None else min(grace_ns, self.limits.grace_ns)
+        for uid in queue.names:
+            queue.ask(uid)
+        return queue
+
+    def check(self, queue: Queue, stream: asyncio.Event) -> None:
+        """Raise EngineTakenOver unless the queue is still the stream's, which got `stream` as its `taken_over`."""
+        if stream.is_set() or queue.taken_over is not stream:
+            raise EngineTakenOver(engine=queue.engine)
+
+    def lose(self, queue: Queue, stream: asyncio.Event) -> None:
+        """The stream broke: its jobs stay for the grace period. Nothing happens where it was taken over."""
+        if queue.taken_over is stream and self._queues.get(queue.key) is queue:
+            queue.lost_until_ns = self._state.clock.monotonic_ns() + queue.grace_ns
+            self.expire_due()
+
+    def withdraw(self, queue: Queue) -> None:
+        """Forget a queue and its jobs."""
+        if self._queues.get(queue.key) is queue:
+            del self._queues[queue.key]
+            self.drop(queue)
+
+    def drop(self, queue: Queue) -> None:
+        """Forget the jobs of a queue, and what its engine was like."""
+        for uid in queue.names:
+            self._state.placement.unwatch(uid, queue)
+        self._schedule.drop(queue.key)
+
+    def expire_due(self) -> None:
+        """Withdraw the queues of engines that have not come back."""
+        now_ns = self._state.clock.monotonic_ns()
+        for queue in list(self._queues.values()):
+            if queue.lost_until_ns is not None and queue.lost_until_ns <= now_ns:
+                self.withdraw(queue)
+
+    # -- jobs ----------------------------------------------------------------------------------------
+
+    def check_room(self, queue: Queue, put: Collection[str], gone: Collection[str]) -> None:
+        """Raise TooManyRequests where these deltas would leave more jobs than an engine may have."""
+        known = sum(self._is_known(queue, job_id) for job_id in gone)
+        new = sum(job_id in gone or not self._is_known(queue, job_id) for job_id in put)
+        if self.job_count(queue) - known + new > self.limits.job_count:
+            raise TooManyRequests(what="jobs of an engine", limit=self.limits.job_count)
+
+    def put(self, queue: Queue, session_id: str, job: Job) -> str:
+        """A job waits, whose `uid` is filled in here. Returns why its session is not there; empty when it is."""
+        session, reason = self._find(queue, session_id)
+        before = self._schedule.job(queue.key, job.job_id)
+        if session is not None:
+            self._count(queue, session)
+        uid = None if session is None else session.uid
+        self._schedule.put(queue.key, replace(job, uid=uid), self._now_s())
+        if before is not None:
+            self._discount(queue, before.uid)
+        if uid is not None:
+            queue.ask(uid)
+        return reason
+
+    def gone(self, queue: Queue, job_id: str, *, is_started: bool) -> None:
+        """A job waits no longer, if it did."""
+        job = self._schedule.gone(queue.key, job_id, self._now_s(), is_started=is_started)
+        if job is not None:
+            self._discount(queue, job.uid)
+
+    def job_ids(self, queue: Queue) -> Sequence[str]:
+        """Jobs that wait in a queue."""
+        return self._schedule.job_ids(queue.key)
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return self._state.clock.monotonic_ns() / SECOND_NS
+
+    def _is_known(self, queue: Queue, job_id: str) -> bool:
+        return self._schedule.job(queue.key, job_id) is not None
+
+    def _find(self, queue: Queue, session_id: str) -> tuple[Session | None, str]:
+        try:
+            session = self._state.session(queue.tenant, session_id)
+            if queue.fingerprint:
+                session.check_fingerprint(queue.fingerprint)
+        except CacheError as error:
+            return None, error.reason
+        return session, ""
+
+    def _count(self, queue: Queue, session: Session) -> None:
+        queue.job_counts[session.uid] += 1
+        if session.uid not in queue.names:
+            queue.names[session.uid] = session.name
+            self._state.placement.watch(session.uid, queue)
+
+    def _discount(self, queue: Queue, uid: bytes | None) -> None:
+        if uid is None:
+            return
+        queue.job_counts[uid] -= 1
+        if not queue.job_counts[uid]:
+            del queue.job_counts[uid]
+            queue.forget(uid)
+            self._state.placement.unwatch(uid, queue)
+
+    def _reordered(self, uid: bytes, order: float | None) -> None:
+        session = self._state.by_uid.get(uid)
+        if session is None:
+            return
+        if order is None:
+            self._state.placement.withdrawn(session)
+        else:
+            self._state.placement.hinted(session, order)

@@ -1,0 +1,45 @@
+"""HintService: engines' waiting queues, and hints about sessions."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from ctxcache.cache import Cache
+from ctxcache.service import hint_messages
+from ctxcache.service.edge import Admission, Context
+from ctxcache.service.scheduling import Scheduling
+from ctxcache.service.tenant import tenant_of
+from ctxcache.service.turns import Turns
+from ctxcache.v1 import hints_pb2, hints_pb2_grpc
+
+
+class HintService(hints_pb2_grpc.HintServiceServicer):
+    """See proto/ctxcache/v1/hints.proto."""
+
+    def __init__(self, cache: Cache, admission: Admission, turns: Turns) -> None:
+        """`turns`: in which work is done that takes long."""
+        self._cache = cache
+        self._admission = admission
+        self._turns = turns
+
+    async def Schedule(  # noqa: N802
+        self, request_iterator: AsyncIterator[hints_pb2.ScheduleRequest], context: Context
+    ) -> AsyncIterator[hints_pb2.ScheduleResponse]:
+        """See the proto."""
+        stream = Scheduling(self._cache, tenant_of(context), self._turns, self._admission)
+        async with aclosing(stream.answers(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def Hint(self, request: hints_pb2.HintRequest, context: Context) -> hints_pb2.HintResponse:  # noqa: N802
+        """See the proto."""
+        asked = hint_messages.hints(request, tenant_of(context))
+        answers = [await self._cache.hints.carry_out(hint) for hint in asked]
+        clock = self._cache.state.clock
+        offset_ns = clock.now_ns() - clock.monotonic_ns()
+        return hints_pb2.HintResponse(
+            message_id=request.message_id,
+            results=[
+                hint_messages.hint_result(action.action_id, answer, wall_offset_ns=offset_ns)
+                for action, answer in zip(request.actions, answers, strict=True)
+            ],
+        )
