@@ -24,6 +24,7 @@ def check_integrity(cache: Cache) -> list[str]:
         *_holds(known, holders),
         *_pins(cache),
         *_claims(cache),
+        *_placement(cache),
         *_space(cache, known),
         *_usage(cache, known),
     ]
@@ -67,6 +68,20 @@ def _claims(cache: Cache) -> Iterator[str]:
     ):
         if known_bytes != sum(segment.layout.size_bytes for segment in segments):
             yield f"{known_bytes} B are counted as {what}, and are not"
+
+
+def _placement(cache: Cache) -> Iterator[str]:
+    placement, by_uid = cache.placement, cache.state.by_uid
+    uses = Counter(lease.view.uid for lease in cache.reading.leases())
+    uses.update(reservation.session.uid for reservation in cache.writing.reservations())
+    if placement.use_counts() != {uid: uses[uid] for uid in by_uid}:
+        yield "sessions in use, as placement knows them, are not those that are leased or written"
+    for session in by_uid.values():
+        is_in_dram = session.amounts().dram_segment_count == len(session.segments)
+        if placement.is_in_dram(session) and not is_in_dram:
+            yield f"{session.name} is taken to be in DRAM and is not"
+    if any(not segment.dram or segment.is_discarded for segment in placement.unread()):
+        yield "something promoted ahead of need is not there, and may still be used"
 
 
 def _session(session: Session) -> Iterator[str]:

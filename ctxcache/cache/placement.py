@@ -134,6 +134,14 @@ class Placement:
         self.retention.passed()
         self.policy.passed(self._now_s())
 
+    def use_counts(self) -> Mapping[bytes, int]:
+        """How many accesses each session has open."""
+        return {uid: known.use_count for uid, known in self._known.items()}
+
+    def unread(self) -> Iterable[Segment]:
+        """Segments promoted ahead of need, or being so, and not read since."""
+        return self._ahead
+
     # -- what happens to sessions ------------------------------------------------------------------
 
     def appeared(self, session: Session) -> None:
@@ -251,10 +259,11 @@ class Placement:
     def unwatch(self, uid: bytes, watcher: Watcher) -> None:
         """Take back one `watch`; one that is over is none."""
         watchers = self._watchers.get(uid, [])
-        if watcher in watchers:
-            watchers.remove(watcher)
-        if not watchers:
-            self._watchers.pop(uid, None)
+        number = next((i for i, other in enumerate(watchers) if other is watcher), None)
+        if number is not None:
+            del watchers[number]
+            if not watchers:
+                del self._watchers[uid]
 
     # -- promotion ahead of need -------------------------------------------------------------------
 
@@ -330,12 +339,13 @@ class Placement:
         self.is_wanted.set()
 
     def _place(self, session: Session, known: _Known, tier: Tier) -> None:
+        kin = session.residence.kin
+        if kin and tier is Tier.DRAM:
+            # Perhaps it has become kin to somebody since it came there.
+            self._kin_in_dram.setdefault(kin.uid, set()).add(session.uid)
         if known.tier is tier:
             return
         before, known.tier = known.tier, tier
-        kin = session.residence.kin
-        if kin and tier is Tier.DRAM:
-            self._kin_in_dram.setdefault(kin.uid, set()).add(session.uid)
         self.policy.placed(known.name, tier)
         if before is not None:
             for watcher in tuple(self._watchers.get(session.uid, ())):

@@ -200,8 +200,7 @@ class Sessions:
         for segment in fork.segments:
             segment.is_open = False
         self._state.touch(source)
-        self._state.placement.visited(source)
-        return await self._admit(fork)
+        return await self._admit(fork, source)
 
     async def flush(self, tenant: str, session_id: str) -> SessionView:
         """Make what is committed durable. Raises SessionNotFound, CapacityExceeded, TierFailure."""
@@ -340,12 +339,13 @@ class Sessions:
             access_time_ns=now_ns, expire_time_ns=expiration.after_access(now_ns), live=live,
         )  # fmt: skip
 
-    async def _admit(self, session: Session) -> SessionView:
+    async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
         self._check_new(session.tenant, session.session_id)
         expired = self._state.sessions.get((session.tenant, session.session_id))
         dead = self._state.forget(expired) if expired else []
         self._state.add(session)
-        if session.segments:
+        if source:
+            self._state.placement.visited(source)
             self._state.placement.visited(session)
         try:
             await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)

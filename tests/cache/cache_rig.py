@@ -8,7 +8,7 @@ import asyncio
 import struct
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.session import SessionView
@@ -114,6 +115,7 @@ class Rig:
     shares: Shares = NO_SHARES
     tenant: str = TENANT
     """Who calls."""
+    make_policy: Callable[[], Ranked] = LeastRecentlyUsed
     cache: Cache = field(init=False)
     arena: DramArena = field(init=False)
 
@@ -127,7 +129,7 @@ class Rig:
         ssd, metadata = self._open_stores()
         self.cache = Cache(
             arena=self.arena, ssd=ssd, metadata=metadata, clock=self.clock,
-            policy=LeastRecentlyUsed(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
+            policy=self.make_policy(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
             watermarks=self.watermarks, shares=self.shares,
         )  # fmt: skip
         await self.cache.open()

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities
 from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
 from ctxcache.metadata.base import Changes
 from ctxcache.testing.fakes import Operation
@@ -31,6 +34,7 @@ picks = st.sampled_from(range(60))
 parts = st.sampled_from([i / 16 for i in range(17)])
 counts = st.sampled_from([0, 1, 3, 60, 64, 65, 100, 128, 150, 200, 250])
 seldom = st.sampled_from([False] * 5 + [True])
+CAPACITIES = Capacities(6 * SLOT_BYTES, 4 * SLOT_BYTES)
 SETTINGS = settings(
     max_examples=100,
     stateful_step_count=50,
@@ -338,6 +342,21 @@ class CacheMachine(RuleBasedStateMachine):
             assert view.durable_token_count == view.token_count
             self.model[name].durable |= set(self.model[name].tokens)
 
+    @precondition(lambda self: self.model)
+    @rule(
+        pick=picks, order=st.sampled_from([None, 1.0, 2.0, 3.0]), wait_s=st.sampled_from([None, 5.0, 500.0])
+    )
+    def foretell(self, pick: int, order: float | None, wait_s: float | None) -> None:
+        """Somebody says who comes when, or that nobody does: true or not, it costs nobody anything."""
+        placement = self.rig.cache.placement
+        session = self.rig.cache.state.sessions["acme", self.name(pick)]
+        if order is None:
+            placement.withdrawn(session)
+            now_s = self.rig.clock.monotonic_ns() / 10**9
+            placement.expected(session, None if wait_s is None else now_s + wait_s)
+        else:
+            placement.hinted(session, order)
+
     @rule()
     def turn(self) -> None:
         """Upkeep runs."""
@@ -433,7 +452,8 @@ class DiskMachine(CacheMachine):
     @staticmethod
     def make(directory: Path) -> DiskRig:
         """Two SSD paths with room for ten segments."""
-        return DiskRig(directory, arena_segments=6, ssd_segments=(5, 5))
+        policy = partial(RANKED["value-by-tokens"], CAPACITIES)
+        return DiskRig(directory, arena_segments=6, ssd_segments=(5, 5), make_policy=policy)
 
 
 class MemoryMachine(CacheMachine):
@@ -442,7 +462,8 @@ class MemoryMachine(CacheMachine):
     @staticmethod
     def make(directory: Path) -> MemoryRig:
         """Two SSD paths with room for ten segments."""
-        return MemoryRig(directory, arena_segments=6, ssd_segments=(5, 5))
+        policy = partial(RANKED["look-ahead"], CAPACITIES)
+        return MemoryRig(directory, arena_segments=6, ssd_segments=(5, 5), make_policy=policy)
 
     @rule(operation=st.sampled_from([Operation.READ, Operation.WRITE]), nth=st.integers(1, 3))
     def fail(self, operation: Operation, nth: int) -> None:
