@@ -24,6 +24,10 @@ TITLES = (
     "policy", "capacity", ">hit rate", ">in DRAM", ">on SSD", ">by tokens", ">promoted", ">SSD writes/day",
     ">prefetched", ">in time",
 )  # fmt: skip
+COST_TITLES = (
+    "policy", "capacity", ">hit rate", ">regret", ">GPU saved", ">money saved", ">of", ">TTFT p50", ">p95",
+    ">drive writes/day", ">prefetches late",
+)  # fmt: skip
 
 
 def simulate_command() -> Callable[..., None]:
@@ -46,7 +50,7 @@ def simulate(options: Options) -> None:
     options.refuse_those_of_sweeps()
     load, capacities = options.load(Load()), options.capacities()
     chosen = options.chosen(ALL_POLICIES, ALL_POLICIES)
-    trace = Trace(options.trace, arrivals_times=options.arrivals())
+    trace = Trace(options.trace, arrivals_times=options.arrivals(), pace=options.pace())
     outcomes = []
     with _progress(len(chosen) * len(capacities)) as step:
         for outcome in study(trace, load, chosen, capacities, step=step):
@@ -54,31 +58,44 @@ def simulate(options: Options) -> None:
             if options.as_json:
                 typer.echo(json.dumps(outcome.to_dict()))
     if not options.as_json:
-        _show(outcomes)
+        _show(outcomes, are_costs=options.costs)
 
 
-def _show(outcomes: "Sequence[Outcome]") -> None:
+def _show(outcomes: "Sequence[Outcome]", *, are_costs: bool) -> None:
     from rich.console import Console  # noqa: PLC0415  --help prints no tables
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in TITLES:
+    for title in COST_TITLES if are_costs else TITLES:
         table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
     for outcome in outcomes:
-        table.add_row(*_cells(outcome))
+        table.add_row(*(_cost_cells(outcome) if are_costs else _cells(outcome)))
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
 def _cells(outcome: "Outcome") -> tuple[str, ...]:
     figures = outcome.tally.figures()
-    sizes = f"{human_size(outcome.load.dram_bytes)} + {human_size(outcome.load.ssd_bytes)}"
-    capacity = sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
     rates = (figures[name] for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
     in_time = f"{figures['prefetch_in_time_share']:.1%}" if outcome.tally.prefetches else "-"
     return (
-        outcome.policy, capacity, *(f"{rate:.1%}" for rate in rates), human_size(figures["promoted_bytes"]),
+        outcome.policy, _capacity(outcome), *(f"{rate:.1%}" for rate in rates), human_size(figures["promoted_bytes"]),
         human_size(figures["ssd_written_bytes_per_day"]), str(outcome.tally.prefetches), in_time,
     )  # fmt: skip
+
+
+def _cost_cells(outcome: "Outcome") -> tuple[str, ...]:
+    figures, costs = outcome.tally.figures(), outcome.tally.costs(outcome.load)
+    return (
+        outcome.policy, _capacity(outcome), f"{figures['hit_rate']:.1%}", f"{figures['regret_rate']:.1%}",
+        f"{costs['gpu_saved_s'] / 3600:.2f} h", f"{costs['cost_saved']:,.2f} $",
+        f"{costs['cost_without']:,.2f} $", f"{figures['ttft_p50_s']:.3g} s", f"{figures['ttft_p95_s']:.3g} s",
+        f"{costs['drive_writes_per_day']:.3g}", str(outcome.tally.prefetches_late),
+    )  # fmt: skip
+
+
+def _capacity(outcome: "Outcome") -> str:
+    sizes = f"{human_size(outcome.load.dram_bytes)} + {human_size(outcome.load.ssd_bytes)}"
+    return sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ctxcache.cli.simulate_machine import Machine
 from ctxcache.cli.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Machine):
     """What a user may say, in the order in which --help lists it."""
 
     trace: Annotated[
@@ -111,6 +112,9 @@ class Options:
         str | None,
         typer.Option(help="Scale the sweep's SSD as if live state peaked at so much.", metavar="SIZE"),
     ] = None
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Show what is saved, worn and waited for, not where hits were.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
 
     def load(self, preset: "Load") -> "Load":
@@ -122,13 +126,15 @@ class Options:
             "prefill_tokens_per_s": None if self.prefill is None else _rate(self.prefill, "--prefill"),
             "decode_tokens_per_s": None if self.decode is None else _rate(self.decode, "--decode"),
         }  # fmt: skip
-        return replace(
-            preset, dram_bytes=_size(self.dram, "--dram"), buffer_share=self.buffer_share,
+        ssd_write = None if self.ssd_write is None else _size_rate(self.ssd_write, "--ssd-write")
+        load = replace(
+            self.of_model(preset), dram_bytes=_size(self.dram, "--dram"), buffer_share=self.buffer_share,
             ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
             dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
             hints=_hints(self.hints), wrong_hint_share=self.wrong_hints,
             **{name: value for name, value in said.items() if value is not None},
         )  # fmt: skip
+        return self.on_machine(load, ssd_write)
 
     def refuse_those_of_sweeps(self) -> None:
         """Raise BadParameter where an option would change nothing, as no sweep was asked for."""

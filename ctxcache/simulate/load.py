@@ -67,6 +67,10 @@ class Load:
         """What the state of so many tokens takes, the last segment whole."""
         return -(-token_count // self.segment_tokens) * self.segment_tokens * self.token_bytes
 
+    def whole_bytes(self, token_count: int) -> int:
+        """What of so many tokens lies in full segments: one that is not full is written again when it has grown."""
+        return token_count // self.segment_tokens * self.segment_tokens * self.token_bytes
+
     @property
     def device_bytes(self) -> int:
         """The size of the SSD itself."""

@@ -235,8 +235,8 @@ class Replay:
             # A store cannot tell what was asked from what was answered.
             new_tokens = live.input_tokens + turn.output_tokens
             facts = Facts(size_bytes, live.turn_count, new_tokens * load.token_bytes)
-            gone_bytes = (live.cut_tokens + late_tokens) * load.token_bytes
-            valid_bytes = (live.cut_tokens + live.history_tokens) * load.token_bytes
+            gone_bytes = load.whole_bytes(live.cut_tokens + late_tokens)
+            valid_bytes = load.whole_bytes(live.cut_tokens + live.history_tokens)
             store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)
         if self._next_arrivals_s is not None:
             self._needs(live, size_bytes if next_s < NEVER_S or live.waiting else 0)

@@ -47,6 +47,62 @@ def test_people_see_a_table(trace: Path) -> None:
     assert [line.split()[0] for line in ran.stdout.splitlines()] == ["policy", *ALL_POLICIES]
 
 
+def test_costs_are_another_table(trace: Path) -> None:
+    """What is saved, worn and waited for; prices and the model are options. One of three turns hits 15 tokens."""
+    ran = ctxcache(
+        "simulate", str(trace), "--policies", "lru", "--costs", "--model", "llama-65b", "--prefill", "0.1",
+        "--gpu-price", "36", "--dram-price", "0", "--ssd-price", "0", "--gpus", "2",
+    )  # fmt: skip
+
+    title, row = ran.stdout.splitlines()
+    assert title.split()[:2] == ["policy", "capacity"]
+    # 150 s of two GPUs, of 450 s; a first token after 100 s each.
+    saved = "100.0% 0.0% 0.08 h 3.00 $ 9.00 $ 100 s 100 s 0 0"
+    assert row.split()[6:] == saved.split()
+
+
+def test_machine_and_model_are_told_by_name(trace: Path) -> None:
+    """A window of 20 tokens holds no second turn's 25; without decoupling that is a miss."""
+    figures = {
+        how: json.loads(
+            ctxcache(
+                "simulate", str(trace), "--policies", "lru", "--json", "--context", "20", "--overflow", how,
+                "--segment", "64", "--inclusive", "--timed", "--ssd-write", "1GB",
+            ).stdout
+        )
+        for how in ("decoupled", "invalidate")
+    }  # fmt: skip
+
+    assert [figures[how]["hit_rate"] for how in figures] == [1, 0]
+    assert figures["invalidate"]["void_turns"] == 1
+    assert figures["decoupled"]["ssd_written_bytes"] == 3 * 64 * 819_200
+    assert figures["decoupled"]["most_write_lag_s"] > 0
+    assert figures["decoupled"]["end_s"] > 2
+
+
+def test_lengths_get_arrivals_by_options(trace: Path) -> None:
+    """And are refused without."""
+    trace.write_text(
+        "task,doc_id,context_tokens,instruction_tokens,output_tokens\nqa,1,50,5,1\nqa,1,50,6,1\n"
+    )
+    ran = ctxcache(
+        "simulate", str(trace), "--policies", "lru", "--json", "--session-rate", "1", "--think", "9s"
+    )
+    refused = ctxcache("simulate", str(trace), "--policies", "lru")
+
+    assert json.loads(ran.stdout)["hit_tokens"] == 50
+    assert refused.exit_code == ExitCode.INVALID_ARGUMENT
+    assert "lengths without arrivals" in refused.sentence
+
+
+def test_turns_with_slots_take_time_anyway(trace: Path) -> None:
+    """Two options that contradict each other are refused."""
+    ran = CliRunner().invoke(app, ["simulate", str(trace), "--slots", "2", "--timed"])
+
+    assert ran.exit_code == ExitCode.USAGE
+    assert "--timed" in ran.stderr
+
+
 def test_a_bad_line_is_one_sentence(trace: Path) -> None:
     """File, line and field, without a traceback."""
     trace.write_text(TRACE + "a,3000,ten,5\n")
@@ -64,6 +120,8 @@ def test_a_bad_line_is_one_sentence(trace: Path) -> None:
     [
         ("--policies", "mru"), ("--footprint", "much"), ("--footprint", "-1"), ("--hints", "rumours"),
         ("--ttl", "soon"), ("--ttl", ""), ("--ssd", ""), ("--dram", "big"), ("--ssd-read", "0"), ("--decode", "nan"),
+        ("--model", "gpt"), ("--overflow", "drop"), ("--gpu-price", "nan"), ("--ssd-write", "0"),
+        ("--session-rate", "inf"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_usage(trace: Path, wrong: tuple[str, str]) -> None:

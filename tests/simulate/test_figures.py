@@ -90,6 +90,8 @@ def test_segments_are_kept_whole() -> None:
     load = replace(ROOMY, segment_tokens=64, dram_bytes=0)
 
     assert played(load, [turn("a", 0)]).ssd_written_bytes == 128 * 10
+    # Grown to 200, which take 256; the first segment was full, the second is written again.
+    assert played(load, [turn("a", 0), turn("a", 1)]).ssd_written_bytes == (128 + 192) * 10
 
 
 def test_writes_take_their_time_and_slow_reads() -> None:
