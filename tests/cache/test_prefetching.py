@@ -42,6 +42,10 @@ class Heard:
         """See Watcher."""
         self.notes.append(("evicted", uid))
 
+    def ended(self, uid: bytes) -> None:
+        """See Watcher."""
+        self.notes.append(("ended", uid))
+
 
 class Foreseen(MemoryRig):
     """A cache that looks ahead."""
@@ -127,7 +131,7 @@ async def test_a_watcher_hears_what_becomes_of_a_session(foreseen: Foreseen) -> 
     await foreseen.demote("a")
     await foreseen.delete("a")
 
-    assert heard.notes == [("promoted", uid), ("demoted", uid), ("evicted", uid)]
+    assert heard.notes == [("promoted", uid), ("demoted", uid), ("ended", uid)]
     assert other.notes == [("promoted", uid)]
     foreseen.cache.placement.watch(uid, heard)
     foreseen.cache.placement.unwatch(uid, other)
