@@ -1,0 +1,104 @@
+"""Blocks: what a run of layers does to the three streams of the pipeline, as a matrix over (max, +).
+
+The pipeline has three streams: reads into DRAM, copies onto the device, computation. A layer passes
+them in this order and each of them takes layers in order, so that
+
+    read'    = read + r
+    copy'    = max(copy, read') + c
+    compute' = max(compute, copy') + p
+
+which is linear over (max, +). Blocks therefore compose: a run of layers is one block, whatever its
+length. Worst case: none, a block is six numbers.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, combinations, repeat
+from typing import NamedTuple
+
+_ROUNDING = 1 + 1e-12
+
+
+class State(NamedTuple):
+    """When each stream is free, in seconds; `read_s <= copy_s <= compute_s` always holds."""
+
+    read_s: float
+    copy_s: float
+    compute_s: float
+
+
+START = State(0.0, 0.0, 0.0)
+
+
+class Block(NamedTuple):
+    """Seconds that a run of layers keeps each stream busy, and those of the longest way from one to another."""
+
+    read_s: float
+    copy_s: float
+    compute_s: float
+    read_to_copy_s: float
+    copy_to_compute_s: float
+    read_to_compute_s: float
+
+    def then(self, after: "Block") -> "Block":
+        """Return both as one: this block's layers, then those of `after`."""
+        read, copy, compute, read_copy, copy_compute, read_compute = self
+        read2, copy2, compute2, read_copy2, copy_compute2, read_compute2 = after
+        return Block(
+            read + read2,
+            copy + copy2,
+            compute + compute2,
+            max(read + read_copy2, read_copy + copy2),
+            max(copy + copy_compute2, copy_compute + compute2),
+            max(read + read_compute2, read_copy + copy_compute2, read_compute + compute2),
+        )
+
+    def after(self, state: State) -> State:
+        """Return when each stream is free again, if they were free at `state`."""
+        read, copy, compute = state
+        return State(
+            read + self.read_s,
+            max(copy + self.copy_s, read + self.read_to_copy_s),
+            max(compute + self.compute_s, copy + self.copy_to_compute_s, read + self.read_to_compute_s),
+        )
+
+    def never_later_than(self, other: "Block") -> bool:
+        """Whether this block ends no later than `other` on every stream, from any state; rounding apart."""
+        return all(mine <= theirs * _ROUNDING for mine, theirs in zip(self, other, strict=True))
+
+    def powers(self, count: int) -> list["Block"]:
+        """Return this block repeated 0 to `count` times."""
+        return list(accumulate(repeat(self, count), Block.then, initial=NOTHING))
+
+
+NOTHING = Block(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def step(*, read_s: float = 0.0, copy_s: float = 0.0, compute_s: float = 0.0) -> Block:
+    """Return the block of one layer's rows that are read, then copied, then computed on."""
+    return Block(
+        read_s,
+        copy_s,
+        compute_s,
+        read_s + copy_s,
+        copy_s + compute_s,
+        read_s + copy_s + compute_s,
+    )
+
+
+def is_better_first(one: Block, other: Block) -> bool:
+    """Whether `one` before `other` is never worse than the other way round, from any state.
+
+    For two streams this is Johnson's rule (1954) and always holds one way or the other; for three
+    streams neither order may be better always.
+    """
+    return one.then(other).never_later_than(other.then(one))
+
+
+def in_order(blocks: Sequence[Block]) -> list[int] | None:
+    """Return the blocks' indexes so that any two are better that way round; None if no order does that."""
+    ordered: list[int] = []
+    for index, block in enumerate(blocks):
+        places = (i for i, other in enumerate(ordered) if not is_better_first(blocks[other], block))
+        ordered.insert(next(places, len(ordered)), index)
+    is_sorted = all(is_better_first(blocks[one], blocks[other]) for one, other in combinations(ordered, 2))
+    return ordered if is_sorted else None

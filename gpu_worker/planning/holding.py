@@ -1,0 +1,54 @@
+"""Holdings: what the store has of a session, per layer, and where it lies.
+
+Worst case: a span that has a gap before it; a kind with a gap where the layer needs rows cannot be used.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import StateKind
+from gpu_worker.planning.profile import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [begin, end) whose rows lie in one place."""
+
+    place: Place
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin <= self.end:
+            raise InvalidArgument(field="span", problem=f"[{self.begin}, {self.end}) is no token range")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHolding:
+    """One layer's kinds of state, each with its spans in token order."""
+
+    kinds: tuple[tuple[StateKind, tuple[Span, ...]], ...]
+
+    def sizes(self, kind: StateKind, begin: int, end: int, row_bytes: int) -> Mapping[Place, float] | None:
+        """Bytes of tokens [begin, end) by place; None where a token's row is not held."""
+        sizes: dict[Place, float] = {}
+        for span in dict(self.kinds).get(kind, ()):
+            if span.begin <= begin < span.end:
+                until = min(end, span.end)
+                sizes[span.place] = sizes.get(span.place, 0.0) + (until - begin) * row_bytes
+                begin = until
+        return sizes if begin >= end else None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the store has of one session, layer 0 first; token ids always."""
+
+    layers: tuple[LayerHolding, ...]
+
+    @classmethod
+    def alike(cls, layer_count: int, kinds: Iterable[StateKind], spans: Iterable[Span]) -> "Holding":
+        """The same kinds in the same places for every layer, as the store keeps them."""
+        held = tuple(spans)
+        return cls((LayerHolding(tuple((kind, held) for kind in kinds)),) * layer_count)

@@ -1,0 +1,125 @@
+"""Layouts: which state of a new session to save, from what its return is expected to cost.
+
+Considers what the planner would choose for each expected return if everything were held, besides one
+kind for all layers and nothing but token ids; the one with the least expected seconds wins, and of
+equals the smallest. Pure. Worst case: returns unlike those expected, which are served all the same,
+only slower.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
+from gpu_worker.plan import Method
+from gpu_worker.planning.engine import Engine
+from gpu_worker.planning.holding import Holding, LayerHolding, Span
+from gpu_worker.planning.planner import Request, plan
+from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
+
+Kinds = tuple[StateKind | None, ...]
+"""By layer, what of it is saved; None: nothing, token ids do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """How a session is expected to come back: `count` times, at that length, from that place."""
+
+    history: int
+    new_tokens: int = 0
+    place: Place = Place.DRAM
+    count: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What to save. `restore_s` is what all expected returns take together."""
+
+    kinds: Kinds
+    bytes_per_token: float
+    restore_s: float
+
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams of the session to create; token ids always."""
+        kept = (Stream(layer, kind) for layer, kind in enumerate(self.kinds) if kind is not None)
+        return (TOKENS, *kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    model: ModelShape
+    profile: Profile
+    engine: Engine
+    returns: Sequence[Return]
+
+
+def choose_layout(
+    model: ModelShape,
+    profile: Profile,
+    returns: Sequence[Return],
+    *,
+    engine: Engine | None = None,
+    byte_price_s: float = 0.0,
+) -> Layout:
+    """Return the layout with the least expected cost.
+
+    `byte_price_s` is how many seconds of restoring one byte of storage is worth, so that state which
+    saves little is not kept. Raises InvalidArgument(field="holding") where nothing works.
+    """
+    case = _Case(model, profile, engine or Engine(), [each for each in returns if each.count > 0])
+    layouts = [layout for kinds in dict.fromkeys(_candidates(case)) if (layout := _layout(case, kinds))]
+    if not layouts:
+        raise InvalidArgument(field="holding", problem="no layout lets every layer come back")
+    longest = max((each.history for each in case.returns), default=1)
+
+    def cost(layout: Layout) -> tuple[float, float]:
+        size_bytes = layout.bytes_per_token * longest
+        return layout.restore_s + byte_price_s * size_bytes, size_bytes
+
+    return min(layouts, key=cost)
+
+
+def _candidates(case: _Case) -> Iterator[Kinds]:
+    layers = case.model.layers
+    if case.engine.can_recompute:
+        yield (None,) * len(layers)
+    yield tuple(_rows(layer) for layer in layers)
+    yield tuple(None if layer.kind is LayerKind.SHARED else StateKind.HIDDEN for layer in layers)
+    everything = tuple(_all_kinds(layer) for layer in layers)
+    for each in case.returns:
+        methods = plan(_request(case, everything, each)).methods
+        yield tuple(None if method in (None, Method.TOKENS) else method.kind for method in methods)
+
+
+def _layout(case: _Case, kinds: Kinds) -> Layout | None:
+    held = tuple(() if kind is None else (kind,) for kind in kinds)
+    try:
+        restore_s = sum(each.count * plan(_request(case, held, each)).end_s for each in case.returns)
+    except InvalidArgument:
+        return None
+    sizes = (_row_bytes(layer, kind) for layer, kind in zip(case.model.layers, kinds, strict=True))
+    return Layout(kinds, TOKEN_ROW_BYTES + sum(sizes), restore_s)
+
+
+def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], each: Return) -> Request:
+    spans = (Span(each.place, 0, each.history),)
+    holding = Holding(tuple(LayerHolding(tuple((kind, spans) for kind in some)) for some in kinds))
+    return Request(case.model, holding, each.history, case.profile, each.new_tokens, case.engine)
+
+
+def _rows(layer: LayerShape) -> StateKind | None:
+    if layer.kind is LayerKind.SHARED:
+        return None
+    return StateKind.LATENT if layer.kind is LayerKind.LATENT else StateKind.KV
+
+
+def _all_kinds(layer: LayerShape) -> tuple[StateKind, ...]:
+    rows = _rows(layer)
+    return () if rows is None else (StateKind.HIDDEN, rows)
+
+
+def _row_bytes(layer: LayerShape, kind: StateKind | None) -> float:
+    if kind is None:
+        return 0.0
+    return layer.hidden_row_bytes if kind is StateKind.HIDDEN else layer.kv_row_bytes

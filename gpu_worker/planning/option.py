@@ -1,0 +1,161 @@
+"""Options: the ways in which one layer can come back, with the time each takes on each stream.
+
+Knows shapes, holdings and profiles. Worst case: a layer without any, which must be recomputed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ctxcache.format.streams import TOKEN_ROW_BYTES
+from gpu_worker.plan import Method
+from gpu_worker.planning.block import NOTHING, Block, step
+from gpu_worker.planning.engine import SPLIT_TOKENS, Engine
+from gpu_worker.planning.holding import LayerHolding
+from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.shape import LayerKind, LayerShape
+
+_ROW_KINDS = {LayerKind.FULL: Method.KV, LayerKind.SLIDING: Method.KV, LayerKind.LATENT: Method.LATENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [begin, end) of one layer by one method. No method: the layer has nothing to restore."""
+
+    method: Method | None
+    begin: int
+    end: int
+    size_bytes: float = 0.0
+    read_s: float = 0.0
+    copy_s: float = 0.0
+    compute_s: float = 0.0
+
+    def block(self, behind_s: float) -> Block:
+        """What it does to the streams, and behind it the new tokens' pass through the layer."""
+        return step(read_s=self.read_s, copy_s=self.copy_s, compute_s=self.compute_s + behind_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way for a layer, as the pieces that it consists of, in their order."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def method(self) -> Method | None:
+        """The method of the largest piece."""
+        return max(self.pieces, key=lambda piece: piece.end - piece.begin).method
+
+    def block(self, behind_s: float) -> Block:
+        """What it does to the streams, and behind it the new tokens' pass through the layer."""
+        block = NOTHING
+        for piece in self.pieces[:-1]:
+            block = block.then(piece.block(0.0))
+        return block.then(self.pieces[-1].block(behind_s))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """All ways for one layer."""
+
+    options: tuple[Option, ...]
+    splits: tuple[Option, ...]
+    frontier: tuple[Option, ...]
+    """Splits of which a part is recomputed: the layers before must be recomputed."""
+    recompute: Piece | None
+
+
+def layer_options(
+    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: Engine
+) -> LayerOptions:
+    """Return the ways to bring back one layer of `history` tokens."""
+    recompute = _recomputed(layer, 0, history, profile) if engine.can_recompute else None
+    if layer.kind is LayerKind.SHARED or not history:
+        nothing = Option((Piece(None, history, history),))
+        return LayerOptions((nothing,), (), (), recompute)
+    maker = _Maker(layer, holding, history, profile)
+    begin = layer.needed_from(history)
+    whole = [maker.hidden(begin, history), maker.rows(begin, history)]
+    options = tuple(Option((piece,)) for piece in whole if piece is not None)
+    splits: tuple[Option, ...] = ()
+    frontier: tuple[Option, ...] = ()
+    if engine.can_split and layer.kind in _ROW_KINDS:
+        cuts = _cuts(begin, history, engine.split_count)
+        if len(options) > 1:
+            splits = tuple(maker.split(begin, cut) for cut in cuts)
+        if recompute is not None:
+            frontier = tuple(option for cut in cuts for option in maker.recomputed_until(cut))
+    return LayerOptions(options, splits, frontier, recompute)
+
+
+def split_option(
+    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, cut: int
+) -> Option | None:
+    """Return the layer split at a token: hidden rows before it, K and V behind it; None where it cannot be."""
+    if layer.kind not in _ROW_KINDS:
+        return None
+    maker, begin = _Maker(layer, holding, history, profile), layer.needed_from(history)
+    if maker.hidden(begin, history) is None or maker.rows(begin, history) is None:
+        return None
+    return maker.split(begin, max(begin, min(cut, history)))
+
+
+def token_ids_block(place: Place, history: int, profile: Profile) -> Block:
+    """What it takes to have the token ids on the device."""
+    read_s, copy_s = profile.transfer_s({place: history * TOKEN_ROW_BYTES})
+    return step(read_s=read_s, copy_s=copy_s)
+
+
+def _recomputed(layer: LayerShape, begin: int, end: int, profile: Profile) -> Piece:
+    return Piece(Method.TOKENS, begin, end, compute_s=profile.recompute_s(layer, begin, end))
+
+
+def _cuts(begin: int, end: int, most: int) -> list[int]:
+    """Where a layer may be cut: at segments' borders, `most` of them at even distances."""
+    first = begin // SPLIT_TOKENS + 1
+    count = (end - 1) // SPLIT_TOKENS - first + 1
+    stride = max(1, -(-count // max(most, 1)))
+    return [SPLIT_TOKENS * border for border in range(first, first + count, stride)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes one layer's pieces; None where what they need is not held."""
+
+    layer: LayerShape
+    holding: LayerHolding
+    history: int
+    profile: Profile
+
+    def hidden(self, begin: int, end: int) -> Piece | None:
+        """From the layer's inputs. A linear layer's state is made from all of them."""
+        begin = 0 if self.layer.kind is LayerKind.LINEAR else begin
+        compute_s = self.profile.project_s(self.layer, end - begin)
+        return self._piece(Method.HIDDEN, begin, end, self.layer.hidden_row_bytes, compute_s)
+
+    def rows(self, begin: int, end: int) -> Piece | None:
+        """From K and V, latents, or a linear layer's state: one, held at the end of the history."""
+        if self.layer.kind is LayerKind.LINEAR:
+            last = self._piece(Method.KV, end - 1, end, self.layer.state_bytes, 0.0)
+            return last and Piece(Method.KV, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0)
+        method = _ROW_KINDS[self.layer.kind]
+        compute_s = self.profile.embed_s(self.layer, end - begin)
+        return self._piece(method, begin, end, self.layer.kv_row_bytes, compute_s)
+
+    def split(self, begin: int, cut: int) -> Option:
+        """Hidden rows before the cut, whose projection hides the copy of K and V behind it (KVPR)."""
+        pieces = (self.hidden(begin, cut), self.rows(cut, self.history))
+        return Option(tuple(piece for piece in pieces if piece is not None and piece.begin < piece.end))
+
+    def recomputed_until(self, cut: int) -> Iterator[Option]:
+        """The first tokens recomputed, the rest restored."""
+        head = _recomputed(self.layer, 0, cut, self.profile)
+        for rest in (self.hidden(cut, self.history), self.rows(cut, self.history)):
+            if rest is not None:
+                yield Option((head, rest))
+
+    def _piece(self, method: Method, begin: int, end: int, row_bytes: int, compute_s: float) -> Piece | None:
+        sizes = self.holding.sizes(method.kind, begin, end, row_bytes)
+        if sizes is None:
+            return None
+        read_s, copy_s = self.profile.transfer_s(sizes)
+        return Piece(method, begin, end, sum(sizes.values()), read_s, copy_s, compute_s)

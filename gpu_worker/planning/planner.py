@@ -1,0 +1,213 @@
+"""The planner: one session's restoration, decided.
+
+Builds each layer's options, searches, and lays the result out in time. Compares with what the papers
+would do on the same machine: `compare`. Worst case: state that is neither held nor can be recomputed, which is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ctxcache.errors import InvalidArgument
+from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.assignment import PREFILL, Assignment, Pass, pieces_of, timeline
+from gpu_worker.planning.baselines import SplitAt, baselines, split_everywhere
+from gpu_worker.planning.block import Block
+from gpu_worker.planning.engine import Engine
+from gpu_worker.planning.holding import Holding
+from gpu_worker.planning.option import (
+    LayerOptions,
+    Option,
+    Piece,
+    layer_options,
+    split_option,
+    token_ids_block,
+)
+from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.search import Choices, Solution, solve
+from gpu_worker.planning.shape import ModelShape
+from gpu_worker.planning.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be restored: `history` tokens of a session, before `new_tokens` are prefilled."""
+
+    model: ModelShape
+    holding: Holding
+    history: int
+    profile: Profile
+    new_tokens: int = 0
+    engine: Engine = field(default_factory=Engine)
+
+    def __post_init__(self) -> None:
+        if not self.model.layers or len(self.holding.layers) != len(self.model.layers):
+            problem = f"{len(self.holding.layers)} layers held, the model has {len(self.model.layers)}"
+            raise InvalidArgument(field="holding", problem=problem)
+        if self.history < 0 or self.new_tokens < 0:
+            raise InvalidArgument(field="history", problem="token counts are not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a session comes back.
+
+    `layers` has each layer's pieces in token order, which is also the order of transfers and of
+    computations: layer by layer, piece by piece. `timeline` says when, and no
+    plan ends before `bound_s`. `is_exact`: none ends before this one.
+    """
+
+    request: Request
+    layers: tuple[tuple[Piece, ...], ...]
+    timeline: Timeline
+    bound_s: float
+    is_exact: bool
+    step_count: int
+
+    @property
+    def end_s(self) -> float:
+        """Seconds to the end of the new tokens' prefill; to the restored cache where there are none."""
+        return self.timeline.end_s
+
+    @property
+    def restored_s(self) -> float:
+        """Seconds until every layer's cache is whole."""
+        return max(self.timeline.restored_s(layer, besides=PREFILL) for layer in range(len(self.layers)))
+
+    @property
+    def methods(self) -> tuple[Method | None, ...]:
+        """Each layer's method, that of most of its tokens where it is split; None: nothing to restore."""
+        return tuple(max(pieces, key=lambda piece: piece.end - piece.begin).method for pieces in self.layers)
+
+    @property
+    def split_layers(self) -> tuple[int, ...]:
+        """Layers whose tokens come back by two methods."""
+        return tuple(layer for layer, pieces in enumerate(self.layers) if len(pieces) > 1)
+
+    def restore_plan(self) -> RestorePlan:
+        """The plan as an engine adapter takes it. Raises InvalidArgument for layers that are split or have nothing."""
+        if self.split_layers:
+            raise InvalidArgument(field="plan", problem=f"layer {self.split_layers[0]} is split")
+        methods = [method for method in self.methods if method is not None]
+        if len(methods) < len(self.layers):
+            raise InvalidArgument(field="plan", problem="a layer has no state of its own")
+        return RestorePlan(tuple(methods))
+
+
+def plan(request: Request) -> Plan:
+    """Decide. Raises InvalidArgument(field="holding") for what can neither be restored nor recomputed."""
+    problem = _Problem.of(request)
+    solution = solve(_choices(problem), token_ids=problem.token_ids)
+    if solution is None:
+        raise InvalidArgument(field="holding", problem="a layer is not held and cannot be recomputed")
+    found = _assignment(solution, problem.layers)
+    best, at = found, problem.timeline(found)
+    # All that the papers do is among what was searched, but for this.
+    everywhere = split_everywhere(problem.layers, request.history, _splitter(request))
+    if everywhere is not None and problem.timeline(everywhere).end_s < at.end_s:
+        best, at = everywhere, problem.timeline(everywhere)
+    return Plan(
+        request=request,
+        layers=tuple(pieces_of(best, problem.layers)),
+        timeline=at,
+        bound_s=min(at.end_s, solution.bound_s + problem.after_s),
+        is_exact=solution.is_exact,
+        step_count=solution.step_count,
+    )
+
+
+def compare(request: Request) -> Mapping[str, float]:
+    """Return in how many seconds others would be through the same pipeline, by name."""
+    problem = _Problem.of(request)
+    others = baselines(problem.layers, request.history, _splitter(request))
+    return {name: problem.timeline(assignment).end_s for name, assignment in others.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A request in seconds."""
+
+    layers: list[LayerOptions]
+    new_tokens: Pass
+    token_ids: Block
+
+    @classmethod
+    def of(cls, request: Request) -> "_Problem":
+        token_ids = token_ids_block(_token_place(request.holding), request.history, request.profile)
+        return cls(_options(request), Pass(_prefill_s(request), request.engine.starts_by_layer), token_ids)
+
+    @property
+    def after_s(self) -> float:
+        """Seconds of the new tokens' pass where it waits for all layers."""
+        return 0.0 if self.new_tokens.is_by_layer else sum(self.new_tokens.seconds)
+
+    def timeline(self, assignment: Assignment) -> Timeline:
+        return timeline(assignment, self.layers, self.new_tokens, self.token_ids)
+
+
+def _options(request: Request) -> list[LayerOptions]:
+    # Layers of one kind that are held alike share their options, and their ways in the search.
+    known: dict[object, LayerOptions] = {}
+    found = []
+    for layer, held in zip(request.model.layers, request.holding.layers, strict=True):
+        key = (layer, held)
+        if key not in known:
+            known[key] = layer_options(layer, held, request.history, request.profile, request.engine)
+        found.append(known[key])
+    return found
+
+
+def _prefill_s(request: Request) -> tuple[float, ...]:
+    begin, end = request.history, request.history + request.new_tokens
+    known = {
+        layer: request.profile.recompute_s(layer, begin, end) if request.new_tokens else 0.0
+        for layer in set(request.model.layers)
+    }
+    return tuple(known[layer] for layer in request.model.layers)
+
+
+def _choices(problem: _Problem) -> list[Choices]:
+    known: dict[tuple[int, float], Choices] = {}
+    found = []
+    for i, layer in enumerate(problem.layers):
+        behind_s = problem.new_tokens.behind(i)
+        key = (id(layer), behind_s)
+        if key not in known:
+            known[key] = Choices(
+                options=tuple(option.block(behind_s) for option in layer.options),
+                splits=tuple(option.block(behind_s) for option in layer.splits),
+                recompute=None if layer.recompute is None else layer.recompute.block(behind_s),
+                frontier=tuple(option.block(behind_s) for option in layer.frontier),
+            )
+        found.append(known[key])
+    return found
+
+
+def _assignment(solution: Solution, layers: Sequence[LayerOptions]) -> Assignment:
+    open_layers = layers[solution.recomputed_count :]
+    return Assignment(
+        solution.recomputed_count,
+        tuple(
+            (*layer.options, *layer.splits, *layer.frontier)[pick]
+            for layer, pick in zip(open_layers, solution.picks, strict=True)
+        ),
+    )
+
+
+def _token_place(holding: Holding) -> Place:
+    spans = (span for layer in holding.layers for _, spans in layer.kinds for span in spans)
+    return next((span.place for span in spans), Place.DRAM)
+
+
+def _splitter(request: Request) -> SplitAt | None:
+    if not request.engine.can_split or not request.history:
+        return None
+
+    known: dict[object, Option | None] = {}
+
+    def split_at(layer: int, cut: int) -> Option | None:
+        shape, held = request.model.layers[layer], request.holding.layers[layer]
+        if (shape, held, cut) not in known:
+            known[shape, held, cut] = split_option(shape, held, request.history, request.profile, cut)
+        return known[shape, held, cut]
+
+    return split_at

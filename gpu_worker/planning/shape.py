@@ -1,0 +1,140 @@
+"""Shapes: what planning needs to know of a model. Sizes and operation counts, no weights.
+
+Worst case: a count that leaves something out (a norm, a router); a measured profile does not use them.
+"""
+
+import enum
+from dataclasses import dataclass
+
+MULTIPLY_ADD_FLOPS = 2
+GATED_MATRICES, PLAIN_MATRICES = 3, 2
+"""Matrices of a feed-forward part: gate, up, down; or up, down."""
+
+
+class LayerKind(enum.Enum):
+    """What a layer leaves behind for later tokens."""
+
+    FULL = "full"
+    """K and V of every token, shared by groups of heads or not."""
+    SLIDING = "sliding"
+    """K and V of the last tokens only."""
+    LATENT = "latent"
+    """A compressed row per token, from which K and V are expanded at every step (MLA)."""
+    LINEAR = "linear"
+    """One state of fixed size, which every token updates."""
+    SHARED = "shared"
+    """Nothing: it reads another layer's K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One decoder layer.
+
+    Bytes are of one token's row. `project_flops` per token make the K/V (or latent) row from the
+    layer's input; `linear_flops` per token are all of the layer's matrices, these included;
+    `attention_flops` come on top for each pair of a token and one that it sees.
+    """
+
+    kind: LayerKind
+    hidden_row_bytes: int
+    kv_row_bytes: int
+    project_flops: float
+    linear_flops: float
+    attention_flops: float
+    window: int | None = None
+    """Tokens that a token of a SLIDING layer sees, itself included."""
+    state_bytes: int = 0
+    """Size of a LINEAR layer's state."""
+
+    def needed_from(self, history: int) -> int:
+        """The first of `history` tokens whose row a later token may see."""
+        return 0 if self.window is None else max(0, history - max(self.window - 1, 1))
+
+    def pair_count(self, begin: int, end: int) -> float:
+        """Pairs of a token of [begin, end) and one that it sees."""
+        if self.window is None:
+            return (end - begin) * (begin + end + 1) / 2
+        full = max(begin, min(end, self.window))
+        return (full - begin) * (begin + full + 1) / 2 + (end - full) * self.window
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model: its name and its layers, first to last."""
+
+    name: str
+    layers: tuple[LayerShape, ...]
+
+
+def attention_layer(
+    *,
+    hidden_size: int,
+    head_count: int,
+    kv_head_count: int,
+    head_size: int,
+    ffn_size: int,
+    element_bytes: int = 2,
+    ffn_matrix_count: int = GATED_MATRICES,
+    window: int | None = None,
+) -> LayerShape:
+    """A layer with K and V per token; `ffn_size` is that of all experts that one token passes."""
+    kv_size = 2 * kv_head_count * head_size
+    project = MULTIPLY_ADD_FLOPS * hidden_size * kv_size
+    queries = 2 * MULTIPLY_ADD_FLOPS * hidden_size * head_count * head_size
+    return LayerShape(
+        kind=LayerKind.FULL if window is None else LayerKind.SLIDING,
+        hidden_row_bytes=hidden_size * element_bytes,
+        kv_row_bytes=kv_size * element_bytes,
+        project_flops=project,
+        linear_flops=project + queries + MULTIPLY_ADD_FLOPS * ffn_matrix_count * hidden_size * ffn_size,
+        attention_flops=2 * MULTIPLY_ADD_FLOPS * head_count * head_size,
+        window=window,
+    )
+
+
+def latent_layer(
+    *,
+    hidden_size: int,
+    latent_size: int,
+    head_count: int,
+    head_size: int,
+    linear_flops: float,
+    element_bytes: int = 2,
+) -> LayerShape:
+    """A layer with a latent row of `latent_size` elements per token (MLA), its rotary part included."""
+    return LayerShape(
+        kind=LayerKind.LATENT,
+        hidden_row_bytes=hidden_size * element_bytes,
+        kv_row_bytes=latent_size * element_bytes,
+        project_flops=MULTIPLY_ADD_FLOPS * hidden_size * latent_size,
+        linear_flops=linear_flops,
+        attention_flops=2 * MULTIPLY_ADD_FLOPS * head_count * head_size,
+    )
+
+
+def linear_layer(
+    *, hidden_size: int, state_bytes: int, project_flops: float, linear_flops: float, element_bytes: int = 2
+) -> LayerShape:
+    """A layer with linear attention; `project_flops` per token rebuild its state from its inputs."""
+    return LayerShape(
+        kind=LayerKind.LINEAR,
+        hidden_row_bytes=hidden_size * element_bytes,
+        kv_row_bytes=0,
+        project_flops=project_flops,
+        linear_flops=linear_flops,
+        attention_flops=0,
+        state_bytes=state_bytes,
+    )
+
+
+def shared_layer(layer: LayerShape) -> LayerShape:
+    """A layer like `layer` that reads the K and V of an earlier one."""
+    return LayerShape(
+        kind=LayerKind.SHARED,
+        hidden_row_bytes=layer.hidden_row_bytes,
+        kv_row_bytes=0,
+        project_flops=0,
+        linear_flops=layer.linear_flops - layer.project_flops,
+        attention_flops=layer.attention_flops,
+        window=layer.window,
+    )
