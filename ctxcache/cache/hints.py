@@ -1,10 +1,12 @@
 """Hints: what a client says of a session's future, carried out as far as room and budgets allow.
 
 None changes what a session is. Nothing here fails: what cannot be done is answered with a reason. Worst
-case: a hint waits for a flush, or for the promotion that it asked for.
+case: a hint waits for a flush, or some seconds for the promotion that it asked for.
 """
 
+import asyncio
 import enum
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ctxcache.cache.deferred import Deferred
@@ -14,6 +16,7 @@ from ctxcache.cache.readiness import missing_bytes
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State
 from ctxcache.core import ranges
+from ctxcache.core.placement.policy import Policy
 from ctxcache.core.session import Session
 from ctxcache.errors import CacheError, SessionNotFound, TooManyRequests, WriteInProgress
 
@@ -22,7 +25,11 @@ BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
 NO_ROOM = "NO_ROOM"
 IN_USE = "IN_USE"
 RANGE_NOT_SUPPORTED = "RANGE_NOT_SUPPORTED"
-NOT_SUPPORTED = "NOT_SUPPORTED"
+TTL_LIMIT = "TTL_LIMIT"
+PATIENCE_S = 5.0
+"""How long a caller waits for the promotion that it asked for; what has not come then is deferred."""
+DEFERRED_LIMIT_NS = 600 * SECOND_NS
+"""Longest time that a promotion waits for room: it stands before every queue."""
 
 
 class Action(enum.Enum):
@@ -119,8 +126,21 @@ class Hints:
             case Action.RELEASE:
                 self._release(session)
             case _:
-                return Answer(Outcome.REJECTED, NOT_SUPPORTED)
+                return self._keep(hint, session)
         return Answer(Outcome.ACCEPTED)
+
+    def _keep(self, hint: Hint, session: Session) -> Answer:
+        retention = self._state.placement.retention
+        ask = retention.pin if hint.action is Action.PIN else retention.retain
+        size_bytes = len(session.segments) * session.layout.size_bytes
+        until_s = (self._state.clock.monotonic_ns() + hint.ttl_ns) / SECOND_NS
+        grant = ask(session.uid, hint.budget_bytes or size_bytes, until_s, hint.priority)
+        if grant is None:
+            return Answer(Outcome.REJECTED, BUDGET_EXHAUSTED)
+        until_ns = int(grant.until_s * SECOND_NS)
+        if grant.until_s < until_s:
+            return Answer(Outcome.CLIPPED, TTL_LIMIT, grant.size_bytes, until_ns)
+        return Answer(Outcome.ACCEPTED, granted_bytes=grant.size_bytes, until_ns=until_ns)
 
     async def _share(self, hint: Hint, session: Session) -> Answer:
         while True:
@@ -143,7 +163,10 @@ class Hints:
         if not wanted_bytes:
             return Answer(Outcome.ACCEPTED)
         budget_bytes = wanted_bytes if hint.budget_bytes is None else min(hint.budget_bytes, wanted_bytes)
-        came_bytes = await self._prefetching.promote_ahead(session, budget_bytes)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await self._prefetching.promote_ahead(session, budget_bytes)
+        came_bytes = max(wanted_bytes - _missing_bytes(session, hint.end), 0)
         if came_bytes >= wanted_bytes:
             return Answer(Outcome.ACCEPTED, granted_bytes=came_bytes)
         if budget_bytes < wanted_bytes and came_bytes > budget_bytes - session.layout.size_bytes:
@@ -156,14 +179,16 @@ class Hints:
         is_idle = self._state.placement.is_idle(session)
         reason = NO_ROOM if is_idle else IN_USE
         now_ns = self._state.clock.monotonic_ns()
+        until_ns = now_ns + min(hint.ttl_ns, DEFERRED_LIMIT_NS)
         # What waits comes as a whole, and whoever uses a session brings it himself.
-        if is_idle and not session.is_gone and hint.budget_bytes is None and hint.end is None:
+        is_for_all = hint.budget_bytes is None and hint.end is None
+        if is_idle and is_for_all and _promotes_ahead(self._state.placement.policy):
             try:
-                self.deferred.put(session, now_ns, now_ns + hint.ttl_ns, hint.priority)
+                self.deferred.put(session, now_ns, until_ns, hint.priority)
             except TooManyRequests as error:
                 reason = error.reason
             else:
-                return Answer(Outcome.DEFERRED, reason, came_bytes, now_ns + hint.ttl_ns)
+                return Answer(Outcome.DEFERRED, reason, came_bytes, until_ns)
         return Answer(Outcome.CLIPPED if came_bytes else Outcome.REJECTED, reason, came_bytes)
 
     async def _demote(self, session: Session) -> Answer:
@@ -185,7 +210,13 @@ class Hints:
         self._state.placement.expected(session, return_ns / SECOND_NS)
 
     def _release(self, session: Session) -> None:
+        self._state.placement.retention.release(session.uid)
         self.deferred.discard(session.uid)
+
+
+def _promotes_ahead(policy: Policy) -> bool:
+    """Whether what waits in a queue ever comes by itself."""
+    return type(policy).prefetch is not Policy.prefetch
 
 
 def _missing_bytes(session: Session, end: int | None) -> int:

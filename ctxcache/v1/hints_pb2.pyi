@@ -118,7 +118,7 @@ class _HintOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintOutco
     HINT_OUTCOME_ACCEPTED: _HintOutcome.ValueType  # 1
     """Done, or begun, in full."""
     HINT_OUTCOME_CLIPPED: _HintOutcome.ValueType  # 2
-    """In part, as far as a budget allows."""
+    """In part, as far as a budget or a limit allows."""
     HINT_OUTCOME_DEFERRED: _HintOutcome.ValueType  # 3
     """Not now; it is done when there is room, until its ttl is over."""
     HINT_OUTCOME_REJECTED: _HintOutcome.ValueType  # 4
@@ -134,7 +134,7 @@ HINT_OUTCOME_UNSPECIFIED: HintOutcome.ValueType  # 0
 HINT_OUTCOME_ACCEPTED: HintOutcome.ValueType  # 1
 """Done, or begun, in full."""
 HINT_OUTCOME_CLIPPED: HintOutcome.ValueType  # 2
-"""In part, as far as a budget allows."""
+"""In part, as far as a budget or a limit allows."""
 HINT_OUTCOME_DEFERRED: HintOutcome.ValueType  # 3
 """Not now; it is done when there is room, until its ttl is over."""
 HINT_OUTCOME_REJECTED: HintOutcome.ValueType  # 4
@@ -677,7 +677,9 @@ class HintAction(_message.Message):
     priority: _builtins.int
     """0 to 100, more matters more. Of meaning for pin, retain and a deferred prefetch."""
     budget_bytes: _builtins.int
-    """Most bytes that it may move or keep, above 0. Unset: what the server allows."""
+    """Most bytes that it may move or keep, above 0. Pin and retain keep a session whole or not at all: as much as
+    this, so that it may grow. Unset: what the session has now.
+    """
     @_builtins.property
     def range(self) -> _session_pb2.TokenRange:
         """Tokens that are meant. Unset: all. Share and prefetch take ranges that begin at 0; the others are for whole
@@ -686,8 +688,8 @@ class HintAction(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long it holds, 1 s to 30 days. Unset: for prefetch a minute, for pin and retain ten minutes. Of no
-        meaning for the others.
+        """How long it holds, 1 s to 30 days. Unset: for a prefetch that is deferred a minute (and never more than ten),
+        for pin and retain ten minutes. Of no meaning for the others.
         """
 
     @_builtins.property
@@ -716,7 +718,7 @@ class HintAction(_message.Message):
 
     @_builtins.property
     def release(self) -> Global___ReleaseHint:
-        """End what pin and retain began."""
+        """End what pin, retain and prefetch began."""
 
     def __init__(
         self,
@@ -869,7 +871,7 @@ Global___ExpectHint: _TypeAlias = ExpectHint  # noqa: Y015
 
 @_typing.final
 class ReleaseHint(_message.Message):
-    """Ends pin and retain of the session."""
+    """Ends pin, retain and a deferred prefetch of the session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -900,8 +902,8 @@ class HintResult(_message.Message):
     outcome: Global___HintOutcome.ValueType
     """What came of it."""
     reason: _builtins.str
-    """Why it is not accepted: the reason that an error would carry, or BUDGET_EXHAUSTED, NO_ROOM,
-    RANGE_NOT_SUPPORTED or NOT_SUPPORTED. Empty when it is.
+    """Why it is not accepted: the reason that an error would carry, or BUDGET_EXHAUSTED, TTL_LIMIT, NO_ROOM, IN_USE
+    or RANGE_NOT_SUPPORTED. Empty when it is.
     """
     granted_bytes: _builtins.int
     """Bytes that it moves or keeps."""

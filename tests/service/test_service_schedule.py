@@ -109,6 +109,32 @@ async def test_a_job_tells_where_the_state_is(client: Client, engine: Engine) ->
     assert third.readiness == first.readiness
 
 
+async def test_a_queued_session_is_promoted_ahead_of_its_turn(client: Client, settings: Settings) -> None:
+    """By a policy that looks ahead: nobody reads, and the engine hears that it is ready."""
+    ahead = settings.model_copy(
+        update={"placement_policy": "look-ahead", "data_directory": settings.data_directory / "ahead"}
+    )
+    server = await Server.start(ahead, FakeClock())
+    try:
+        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+            other = Client(channel)
+            await other.register()
+            await other.create("a")
+            await other.append("a", 1, 0, 100, is_durable=True)
+            await demote(other, "a")
+            engine = Engine(channel)
+            await engine.hello()
+            await engine.put(job(1))
+            while (event := await engine.event()).readiness.missing_bytes:
+                pass
+            assert await engine.finish() == 1
+    finally:
+        await server.stop()
+
+    assert hints_pb2.SESSION_CHANGE_PROMOTED in event.changes
+    assert event.readiness.layers[0].state == hints_pb2.LAYER_STATE_DRAM
+
+
 async def test_layers_that_are_not_stored_are_missing(client: Client, engine: Engine) -> None:
     """A session that keeps one layer of two."""
     request = session_pb2.CreateSessionRequest(session_id="a", model="models/tiny", layout=[KV])

@@ -1,0 +1,400 @@
+"""HintService.Hint over a real server: what each hint does, and how it is answered."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from hint_rig import seconds
+from service_rig import Client, chunks, commit, refused, until
+
+from ctxcache.config import Settings
+from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.server import Server
+from ctxcache.testing.fakes import FakeClock
+from ctxcache.v1 import hints_pb2, hints_pb2_grpc, session_pb2
+from ctxcache.v1.session_pb2 import TokenRange
+
+Code = grpc.StatusCode
+SLOT_BYTES = 28672
+ACCEPTED = hints_pb2.HINT_OUTCOME_ACCEPTED
+CLIPPED = hints_pb2.HINT_OUTCOME_CLIPPED
+DEFERRED = hints_pb2.HINT_OUTCOME_DEFERRED
+REJECTED = hints_pb2.HINT_OUTCOME_REJECTED
+MISSING = hints_pb2.HINT_OUTCOME_MISSING
+KINDS: dict[str, Any] = {
+    "share": hints_pb2.ShareHint(),
+    "prefetch": hints_pb2.PrefetchHint(),
+    "demote": hints_pb2.DemoteHint(),
+    "pin": hints_pb2.PinHint(),
+    "retain": hints_pb2.RetainHint(),
+    "expect": hints_pb2.ExpectHint(return_in=seconds(60)),
+    "release": hints_pb2.ReleaseHint(),
+}
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """A policy that promotes ahead."""
+    return settings.model_copy(update={"placement_policy": "look-ahead", "max_retention_s": 1000})
+
+
+class Hinter:
+    """Gives hints."""
+
+    def __init__(self, client: Client) -> None:
+        self._stub = hints_pb2_grpc.HintServiceStub(client.channel)
+
+    async def batch(self, *actions: hints_pb2.HintAction, **facts: Any) -> hints_pb2.HintResponse:
+        """Several at a time."""
+        request = hints_pb2.HintRequest(actions=actions, **facts)
+        return await self._stub.Hint(request)
+
+    async def __call__(self, kind: str, name: str = "a", **facts: Any) -> hints_pb2.HintResult:
+        """One."""
+        (result,) = (await self.batch(action(kind, name, **facts))).results
+        return result
+
+
+def action(kind: str, name: str = "a", **facts: Any) -> hints_pb2.HintAction:
+    """A hint."""
+    return hints_pb2.HintAction(**({"session": f"sessions/{name}", kind: KINDS[kind]} | facts))
+
+
+@pytest.fixture
+async def hint(client: Client) -> Hinter:
+    """Hints, beside a session of 200 tokens, in 4 segments."""
+    await client.create("a")
+    await client.append("a", 1, 0, 200, is_durable=True)
+    return Hinter(client)
+
+
+async def test_a_demoted_session_is_prefetched(client: Client, hint: Hinter) -> None:
+    """Both are answered with the bytes that moved; again, there is nothing to move."""
+    results = [await hint(kind) for kind in ("demote", "demote", "prefetch", "prefetch")]
+
+    assert [result.outcome for result in results] == [ACCEPTED] * 4
+    assert [result.granted_bytes // SLOT_BYTES for result in results] == [4, 0, 4, 0]
+    assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
+
+
+async def test_a_prefetch_keeps_to_its_budget_and_its_range(client: Client, hint: Hinter) -> None:
+    """Whole segments, the first ones."""
+    await hint("demote")
+    small = await hint("prefetch", budget_bytes=1)
+    half = await hint("prefetch", budget_bytes=2 * SLOT_BYTES + 1)
+    prefix = await hint("prefetch", range=TokenRange(begin=0, end=130))
+    rest = await hint("prefetch", budget_bytes=1 << 60)
+
+    assert (small.outcome, small.reason, small.granted_bytes) == (REJECTED, "BUDGET_EXHAUSTED", 0)
+    assert (half.outcome, half.reason, half.granted_bytes) == (CLIPPED, "BUDGET_EXHAUSTED", 2 * SLOT_BYTES)
+    assert (prefix.outcome, prefix.granted_bytes) == (ACCEPTED, SLOT_BYTES)
+    assert (rest.outcome, rest.granted_bytes) == (ACCEPTED, SLOT_BYTES)
+
+
+async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, server: Server) -> None:
+    """Neither promoted ahead nor taken away."""
+    await hint("demote")
+    cache = server._cache
+    session = cache.state.session("default", "a")
+    cache.placement.accessed(session)
+    prefetched = await hint("prefetch")
+    cache.placement.rested(session)
+    await hint("prefetch")
+    for segment in session.segments:
+        cache.residency.hold(segment)
+    demoted = await hint("demote")
+    for segment in session.segments[1:]:
+        cache.residency.release(segment)
+    in_part = await hint("demote")
+    cache.residency.release(session.segments[0])
+
+    assert (prefetched.outcome, prefetched.reason) == (REJECTED, "IN_USE")
+    assert (demoted.outcome, demoted.reason, demoted.granted_bytes) == (REJECTED, "IN_USE", 0)
+    assert (in_part.outcome, in_part.reason, in_part.granted_bytes) == (CLIPPED, "IN_USE", 3 * SLOT_BYTES)
+
+
+async def fill(server: Server) -> list[Any]:
+    """Take all room in DRAM."""
+    dram = server._cache.residency.dram
+    taken = []
+    while slot := dram.take(SLOT_BYTES):
+        taken.append(slot)
+    return taken
+
+
+async def test_without_room_a_prefetch_waits_for_it(client: Client, hint: Hinter, server: Server) -> None:
+    """Within its ttl; then it comes by itself, and is done with."""
+    await hint("demote")
+    cache = server._cache
+    taken = await fill(server)
+    deferred = await hint("prefetch", ttl=seconds(30))
+    waiting = len(cache.hints.deferred)
+    in_part = await hint("prefetch", budget_bytes=SLOT_BYTES)
+    for slot in taken:
+        cache.residency.dram.give(slot)
+    cache.placement.is_wanted.set()
+    await until(lambda: not len(cache.hints.deferred))
+
+    assert (deferred.outcome, deferred.reason, deferred.granted_bytes) == (DEFERRED, "NO_ROOM", 0)
+    assert deferred.valid_until.seconds * 10**9 == cache.state.clock.now_ns() + 30 * 10**9
+    assert waiting == 1
+    assert (in_part.outcome, in_part.reason) == (REJECTED, "NO_ROOM")
+    assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
+    assert cache.queues.starts_in_s(cache.state.session("default", "a")) is None
+
+
+async def test_what_would_never_come_is_not_deferred(
+    client: Client, hint: Hinter, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a policy that promotes nothing ahead."""
+    await hint("demote")
+    taken = await fill(server)
+    monkeypatch.setattr(server._cache.placement, "policy", LeastRecentlyUsed())
+    result = await hint("prefetch")
+    monkeypatch.undo()
+    for slot in taken:
+        server._cache.residency.dram.give(slot)
+
+    assert (result.outcome, result.reason) == (REJECTED, "NO_ROOM")
+
+
+@pytest.mark.parametrize("way", ["expires", "release", "demote", "ended", "delete"])
+async def test_a_deferred_prefetch_ends(
+    client: Client, hint: Hinter, server: Server, clock: FakeClock, way: str
+) -> None:
+    """When its time is over, or it is not wanted any more; it never lasts longer than ten minutes."""
+    await hint("demote")
+    deferred = server._cache.hints.deferred
+    taken = await fill(server)
+    await hint("prefetch", ttl=seconds(86400))
+    assert len(deferred) == 1
+    if way == "expires":
+        clock.advance(seconds=599)
+        server._cache.hints.expire_due()
+        assert len(deferred) == 1
+        clock.advance(seconds=1)
+        server._cache.hints.expire_due()
+    elif way == "delete":
+        await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
+    elif way == "ended":
+        await hint("expect", expect=hints_pb2.ExpectHint(ended=True))
+    else:
+        await hint(way)
+    for slot in taken:
+        server._cache.residency.dram.give(slot)
+
+    assert (len(deferred), len(deferred._waiting), len(deferred._due)) == (0, 0, 0)
+    assert server._cache.queues._schedule.job_ids("default\0") == []
+
+
+async def test_deferred_prefetches_are_bounded(
+    client: Client, hint: Hinter, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the jobs of an engine are."""
+    await client.create("b")
+    await client.append("b", 2, 0, 10, is_durable=True)
+    for name in ("a", "b"):
+        await hint("demote", name)
+    queues = server._cache.queues
+    monkeypatch.setattr(queues, "limits", queues.limits.__class__(job_count=1))
+    taken = await fill(server)
+    results = [await hint("prefetch", name) for name in ("a", "b", "a")]
+    for slot in taken:
+        server._cache.residency.dram.give(slot)
+
+    assert [result.outcome for result in results] == [DEFERRED, REJECTED, DEFERRED]
+    assert results[1].reason == "TOO_MANY_REQUESTS"
+
+
+async def test_a_shared_session_is_forked_without_a_write(
+    client: Client, hint: Hinter, server: Server
+) -> None:
+    """Durable and closed: the source's next tokens begin a segment of their own."""
+    await client.append("a", 1, 200, 210)
+    shared = await hint("share")
+    flushed = server._cache.state.counters.flushed_segment_count
+    request = session_pb2.ForkSessionRequest(name="sessions/a", session_id="fork")
+    fork = await client.sessions.ForkSession(request)
+    await client.append("a", 1, 210, 220)
+
+    assert (shared.outcome, shared.granted_bytes) == (ACCEPTED, 4 * SLOT_BYTES)
+    assert fork.durable_token_count == 210
+    assert server._cache.state.counters.flushed_segment_count == flushed
+    assert len(server._cache.state.session("default", "a").segments) == 5
+
+
+async def test_a_prefix_is_shared(client: Client, hint: Hinter) -> None:
+    """The segments that hold it."""
+    shared = await hint("share", range=TokenRange(begin=0, end=65))
+
+    assert (shared.outcome, shared.granted_bytes) == (ACCEPTED, 2 * SLOT_BYTES)
+
+
+async def test_what_is_being_written_is_not_shared(client: Client, hint: Hinter) -> None:
+    """Its writer goes on behind what there is: try again."""
+    may_end = asyncio.Event()
+
+    async def messages() -> AsyncIterator[Any]:
+        yield client.header("a", 200)
+        for message in chunks(1, 200, 210):
+            yield message
+        await may_end.wait()
+        yield commit(210)
+
+    appending = asyncio.ensure_future(client.send(messages()))
+    results: list[hints_pb2.HintResult] = []
+
+    async def is_refused() -> bool:
+        results.append(await hint("share"))
+        return results[-1].outcome == REJECTED
+
+    await until(is_refused)
+    may_end.set()
+    await appending
+
+    assert results[-1].reason == "WRITE_IN_PROGRESS"
+    assert (await hint("share")).outcome == ACCEPTED
+
+
+async def test_expectations_reach_the_policy(
+    client: Client, hint: Hinter, server: Server, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the session returns, on the store's clock, or never."""
+    heard: list[tuple[bytes, float | None]] = []
+    monkeypatch.setattr(server._cache.placement.policy, "expected", lambda *facts: heard.append(facts))
+    now_s = clock.monotonic_ns() / 1e9
+    results = [
+        await hint("expect"),
+        await hint("expect", expect=hints_pb2.ExpectHint(ended=True)),
+    ]
+
+    assert [result.outcome for result in results] == [ACCEPTED] * 2
+    assert heard == [(b"default\0a", now_s + 60), (b"default\0a", None)]
+
+
+@pytest.mark.parametrize("kind", ["pin", "retain"])
+async def test_what_is_kept_is_granted_within_the_budget(
+    client: Client, hint: Hinter, server: Server, kind: str
+) -> None:
+    """Whole or not at all, for as long as the server allows; a pin can wedge nothing."""
+    retention = server._cache.placement.retention
+    clock = server._cache.state.clock
+    plain = await hint(kind, ttl=seconds(100), priority=3)
+    larger = await hint(kind, budget_bytes=6 * SLOT_BYTES)
+    longer = await hint(kind, ttl=seconds(5000))
+    too_small = await hint(kind, budget_bytes=SLOT_BYTES)
+    used = retention.used_bytes("default")
+    await hint("release")
+
+    assert (plain.outcome, plain.granted_bytes) == (ACCEPTED, 4 * SLOT_BYTES)
+    assert plain.valid_until.seconds * 10**9 == clock.now_ns() + 100 * 10**9
+    assert (larger.outcome, larger.granted_bytes) == (ACCEPTED, 6 * SLOT_BYTES)
+    assert larger.valid_until.seconds * 10**9 == clock.now_ns() + 600 * 10**9
+    assert (longer.outcome, longer.reason) == (CLIPPED, "TTL_LIMIT")
+    assert longer.valid_until.seconds * 10**9 == clock.now_ns() + 1000 * 10**9
+    assert (too_small.outcome, too_small.reason) == (REJECTED, "BUDGET_EXHAUSTED")
+    assert used[kind == "pin"] == 4 * SLOT_BYTES
+    assert retention.used_bytes("default") == (0, 0)
+
+
+async def test_a_full_budget_of_pins_stops_nobody(client: Client, hint: Hinter, server: Server) -> None:
+    """What is beyond is rejected, and everybody goes on writing."""
+    outcomes = []
+    for number in range(60):
+        name = f"s{number}"
+        await client.create(name)
+        await client.append(name, 1, 0, 64, is_durable=True)
+        outcomes.append((await hint("pin", name)).outcome)
+    await client.create("large")
+    await client.append("large", 1, 0, 20 * 64, is_durable=True)
+
+    assert outcomes[0] == ACCEPTED
+    assert outcomes[-1] == REJECTED
+    assert (await client.get("large")).durable_token_count == 20 * 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_session_that_is_not_there_is_missing(hint: Hinter, kind: str) -> None:
+    """Whatever is asked for it."""
+    result = await hint(kind, "nobody")
+
+    assert (result.outcome, result.reason) == (MISSING, "SESSION_NOT_FOUND")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_ranges_are_prefixes_or_all(hint: Hinter, kind: str) -> None:
+    """Placement moves sessions; share and prefetch know how to begin with the first tokens."""
+    whole = await hint(kind, range=TokenRange(begin=0, end=200))
+    prefix = await hint(kind, range=TokenRange(begin=0, end=100))
+    middle = await hint(kind, range=TokenRange(begin=50, end=100))
+    beyond = await hint(kind, range=TokenRange(begin=0, end=201))
+
+    takes_prefixes = kind in ("share", "prefetch")
+    assert whole.outcome == ACCEPTED
+    assert (prefix.outcome, prefix.reason) == (
+        (ACCEPTED, "") if takes_prefixes else (REJECTED, "RANGE_NOT_SUPPORTED")
+    )
+    assert (middle.outcome, middle.reason) == (REJECTED, "RANGE_NOT_SUPPORTED")
+    assert (beyond.outcome, beyond.reason) == (REJECTED, "TOKEN_RANGE_OUT_OF_BOUNDS")
+
+
+async def test_a_batch_is_answered_one_by_one(hint: Hinter) -> None:
+    """In order, by the ids of the client; what fails for one does not for the others."""
+    response = await hint.batch(
+        action("demote", action_id="one"), action("demote", "nobody", action_id="two"),
+        action("prefetch", action_id="three"), message_id="m",
+    )  # fmt: skip
+
+    assert response.message_id == "m"
+    assert [(result.action_id, result.outcome) for result in response.results] == [
+        ("one", ACCEPTED), ("two", MISSING), ("three", ACCEPTED),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({"session": ""}, "session"),
+        ({"session": "sessions/../x"}, "session"),
+        ({"action_id": "x" * 129}, "action_id"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -1}, "priority"),
+        ({"ttl": seconds(0)}, "ttl"),
+        ({"ttl": seconds(31 * 86400)}, "ttl"),
+        ({"budget_bytes": 0}, "budget_bytes"),
+        ({"budget_bytes": -1}, "budget_bytes"),
+        ({"range": TokenRange(begin=-1, end=1)}, "range.begin"),
+        ({"range": TokenRange(begin=2, end=1)}, "range.end"),
+        ({"expect": hints_pb2.ExpectHint()}, "expect.expected"),
+        ({"expect": hints_pb2.ExpectHint(ended=False)}, "expect.ended"),
+        ({"expect": hints_pb2.ExpectHint(return_in=seconds(-1))}, "expect.return_in"),
+        ({"expect": hints_pb2.ExpectHint(return_in=seconds(31 * 86400))}, "expect.return_in"),
+    ],
+)
+async def test_a_bad_field_fails_the_batch_and_changes_nothing(
+    client: Client, hint: Hinter, facts: dict[str, Any], field: str
+) -> None:
+    """Nothing was done, for the good hint beside it neither."""
+    kind = "expect" if "expect" in facts else "retain"
+    found = await refused(
+        hint.batch(action("demote"), action(kind, **facts)), Code.INVALID_ARGUMENT, "INVALID_FIELD"
+    )
+
+    assert found["field"] == f"actions[1].{field}"
+    assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
+
+
+async def test_batches_are_bounded(hint: Hinter) -> None:
+    """1 to 256 hints, each saying what it wants."""
+    nothing = hints_pb2.HintAction(session="sessions/a")
+    for actions, facts, field in (
+        ([], {}, "actions"),
+        ([action("release")] * 257, {}, "actions"),
+        ([nothing], {}, "actions[0].action"),
+        ([action("release")], {"message_id": "x" * 129}, "message_id"),
+    ):
+        found = await refused(hint.batch(*actions, **facts), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert found["field"] == field
+    assert len((await hint.batch(*[action("release")] * 256)).results) == 256
