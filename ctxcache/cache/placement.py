@@ -105,23 +105,22 @@ class Placement:
 
     def rank(self, uid: bytes) -> Key | None:
         """Where the session stands: the lowest leaves the store first. None for one that is gone."""
-        return self._rank(uid, self.retention.store_level)
+        return self.ranks(uid)[0]
 
     def dram_rank(self, uid: bytes) -> Key | None:
         """As `rank`, where it is about leaving DRAM: of equal level first whoever has begun to."""
-        rank = self._rank(uid, self.retention.dram_level)
-        if rank is None or rank == IN_USE:
-            return rank
-        return (rank[0], not self._known[uid].is_leaving, *rank[1:])
+        return self.ranks(uid)[1]
 
-    def _rank(self, uid: bytes, level: Callable[[bytes], int]) -> Key | None:
+    def ranks(self, uid: bytes) -> tuple[Key | None, Key | None]:
+        """`rank` and `dram_rank`."""
         known = self._known.get(uid)
         if known is None:
-            return None
-        if known.is_in_use:
-            return IN_USE
-        rank = self.policy.rank(known.name)
-        return IN_USE if rank is None else (level(uid), *rank)
+            return None, None
+        rank = None if known.is_in_use else self.policy.rank(known.name)
+        if rank is None:
+            return IN_USE, IN_USE
+        retention = self.retention
+        return (retention.store_level(uid), *rank), (retention.dram_level(uid), not known.is_leaving, *rank)
 
     def is_needed_soon(self, uid: bytes) -> bool:
         """Whether nothing of the session may leave DRAM for what is promoted ahead of need."""
@@ -176,9 +175,10 @@ class Placement:
         known = self._known.get(session.uid)
         if known is None:
             return
-        known.use_count -= 1
-        if not known.use_count:
+        if known.use_count == 1:
             self._rest(session, known)
+        else:
+            known.use_count -= 1
 
     def visited(self, session: Session) -> None:
         """An access that is over at once."""
@@ -329,11 +329,13 @@ class Placement:
         known.rested_end = session.log_end
         known.has_rested, known.is_set_aside = True, False
         self.retention.rested(session)
+        # In use until the policy has heard of it: no rank of its falls, and nobody needs to look.
         self.policy.idle(known.name, _facts(session, known.turn_count, appended), self._now_s())
         if known.order is not None:
             # Not the job that waits has used it, but the turn before, or another engine's.
             self.policy.hinted(known.name, known.order)
         self.settled(session)
+        known.use_count = 0
         self._fallen(session)
         # What has just become idle may leave for others, and may be wanted itself.
         self.is_wanted.set()
@@ -370,7 +372,7 @@ class Placement:
     def _fell_by_name(self, name: bytes) -> None:
         uid = self._uids.get(name)
         session = None if uid is None else self._by_uid.get(uid)
-        if session is not None:
+        if session is not None and not self._known[session.uid].is_in_use:
             self._fallen(session)
 
     def _forget(self, session: Session, known: _Known) -> Iterable[Watcher]:

@@ -177,9 +177,10 @@ class State:
 
     def _fell(self, session: Session) -> None:
         """A session's rank may be lower than it was."""
-        self.resident.fell(session)
-        self.evictable.fell(session.uid)
-        self.unwritten.ranking.fell(session.uid)
+        rank, dram_rank = self.placement.ranks(session.uid)
+        self.resident.fell(session, dram_rank)
+        self.evictable.fell(session.uid, rank)
+        self.unwritten.ranking.fell(session.uid, rank)
 
 
 def record_of(session: Session) -> SessionRecord:

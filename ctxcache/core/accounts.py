@@ -8,6 +8,7 @@ none is named.
 from collections.abc import Callable, Sequence
 
 from ctxcache.core.eviction import Ranking, RankOf
+from ctxcache.core.placement.order import Key
 
 AccountOf = Callable[[bytes], str]
 """Whose a session is. Never changes while the session is in a ranking."""
@@ -30,7 +31,7 @@ class Rankings:
 
     def add(self, uid: bytes) -> None:
         """See Ranking."""
-        if self._rank(uid) is None:
+        if uid in self or self._rank(uid) is None:
             return
         account = self._account(uid)
         if account not in self._by_account:
@@ -38,10 +39,10 @@ class Rankings:
         self._where[uid] = self._by_account[account]
         self._where[uid].add(uid)
 
-    def fell(self, uid: bytes) -> None:
+    def fell(self, uid: bytes, rank: Key | None) -> None:
         """See Ranking."""
         if uid in self._where:
-            self._where[uid].fell(uid)
+            self._where[uid].fell(uid, rank)
 
     def discard(self, uid: bytes) -> None:
         """See Ranking."""

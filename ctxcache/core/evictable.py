@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ctxcache.core.accounts import AccountOf, ranking
 from ctxcache.core.eviction import RankOf
+from ctxcache.core.placement.order import Key
 
 
 class Verdict(enum.Enum):
@@ -32,9 +33,9 @@ class Evictable:
         self._aside.discard(uid)
         self._ranking.add(uid)
 
-    def fell(self, uid: bytes) -> None:
-        """Its rank may be lower than it was."""
-        self._ranking.fell(uid)
+    def fell(self, uid: bytes, rank: Key | None) -> None:
+        """Its rank, which is this now, may be lower than it was."""
+        self._ranking.fell(uid, rank)
 
     def discard(self, uid: bytes) -> None:
         """It is gone."""

@@ -32,14 +32,13 @@ class Ranking:
 
     def add(self, uid: bytes) -> None:
         """It is one of them from now on; one that has no rank is not."""
-        rank = self._rank(uid)
-        if uid not in self._entered and rank is not None:
+        if uid not in self._entered and (rank := self._rank(uid)) is not None:
             self._enter(rank, uid)
 
-    def fell(self, uid: bytes) -> None:
-        """Its rank may be lower than it was."""
+    def fell(self, uid: bytes, rank: Key | None) -> None:
+        """Its rank, which is this now, may be lower than it was."""
         entered = self._entered.get(uid)
-        if entered is not None and (rank := self._rank(uid)) is not None and rank < entered:
+        if entered is not None and rank is not None and rank < entered:
             self._enter(rank, uid)
 
     def discard(self, uid: bytes) -> None:

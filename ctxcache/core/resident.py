@@ -48,12 +48,12 @@ class Resident:
             self._ends[home.uid] = max(self._ends.get(home.uid, 0), segment.end)
             self._ranking.add(home.uid)
 
-    def fell(self, session: Session) -> None:
-        """Its rank may be lower than it was, and that of its kin."""
-        self._ranking.fell(session.uid)
+    def fell(self, session: Session, rank: Key | None) -> None:
+        """Its rank, which is this now, may be lower than it was, and so may that of its kin."""
+        self._ranking.fell(session.uid, rank)
         kin = session.residence.kin
-        if kin:
-            self._ranking.fell(kin.uid)
+        if kin and kin.last_uid == session.uid:
+            self._ranking.fell(kin.uid, rank)
 
     def discard(self, segment: Segment, session: Session) -> None:
         """The session was the last to list the segment."""
@@ -68,7 +68,7 @@ class Resident:
         if kin:
             kin.uids.pop(session.uid, None)
             if kin.uids:
-                self._ranking.fell(kin.uid)
+                self._ranking.fell(kin.uid, self._rank(kin.last_uid))
             else:
                 self._forget(kin.uid)
 

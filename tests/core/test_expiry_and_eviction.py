@@ -85,7 +85,7 @@ def test_a_ranking_has_the_order_of_the_ranks(steps: list[tuple[str, int, int]])
             before = ranks.get(uid)
             ranks[uid] = (value,)
             if before is not None and ranks[uid] < before:
-                ranking.fell(uid)
+                ranking.fell(uid, ranks[uid])
         elif step == "forget":
             ranks.pop(uid, None)
             ranking.discard(uid)
@@ -106,10 +106,10 @@ def test_a_ranking_takes_no_more_room_for_what_comes_and_goes() -> None:
     ranking = Ranking(ranks.get)
     for number in range(1000):
         ranks[b"a"] = (-number,)
-        ranking.fell(b"a")
+        ranking.fell(b"a", ranks[b"a"])
         ranking.add(b"a")
         ranks[b"a"] = (-number - 0.5,)
-        ranking.fell(b"a")
+        ranking.fell(b"a", ranks[b"a"])
         if number % 2:
             ranking.discard(b"a")
 
