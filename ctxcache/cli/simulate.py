@@ -26,7 +26,7 @@ TITLES = (
 )  # fmt: skip
 COST_TITLES = (
     "policy", "capacity", ">hit rate", ">regret", ">GPU saved", ">money saved", ">of", ">TTFT p50", ">p95",
-    ">drive writes/day", ">prefetches late",
+    ">drive writes/day", ">write lag", ">prefetches late",
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def _cost_cells(outcome: "Outcome") -> tuple[str, ...]:
         outcome.policy, _capacity(outcome), f"{figures['hit_rate']:.1%}", f"{figures['regret_rate']:.1%}",
         f"{costs['gpu_saved_s'] / 3600:.2f} h", f"{costs['cost_saved']:,.2f} $",
         f"{costs['cost_without']:,.2f} $", f"{figures['ttft_p50_s']:.3g} s", f"{figures['ttft_p95_s']:.3g} s",
-        f"{costs['drive_writes_per_day']:.3g}", str(outcome.tally.prefetches_late),
+        f"{costs['drive_writes_per_day']:.3g}", f"{figures['most_write_lag_s']:.3g} s", str(outcome.tally.prefetches_late),
     )  # fmt: skip
 
 

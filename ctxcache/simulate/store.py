@@ -79,7 +79,7 @@ class Store:
         self._moved(self.ledger.idle(uid, facts, now_s), now_s)
         tier = self.ledger.tier(uid)
         if tier is Tier.SSD or (self._is_inclusive and tier is not None):
-            self._write(copy, facts.size_bytes, now_s)
+            self.tally.ssd_rewritten_bytes += self._write(copy, facts.size_bytes, now_s)
 
     def void(self, uid: bytes) -> None:
         """The session goes on, its state does not."""
@@ -132,16 +132,16 @@ class Store:
             elif act is Act.REFUSE:
                 tally.refused += 1
                 self._lost(uid)
-            elif move.tier is Tier.SSD:
-                tally.ssd_rewritten_bytes += max(size_bytes, 0)
 
-    def _write(self, copy: _Copy, size_bytes: int, now_s: float) -> None:
-        more_bytes = size_bytes - copy.written_bytes
+    def _write(self, copy: _Copy, size_bytes: int, now_s: float) -> int:
+        """Write what SSD does not have of a session of that size; returns how much."""
+        more_bytes = max(size_bytes - copy.written_bytes, 0)
         copy.written_bytes = size_bytes
-        if more_bytes > 0:
+        if more_bytes:
             self.tally.ssd_written_bytes += more_bytes
             lag_s = self.ssd.write(more_bytes, now_s)
             self.tally.most_write_lag_s = max(self.tally.most_write_lag_s, lag_s)
+        return more_bytes
 
     def _lost(self, uid: bytes) -> None:
         self._unprefetched(uid)

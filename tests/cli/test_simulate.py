@@ -57,7 +57,7 @@ def test_costs_are_another_table(trace: Path) -> None:
     title, row = ran.stdout.splitlines()
     assert title.split()[:2] == ["policy", "capacity"]
     # 150 s of two GPUs, of 450 s; a first token after 100 s each.
-    saved = "100.0% 0.0% 0.08 h 3.00 $ 9.00 $ 100 s 100 s 0 0"
+    saved = "100.0% 0.0% 0.08 h 3.00 $ 9.00 $ 100 s 100 s 0 0 s 0"
     assert row.split()[6:] == saved.split()
 
 

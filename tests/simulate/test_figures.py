@@ -14,8 +14,13 @@ from ctxcache.simulate.money import Prices
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
 
-TURNS = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 60)), max_size=60).map(
-    lambda pairs: [turn(name, number, tokens) for number, (name, tokens) in enumerate(pairs)]
+TURNS = st.lists(
+    st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.none() | st.integers(0, 99)), max_size=60
+).map(
+    lambda rows: [
+        turn(name, number, tokens)._replace(history_tokens=history)
+        for number, (name, tokens, history) in enumerate(rows)
+    ]
 )
 TIGHT = replace(LOAD, dram_bytes=800, ssd_bytes=800)
 
