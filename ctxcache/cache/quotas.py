@@ -5,12 +5,21 @@ what is not to be kept free. Worst case: one look at each account.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.session import Session
 from ctxcache.core.usage import Usage, Use
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded
+
+
+class Own(NamedTuple):
+    """What is guaranteed to a tenant, and the most it may keep; None: what SSD has."""
+
+    dram_bytes: int
+    ssd_bytes: int
+    limit_bytes: int | None
 
 
 class Quotas:
@@ -36,6 +45,15 @@ class Quotas:
         used = {name: use.dram_bytes for name, use in self._accounts().items()}
         needing = None if tenant is None else self._shares.account(tenant)
         return self._shares.whose(needing, size_bytes, used, self._dram_bytes)
+
+    def own(self, tenant: str) -> Own:
+        """What is the tenant's own."""
+        account = self._shares.account(tenant)
+        return Own(
+            self._shares.guaranteed_bytes(account, self._dram_bytes),
+            self._shares.guaranteed_bytes(account, self._ssd_bytes),
+            self._limit_bytes(tenant),
+        )
 
     def over_share(self, tenant: str) -> str | None:
         """The tenant's account if that has more on SSD, or on its way there, than is guaranteed to it."""

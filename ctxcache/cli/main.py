@@ -56,6 +56,14 @@ def stats(call: Call) -> None:
         call.show(client.stats())
 
 
+@app.command("tenants")
+@online
+def tenants(call: Call) -> None:
+    """Show what each tenant has, and what is its share."""
+    with call.client() as client:
+        call.show_list("tenants", client.list_tenants(), None)
+
+
 @app.command("version")
 @online
 def version(call: Call) -> None:

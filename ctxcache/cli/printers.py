@@ -25,6 +25,7 @@ _VIEWS: Mapping[type[Message], Callable[..., RenderableType]] = {
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {
     "sessions": tables.sessions_table,
     "models": tables.models_table,
+    "tenants": tables.tenants_table,
 }
 
 

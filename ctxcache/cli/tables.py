@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxcache.cli.units import human_duration, human_size, human_time
-from ctxcache.v1.admin_pb2 import PathState, Stats
+from ctxcache.v1.admin_pb2 import PathState, Stats, TenantUse
 from ctxcache.v1.model_pb2 import Dtype, Model, StateKind
 from ctxcache.v1.session_pb2 import Session, Tier
 
@@ -73,6 +73,23 @@ def models_table(models: Sequence[Model]) -> RenderableType:
         table.add_row(
             model.name, model.architecture, str(model.layer_count), _word(Dtype.Name(model.dtype)),
             str(len(model.streams)), _when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
+        )  # fmt: skip
+    return table
+
+
+def tenants_table(tenants: Sequence[TenantUse]) -> RenderableType:
+    """Tenants, one per line."""
+    table = _table(
+        "TENANT", ">SESSIONS", ">DRAM", ">OF ITS OWN", ">SSD", ">OF ITS OWN", ">LIMIT", ">RETAINED", ">PINNED"
+    )
+    for use in tenants:
+        sizes = (
+            use.dram_bytes, use.guaranteed_dram_bytes, use.ssd_bytes, use.guaranteed_ssd_bytes,
+        )  # fmt: skip
+        table.add_row(
+            use.tenant, str(use.session_count), *map(human_size, sizes),
+            human_size(use.limit_bytes) if use.HasField("limit_bytes") else "-",
+            human_size(use.retained_bytes), human_size(use.pinned_bytes),
         )  # fmt: skip
     return table
 

@@ -18,6 +18,16 @@ class AdminCalls:
         """Return what the server holds and has done."""
         return self._wire.call(self._wire.admin.GetStats, admin_pb2.GetStatsRequest())
 
+    def list_tenants(self, *, page_size: int = 0) -> Iterator[admin_pb2.TenantUse]:
+        """Yield what each tenant has, by name. Raises InvalidArgument."""
+        request = admin_pb2.ListTenantsRequest(page_size=page_size)
+        while True:
+            page = self._wire.call(self._wire.admin.ListTenants, request)
+            yield from page.tenants
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
     def demote_session(self, name: str) -> session_pb2.Session:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
         request = admin_pb2.DemoteSessionRequest(name=name)

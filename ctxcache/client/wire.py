@@ -30,7 +30,7 @@ _IDEMPOTENT = {
     "ctxcache.v1.ModelService": ("GetModel", "ListModels"),
     "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
     "ctxcache.v1.ArenaService": ("GetArena",),
-    "ctxcache.v1.AdminService": ("GetStats",),
+    "ctxcache.v1.AdminService": ("GetStats", "ListTenants"),
 }
 _SERVICE_CONFIG = {
     "methodConfig": [

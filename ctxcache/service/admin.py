@@ -55,6 +55,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             **asdict(state.placement.prefetched),
         )
 
+    async def ListTenants(  # noqa: N802
+        self,
+        request: admin_pb2.ListTenantsRequest,
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.ListTenantsResponse:
+        """See the proto."""
+        limit = validate.page_size(request.page_size)
+        after = validate.page_token(request.page_token)
+        state = self._cache.state
+        names = sorted(name for name in {*state.usage.tenants(), *state.names} if name > after)[: limit + 1]
+        return admin_pb2.ListTenantsResponse(
+            tenants=[self._tenant(name) for name in names[:limit]],
+            next_page_token=validate.next_page_token(names, limit),
+        )
+
     async def DemoteSession(  # noqa: N802
         self, request: admin_pb2.DemoteSessionRequest, context: Context
     ) -> session_pb2.Session:
@@ -76,6 +91,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async with aclosing(scrubbing.run(bytes_per_second=rate)) as reports:
             async for report in reports:
                 yield verify_message(report)
+
+    def _tenant(self, tenant: str) -> admin_pb2.TenantUse:
+        state = self._cache.state
+        use, own = state.usage.of(tenant), self._cache.residency.quotas.own(tenant)
+        retained_bytes, pinned_bytes = self._cache.placement.retention.used_bytes(tenant)
+        return admin_pb2.TenantUse(
+            tenant=tenant, session_count=len(state.names.get(tenant, ())), dram_bytes=use.dram_bytes,
+            ssd_bytes=use.ssd_bytes, kept_bytes=use.kept_bytes, guaranteed_dram_bytes=own.dram_bytes,
+            guaranteed_ssd_bytes=own.ssd_bytes, limit_bytes=own.limit_bytes, retained_bytes=retained_bytes,
+            pinned_bytes=pinned_bytes,
+        )  # fmt: skip
 
     def _tiers(self) -> list[admin_pb2.TierStats]:
         cache, residency = self._cache, self._cache.residency

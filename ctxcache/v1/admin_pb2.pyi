@@ -365,6 +365,120 @@ class Stats(_message.Message):
 Global___Stats: _TypeAlias = Stats  # noqa: Y015
 
 @_typing.final
+class ListTenantsRequest(_message.Message):
+    """Request of ListTenants."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most tenants to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT."""
+    page_token: _builtins.str
+    """`next_page_token` of an earlier call, or empty for the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsRequest: _TypeAlias = ListTenantsRequest  # noqa: Y015
+
+@_typing.final
+class ListTenantsResponse(_message.Message):
+    """Response of ListTenants."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty when this is the last one."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
+        """Tenants, by name."""
+
+    def __init__(
+        self,
+        *,
+        tenants: _abc.Iterable[Global___TenantUse] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
+
+@_typing.final
+class TenantUse(_message.Message):
+    """What one tenant has. A segment counts once, however many forks share it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    DRAM_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    GUARANTEED_DRAM_BYTES_FIELD_NUMBER: _builtins.int
+    GUARANTEED_SSD_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    RETAINED_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant."""
+    session_count: _builtins.int
+    """Its sessions."""
+    dram_bytes: _builtins.int
+    """Bytes of its segments in DRAM, reserved ones too."""
+    ssd_bytes: _builtins.int
+    """Bytes of its segments on SSD, those on the way included."""
+    kept_bytes: _builtins.int
+    """Bytes of its segments, those in both places counted once: what its limit bounds."""
+    guaranteed_dram_bytes: _builtins.int
+    """Bytes of DRAM that nobody else's need takes from it. 0: it has no share."""
+    guaranteed_ssd_bytes: _builtins.int
+    """Bytes of SSD that nobody else's need takes from it. 0: it has no share."""
+    limit_bytes: _builtins.int
+    """Most bytes that it may keep. Unset: what SSD has."""
+    retained_bytes: _builtins.int
+    """Bytes that are retained on SSD on request. Of a tenant without a share: of all of those together."""
+    pinned_bytes: _builtins.int
+    """Bytes that are kept in DRAM on request. Of a tenant without a share: of all of those together."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_count: _builtins.int = ...,
+        dram_bytes: _builtins.int = ...,
+        ssd_bytes: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
+        guaranteed_dram_bytes: _builtins.int = ...,
+        guaranteed_ssd_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int | None = ...,
+        retained_bytes: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes", "dram_bytes", b"dram_bytes", "guaranteed_dram_bytes", b"guaranteed_dram_bytes", "guaranteed_ssd_bytes", b"guaranteed_ssd_bytes", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "pinned_bytes", b"pinned_bytes", "retained_bytes", b"retained_bytes", "session_count", b"session_count", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limit_bytes: _TypeAlias = _typing.Literal["limit_bytes"]  # noqa: Y015
+    _WhichOneofArgType__limit_bytes: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_bytes) -> _WhichOneofReturnType__limit_bytes | None: ...
+
+Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
+
+@_typing.final
 class DemoteSessionRequest(_message.Message):
     """Request of DemoteSession."""
 

@@ -41,6 +41,11 @@ class AdminServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_admin__pb2.Stats.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/ctxcache.v1.AdminService/ListTenants',
+                request_serializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.DemoteSession = channel.unary_unary(
                 '/ctxcache.v1.AdminService/DemoteSession',
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.DemoteSessionRequest.SerializeToString,
@@ -59,6 +64,14 @@ class AdminServiceServicer:
 
     def GetStats(self, request, context):
         """Returns what the server holds and has done since it started. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
+        server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +103,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=ctxcache_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_admin__pb2.Stats.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
             ),
             'DemoteSession': grpc.unary_unary_rpc_method_handler(
                     servicer.DemoteSession,
@@ -130,6 +148,33 @@ class AdminService:
             '/ctxcache.v1.AdminService/GetStats',
             ctxcache_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             ctxcache_dot_v1_dot_admin__pb2.Stats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/ListTenants',
+            ctxcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

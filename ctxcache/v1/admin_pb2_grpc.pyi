@@ -36,6 +36,10 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.Stats]
     """Returns what the server holds and has done since it started. Errors: none of its own."""
+    ListTenants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
+    """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
+    server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+    """
     DemoteSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]
     """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
@@ -55,6 +59,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.Stats]  # type: ignore[assignment]
     """Returns what the server holds and has done since it started. Errors: none of its own."""
+    ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
+    """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
+    server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+    """
     DemoteSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
@@ -77,6 +85,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Stats, _abc.Awaitable[_admin_pb2.Stats]]:
         """Returns what the server holds and has done since it started. Errors: none of its own."""
+
+    @_abc_1.abstractmethod
+    def ListTenants(
+        self,
+        request: _admin_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
+        """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
+        server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """
 
     @_abc_1.abstractmethod
     def DemoteSession(

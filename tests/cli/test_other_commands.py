@@ -9,7 +9,7 @@ from stored import model_spec, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.v1.admin_pb2 import Stats
+from ctxcache.v1.admin_pb2 import Stats, TenantUse
 
 HEAVY = ("torch", "rocksdict", "pydantic", "grpc", "ctxcache.server", "ctxcache.client")
 SERVER_ONLY = ("torch", "rocksdict", "ctxcache.config", "ctxcache.server")
@@ -51,6 +51,24 @@ def test_stats_are_a_table_with_human_sizes(running_server: ServerProcess) -> No
 
     assert ran.exit_code == ExitCode.OK
     assert "64.0 MiB" in ran.stdout
+
+
+def test_tenants_are_listed_as_the_proto_says(running_server: ServerProcess) -> None:
+    """Everybody is the same tenant without a share, which has what the sessions have; people see a table."""
+    store_session(running_server.target, "of-a-tenant")
+    try:
+        listed = ctxcache_json(running_server.target, "tenants")
+        ran = ctxcache("--target", running_server.target, "tenants")
+    finally:
+        ctxcache("--target", running_server.target, "session", "delete", "of-a-tenant", "--yes")
+
+    (use,) = listed["tenants"]
+    assert set(use) <= {field.name for field in TenantUse.DESCRIPTOR.fields}
+    assert (use["tenant"], use["guaranteed_ssd_bytes"]) == ("default", 0)
+    assert use["session_count"] >= 1
+    assert use["kept_bytes"] > 0
+    assert ran.exit_code == ExitCode.OK
+    assert ran.stdout.splitlines()[1].split()[0] == "default"
 
 
 def test_version_needs_no_server() -> None:

@@ -1,0 +1,87 @@
+"""What an operator sees of tenants, and soft pins under a running load."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from service_rig import Client, all_rows
+
+from ctxcache.config import Settings
+from ctxcache.core.placement.shares import Share
+from ctxcache.server import Server
+from ctxcache.v1 import admin_pb2
+
+MIB = 1 << 20
+WRITERS = 4
+SESSIONS_PER_WRITER = 40
+TOKENS = 640
+"""A session of ten segments: 160 of them are eleven times what SSD takes."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """A small server: half of it is for whoever calls, and a quarter for one that has not come yet."""
+    return Settings(
+        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=4 * MIB,
+        ssd_size_bytes=4 * MIB, arena_huge_pages="off", drain_timeout_s=5, client_share=0.75,
+        tenant_shares={"default": Share(0.5, 0.75), "other": Share(0.25)}, retention_share=1, pin_share=1,
+    )  # fmt: skip
+
+
+async def test_tenants_are_listed_with_what_they_have(server: Server, client: Client) -> None:
+    """Who has a share is there before it has anything; a page at a time."""
+    await client.create("s")
+    await client.append("s", 1, 0, 100, is_durable=True)
+    listed = await client.admin.ListTenants(admin_pb2.ListTenantsRequest())
+
+    default, other = listed.tenants
+    slot_bytes = server._cache.state.session("default", "s").layout.size_bytes
+    assert (default.tenant, default.session_count) == ("default", 1)
+    assert default.dram_bytes == default.ssd_bytes == default.kept_bytes == 2 * slot_bytes
+    assert (default.guaranteed_ssd_bytes, default.limit_bytes) == (2 * MIB, 3 * MIB)
+    assert 0 < default.guaranteed_dram_bytes < 2 * MIB
+    assert (other.tenant, other.session_count, other.kept_bytes) == ("other", 0, 0)
+    assert (other.guaranteed_ssd_bytes, other.HasField("limit_bytes")) == (MIB, False)
+
+    first = await client.admin.ListTenants(admin_pb2.ListTenantsRequest(page_size=1))
+    assert [use.tenant for use in first.tenants] == ["default"]
+    page = admin_pb2.ListTenantsRequest(page_size=1, page_token=first.next_page_token)
+    second = await client.admin.ListTenants(page)
+    assert ([use.tenant for use in second.tenants], second.next_page_token) == (["other"], "")
+
+
+async def test_a_bad_page_is_refused(client: Client) -> None:
+    """As every other listing does."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await client.admin.ListTenants(admin_pb2.ListTenantsRequest(page_size=-1))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_whatever_is_pinned_writes_go_through(server: Server, client: Client) -> None:
+    """Everything is pinned and retained as soon as it is there, by several writers at once: none is ever refused."""
+    retention, granted_count, read_count = server._cache.placement.retention, 0, 0
+
+    async def write(writer: int) -> None:
+        nonlocal granted_count, read_count
+        for number in range(SESSIONS_PER_WRITER):
+            tag, name = writer * SESSIONS_PER_WRITER + number, f"s{writer}-{number}"
+            await client.create(name)
+            await client.append(name, tag, 0, TOKENS, is_durable=True)
+            session = server._cache.state.sessions.get(("default", name))
+            if session is not None:
+                until_s = server._cache.state.clock.monotonic_ns() / 10**9 + 3000
+                for ask in (retention.retain, retention.pin):
+                    granted_count += ask(session.uid, MIB // 2, until_s, 100) is not None
+            with suppress(grpc.aio.AioRpcError):
+                assert await client.read_rows(name) == all_rows(tag, TOKENS)
+                read_count += 1
+
+    await asyncio.gather(*(write(writer) for writer in range(WRITERS)))
+    use = (await client.admin.ListTenants(admin_pb2.ListTenantsRequest())).tenants[0]
+    assert granted_count > 0
+    assert read_count > 0
+    assert use.retained_bytes > 0
+    assert use.pinned_bytes > 0
+    assert use.kept_bytes <= 3 * MIB
