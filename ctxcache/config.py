@@ -64,6 +64,8 @@ def parse_tenant_shares(value: object) -> object:
 
 
 def _share(name: str, given: object) -> Share:
+    if isinstance(given, Share):
+        return given
     fields = given if isinstance(given, Mapping) else None
     if isinstance(given, str):
         fields = (

@@ -22,6 +22,7 @@ def test_shares_are_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest
 
     assert load({}, file=file).tenant_shares == SHARES
     assert load({"tenant_shares": text}).tenant_shares == SHARES
+    assert load({"tenant_shares": SHARES}).tenant_shares == SHARES
     monkeypatch.setenv("CTXCACHE_TENANT_SHARES", text)
     assert load({}).tenant_shares == SHARES
     monkeypatch.setenv("CTXCACHE_TENANT_SHARES", "")
