@@ -122,11 +122,11 @@ class Placement:
         retention = self.retention
         return (retention.store_level(uid), *rank), (retention.dram_level(uid), not known.is_leaving, *rank)
 
-    def is_needed_soon(self, uid: bytes) -> bool:
-        """Whether nothing of the session may leave DRAM for what is promoted ahead of need."""
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
+        """Whether nothing of the session may leave DRAM for `fetched` to be promoted ahead of need."""
         known = self._known[uid]
         is_kept = known.is_in_use or self.retention.dram_level(uid) > 0
-        return is_kept or self.policy.is_needed_soon(known.name)
+        return is_kept or self.policy.is_needed_soon(known.name, self._known[fetched].name)
 
     def passed(self) -> None:
         """Time passes. Called twice a second."""

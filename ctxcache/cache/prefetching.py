@@ -117,7 +117,7 @@ class Prefetching:
                 return Outcome.NOT_WANTED
             has_room = await self._residency.promote_ahead(
                 segments,
-                may_give=lambda uid: not self._placement.is_needed_soon(uid),
+                may_give=lambda uid: not self._placement.is_needed_soon(uid, session.uid),
                 is_wanted=lambda: self._placement.is_idle(session),
             )
             if not has_room:

@@ -251,6 +251,18 @@ def test_a_hinted_session_is_promoted_before_its_turn() -> None:
     assert not ledger.prefetch()
 
 
+def test_whoever_is_needed_later_gives_way_to_a_prefetch() -> None:
+    """DRAM is full with the window's second: the first takes its place, and does not give it back."""
+    ledger = Ledger(Capacities(40, 200), LookAhead(Capacities(40, 200)))
+    for number in range(8):
+        _turn(ledger, bytes([number]), number, size_bytes=10 if number < 6 else 40)
+    ledger.policy.hinted(b"\6", 1)
+    ledger.policy.hinted(b"\7", 2)
+
+    assert [(move.act, move.uid) for move in ledger.prefetch()] == [(Act.DEMOTE, b"\7"), (Act.PROMOTE, b"\6")]
+    assert not ledger.prefetch()
+
+
 @pytest.mark.parametrize("make", [S3Fifo, AdaptiveReplacement])
 def test_a_scan_of_one_shots_does_not_flood_what_returns(make: Callable[[int], Policy]) -> None:
     """Sessions that were used again outlive any number that were not; under LRU they do not."""

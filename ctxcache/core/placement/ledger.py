@@ -112,7 +112,7 @@ class Ledger:
         return [Move(Act.EVICT, uid, held.size_bytes, held.tier)]
 
     def prefetch(self) -> list[Move]:
-        """Promote whom the policy wants in DRAM, unless that pushes out one that is needed as soon.
+        """Promote whom the policy wants in DRAM, unless that pushes out one that is needed sooner.
 
         The promotion is the last move; none when there is none, or no room.
         """
@@ -122,7 +122,7 @@ class Ledger:
         moves: list[Move] = []
         # The buffer stays free: who is needed last would be demoted for it, and be promoted again.
         spare_bytes = self._buffer_bytes
-        self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other), spare_bytes)
+        self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other, uid), spare_bytes)
         return moves
 
     def _free_bytes(self, tier: Tier) -> int:

@@ -106,9 +106,11 @@ class LookAhead(Ranked):
         """See Policy."""
         return self._fetchable.first(accepts) if self.follows_queue else None
 
-    def is_needed_soon(self, uid: bytes) -> bool:
-        """See Policy."""
-        return self.follows_queue and uid in self._fetched
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
+        """See Policy. Whoever is needed later gives way: DRAM may take fewer than the window has, and in its order."""
+        if not self.follows_queue or uid not in self._fetched:
+            return False
+        return fetched not in self._fetched or self._fetched.order(uid) <= self._fetched.order(fetched)
 
     def _resize(self) -> None:
         self._fetched.resize(self._capacities.dram_bytes // self._average_bytes)

@@ -90,6 +90,6 @@ class Policy:
         """Which session on SSD is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None
 
-    def is_needed_soon(self, uid: bytes) -> bool:  # noqa: ARG002  the default ignores it
-        """Whether a prefetch must not push this session out of DRAM."""
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:  # noqa: ARG002  the default ignores them
+        """Whether a prefetch of `fetched` must not push this session out of DRAM."""
         return False

@@ -125,9 +125,9 @@ class PerTenant(Policy):
                 return uid
         return None
 
-    def is_needed_soon(self, uid: bytes) -> bool:
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """See Policy."""
-        return self._policy(uid).is_needed_soon(uid)
+        return self._policy(uid).is_needed_soon(uid, fetched)
 
     def _first(
         self,
