@@ -2,7 +2,9 @@
 
 from ctxcache.client.client import Client
 from ctxcache.client.decode_batch import DecodeBatch
+from ctxcache.client.engine_queue import EngineQueue
+from ctxcache.client.queue_outbox import QueuedJob
 from ctxcache.client.rows import Piece, SessionRows
 from ctxcache.client.writer import SessionWriter
 
-__all__ = ["Client", "DecodeBatch", "Piece", "SessionRows", "SessionWriter"]
+__all__ = ["Client", "DecodeBatch", "EngineQueue", "Piece", "QueuedJob", "SessionRows", "SessionWriter"]

@@ -18,6 +18,7 @@ from ctxcache.client.bulk_rows import BulkRows
 from ctxcache.client.convert import model_from_wire, row_sizes, stream_from_wire, stream_to_wire, token_range
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.grpc_rows import GrpcRows
+from ctxcache.client.hints import HintCalls
 from ctxcache.client.leased_rows import LeasedRows, lease_rows
 from ctxcache.client.met import Met
 from ctxcache.client.models import ModelCalls
@@ -52,7 +53,7 @@ Verify = Literal["loaded", "always"]
 _WAYS: dict[Access, Way] = {"local-socket": "socket", "local-grpc": "grpc"}
 
 
-class Client(ModelCalls, SessionCalls, AdminCalls):
+class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     """Talks to the server at `target`, a gRPC target such as `host:port` or `unix:/path`.
 
     `timeout_s` bounds every wait; calls that move rows get more by their size. `access` says where

@@ -70,7 +70,7 @@ class GrpcRead:
     def __init__(self, wire: Wire, call: _Call) -> None:
         self._wire, self._call = wire, call
         self._lock = threading.Lock()
-        wire.open_reads.add(self)
+        wire.open_streams.add(self)
         try:
             self.header = self._receive_header()
         except BaseException:
@@ -81,7 +81,7 @@ class GrpcRead:
         """See OpenRead."""
         message = self._receive()
         if message is None:
-            self._wire.open_reads.discard(self)
+            self._wire.open_streams.discard(self)
             return None
         chunk = message if isinstance(message, WireChunk) else _as_wire_chunk(message)
         place = landing(chunk.stream, chunk.token_begin, len(chunk.data))
@@ -97,7 +97,7 @@ class GrpcRead:
         self._call.cancel()
         with self._lock:
             _draw_end(self._call)
-        self._wire.open_reads.discard(self)
+        self._wire.open_streams.discard(self)
 
     def _receive_header(self) -> ReadHeader:
         first = self._receive()

@@ -16,7 +16,14 @@ from ctxcache.client.tls import ClientTls
 from ctxcache.errors import Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.status import from_rpc_error
-from ctxcache.v1 import admin_pb2_grpc, arena_pb2_grpc, bulk_pb2_grpc, model_pb2_grpc, session_pb2_grpc
+from ctxcache.v1 import (
+    admin_pb2_grpc,
+    arena_pb2_grpc,
+    bulk_pb2_grpc,
+    hints_pb2_grpc,
+    model_pb2_grpc,
+    session_pb2_grpc,
+)
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
 
 # A chunk is at most 2 MiB; the rest is room for its envelope, and for batches of operations.
@@ -93,8 +100,8 @@ class Wire:
 
     def __init__(self, target: str, timeout_s: float, tls: ClientTls | None = None) -> None:
         self.target = target
-        self.open_reads: set[Closable] = set()
-        """Reads that were not closed: each would keep the connection beyond the channel's end."""
+        self.open_streams: set[Closable] = set()
+        """Reads and queues that were not closed: each would keep the connection beyond the channel's end."""
         self.timeout_s = timeout_s
         self.tls_context = None if tls is None else tls.context()
         self._channel = (
@@ -106,6 +113,7 @@ class Wire:
         self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self.arena = arena_pb2_grpc.ArenaServiceStub(self._channel)
         self.bulk = bulk_pb2_grpc.BulkServiceStub(self._channel)
+        self.hints = hints_pb2_grpc.HintServiceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self.read_session: grpc.UnaryStreamMultiCallable[ReadSessionRequest, ReadMessage] = (
             self._channel.unary_stream(
@@ -153,6 +161,6 @@ class Wire:
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
-        for read in list(self.open_reads):
-            read.close()
+        for stream in list(self.open_streams):
+            stream.close()
         self._channel.close()

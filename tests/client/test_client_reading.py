@@ -360,4 +360,4 @@ def test_reads_that_fail_are_not_remembered(connect: Connect, far_side: FarSide)
         with pytest.raises(CacheError):
             client.read(session)
 
-    assert not client._wire.open_reads
+    assert not client._wire.open_streams

@@ -1,0 +1,287 @@
+"""An engine's waiting queue, published to the server over a stream that is made anew when it breaks.
+
+Changes return at once and are sent behind the caller's back, the newest of each job; what the server says of
+sessions is kept until it is taken, the newest of each. One daemon thread connects and receives. Thread-safe.
+Worst case: a server that is away costs nothing but its hints; after it is back, it is told the whole queue.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from ctxcache.client.convert import duration
+from ctxcache.client.queue_outbox import Outbox, QueuedJob, check_job
+from ctxcache.client.wire import Wire
+from ctxcache.errors import (
+    CacheError,
+    DeadlineExceeded,
+    EngineTakenOver,
+    InvalidArgument,
+    Unavailable,
+)
+from ctxcache.status import from_parts, from_rpc_error
+from ctxcache.v1 import hints_pb2
+from ctxcache.v1.hints_pb2 import JOB_END_CANCELLED, JOB_END_STARTED, ScheduleRequest, SessionEvent
+
+UNANSWERED_LIMIT = 4
+"""Requests under way; what changes meanwhile goes in the next one."""
+EVENTS_LIMIT = 1 << 16
+"""Sessions whose newest event is kept for whoever takes none; beyond, the oldest is forgotten."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
+FINAL = (EngineTakenOver, InvalidArgument)
+"""What no further try would change."""
+
+
+class _Link:
+    """One stream: what was sent on it and not answered."""
+
+    def __init__(self, now_s: float) -> None:
+        self.sequence = 0
+        self.unanswered: dict[int, float] = {}
+        self.begun_s = now_s
+        self.is_welcome = self.is_over = self.is_withdrawn = False
+        self.call: grpc.Call | None = None
+
+
+class EngineQueue:
+    """The queue of the engine of that name. Use it as a context manager, or close it: that withdraws the queue."""
+
+    def __init__(
+        self, wire: Wire, engine: str, *, grace_s: float | None = None, model_fingerprint: bytes = b""
+    ) -> None:
+        self._wire = wire
+        self._hello = hints_pb2.ScheduleHello(
+            engine=engine, grace=duration(grace_s), model_fingerprint=model_fingerprint
+        )
+        self._changed = threading.Condition()
+        self._outbox = Outbox()
+        self._events: dict[str, SessionEvent] = {}
+        self._link = _Link(time.monotonic())
+        self._failure: CacheError | None = None
+        self._is_closing = False
+        self._wire.open_streams.add(self)
+        self._thread = threading.Thread(target=self._run, name="ctxcache-queue", daemon=True)
+        self._thread.start()
+
+    # -- the queue -------------------------------------------------------------------------------
+
+    def put(self, *jobs: QueuedJob) -> None:
+        """Let jobs wait, wherever they waited before. Raises InvalidArgument, TooManyRequests, why the queue ended."""
+        for job in jobs:
+            check_job(job)
+        with self._changed:
+            self._check()
+            self._outbox.put(jobs, time.monotonic())
+            self._changed.notify_all()
+
+    def started(self, *job_ids: str) -> None:
+        """Say that jobs run. Raises why the queue ended."""
+        self._remove(job_ids, JOB_END_STARTED)
+
+    def cancelled(self, *job_ids: str) -> None:
+        """Say that jobs will not run. Raises why the queue ended."""
+        self._remove(job_ids, JOB_END_CANCELLED)
+
+    def replace(self, jobs: Iterable[QueuedJob]) -> None:
+        """Let these be the whole queue. Raises as `put` does, and then it is as it was."""
+        wanted = list(jobs)
+        for job in wanted:
+            check_job(job)
+        with self._changed:
+            self._check()
+            self._outbox.replace(wanted, time.monotonic())
+            self._changed.notify_all()
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """Jobs whose session the server does not have, with the reason: they have to be put again when it has."""
+        with self._changed:
+            return dict(self._outbox.missing)
+
+    # -- what comes of it ------------------------------------------------------------------------
+
+    def take(self, timeout_s: float | None = None) -> list[SessionEvent]:
+        """Return what became of sessions since the last call, one event each; empty when nothing did in time.
+
+        `timeout_s`: by default the client's. Raises why the queue ended.
+        """
+        wait_s = self._wire.timeout_s if timeout_s is None else timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self._failure is not None, wait_s)
+            events, self._events = list(self._events.values()), {}
+            if not events:
+                self._check()
+            return events
+
+    def __iter__(self) -> Iterator[SessionEvent]:
+        """What becomes of sessions, until the queue is closed. Raises why it ended otherwise."""
+        while True:
+            try:
+                yield from self.take()
+            except CacheError:
+                if self._is_closing:
+                    return
+                raise
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until the server has answered for all that was put. Raises DeadlineExceeded, why the queue ended."""
+        wait_s = self._wire.timeout_s if timeout_s is None else timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failure is not None or self._is_settled(), wait_s):
+                raise DeadlineExceeded(target=self._wire.target, timeout_s=f"{wait_s:g}")
+            self._check()
+
+    def close(self) -> None:
+        """Withdraw the queue. Waits for the server's answer, no longer than a call may take."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            # A server that has not even said hello has nothing to withdraw.
+            wait_s = self._wire.timeout_s if self._link.is_welcome else 0.0
+            self._changed.wait_for(lambda: self._failure is not None, wait_s)
+            call = self._link.call
+        if call is not None:
+            call.cancel()
+        self._thread.join(self._wire.timeout_s)
+        self._wire.open_streams.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure), **self._failure.facts)
+
+    def _remove(self, job_ids: Iterable[str], end: hints_pb2.JobEnd.ValueType) -> None:
+        with self._changed:
+            self._check()
+            for job_id in job_ids:
+                self._outbox.gone(job_id, end)
+            self._changed.notify_all()
+
+    def _is_settled(self) -> bool:
+        link = self._link
+        return link.is_welcome and self._outbox.is_empty and not link.unanswered
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        failure: CacheError | None = None
+        while failure is None:
+            link = self._connect()
+            problem = self._receive(link)
+            with self._changed:
+                pause_s = FIRST_PAUSE_S if link.is_welcome else min(2 * pause_s, LAST_PAUSE_S)
+                link.is_over = True
+                self._changed.notify_all()
+                if isinstance(problem, FINAL):
+                    failure = problem
+                elif self._is_closing or self._changed.wait_for(lambda: self._is_closing, pause_s):
+                    failure = Unavailable(target=self._wire.target, problem="the queue is closed")
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def _connect(self) -> _Link:
+        with self._changed:
+            self._link = _Link(time.monotonic())
+            self._outbox.start_over()
+            return self._link
+
+    def _receive(self, link: _Link) -> CacheError:
+        """Take what comes until the stream ends; returns why it did."""
+        try:
+            with self._wire.errors():
+                call = self._wire.hints.Schedule(self._requests(link))
+            with self._changed:
+                link.call = call
+            for response in call:
+                if problem := self._deliver(link, response):
+                    call.cancel()
+                    return problem
+        except CacheError as error:
+            return error
+        except grpc.RpcError as error:
+            return from_rpc_error(error, self._wire.target)
+        return Unavailable(target=self._wire.target, problem="the stream ended")
+
+    def _requests(self, link: _Link) -> Iterator[ScheduleRequest]:
+        """What gRPC sends, drawn in a thread of its own: the hello, then what changed."""
+        hello = ScheduleRequest(hello=self._hello)
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._is_sendable(link), self._patience_s(link)):
+                    if link.call is not None:
+                        link.call.cancel()
+                    return
+                if link.is_over or (link.sequence and self._is_closing):
+                    return
+                now_s = time.monotonic()
+                link.sequence += 1
+                link.unanswered[link.sequence] = now_s
+                request = self._outbox.take(link.sequence, now_s) if link.sequence > 1 else hello
+            request.sequence = link.sequence
+            yield request
+
+    def _is_sendable(self, link: _Link) -> bool:
+        if link.is_over or self._is_closing or not link.sequence:
+            return True
+        return link.is_welcome and not self._outbox.is_empty and len(link.unanswered) < UNANSWERED_LIMIT
+
+    def _patience_s(self, link: _Link) -> float | None:
+        """How much longer the server may take to answer; None while nothing is asked of it."""
+        oldest_s = min(link.unanswered.values(), default=None)
+        return None if oldest_s is None else max(oldest_s + self._wire.timeout_s - time.monotonic(), 0.0)
+
+    def _deliver(self, link: _Link, response: hints_pb2.ScheduleResponse) -> CacheError | None:
+        with self._changed:
+            self._changed.notify_all()
+            match response.WhichOneof("message"):
+                case "acknowledgement":
+                    return self._answered(link, response.acknowledgement)
+                case "events":
+                    for event in response.events.events:
+                        self._events[event.session] = _merged(self._events.pop(event.session, None), event)
+                    while len(self._events) > EVENTS_LIMIT:
+                        del self._events[next(iter(self._events))]
+                case "withdrawn":
+                    link.is_withdrawn = True
+        return None
+
+    def _answered(self, link: _Link, answer: hints_pb2.Acknowledgement) -> CacheError | None:
+        link.unanswered.pop(answer.sequence, None)
+        if answer.HasField("error"):
+            error = answer.error
+            return from_parts(
+                error.code, error.reason, error.message, error.metadata, target=self._wire.target
+            )
+        if not link.is_welcome:
+            link.is_welcome = True
+            self._outbox.job_limit = answer.job_limit
+            if len(self._outbox) > answer.job_limit:
+                return InvalidArgument(
+                    field="jobs", problem=f"{len(self._outbox)} wait, the server takes {answer.job_limit}"
+                )
+        self._outbox.learned(answer.missing)
+        return None
+
+
+def _merged(before: SessionEvent | None, event: SessionEvent) -> SessionEvent:
+    """The newest state, with what happened in between."""
+    changes = () if before is None else (c for c in before.changes if c not in event.changes)
+    merged = SessionEvent(session=event.session, readiness=event.readiness)
+    merged.changes.extend((*changes, *event.changes))
+    return merged
