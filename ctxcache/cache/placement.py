@@ -22,6 +22,8 @@ from ctxcache.core.residence import Kin
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 
+LOOKS = 1 << 10
+"""Ranks that are looked up anew between two calls of `passed` though nothing happened to the sessions."""
 GHOSTS = 1 << 17
 """Evicted sessions whose turns are remembered."""
 IN_USE: Key = (math.inf,)
@@ -67,6 +69,8 @@ class _Known:
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
     tier: Tier | None = None
+    rank: Key | None = None
+    """As the policy last said; None where something has happened since."""
     order: float | None = None
     """When its next job starts, while one waits."""
 
@@ -98,6 +102,7 @@ class Placement:
         self._watchers: dict[bytes, list[Watcher]] = {}
         self._ahead: set[Segment] = set()
         """Promoted ahead of need, and not read since."""
+        self._looks_left = LOOKS
         policy.watch(self._fell_by_name)
         policy.passed(self._now_s())
 
@@ -116,7 +121,7 @@ class Placement:
         known = self._known.get(uid)
         if known is None:
             return None, None
-        rank = None if known.is_in_use else self.policy.rank(known.name)
+        rank = None if known.is_in_use else self._policy_rank(known)
         if rank is None:
             return IN_USE, IN_USE
         retention = self.retention
@@ -130,6 +135,7 @@ class Placement:
 
     def passed(self) -> None:
         """Time passes. Called twice a second."""
+        self._looks_left = LOOKS
         self.retention.passed()
         self.policy.passed(self._now_s())
 
@@ -162,7 +168,7 @@ class Placement:
         """An access begins, which `rested` ends."""
         known = self._known[session.uid]
         known.use_count += 1
-        known.is_leaving = False
+        known.is_leaving, known.rank = False, None
         if known.use_count == 1:
             self.policy.arrived(known.name, self._now_s())
             self.policy.withdrawn(known.name)
@@ -234,7 +240,7 @@ class Placement:
         """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
         known = self._known.get(session.uid)
         if known is not None:
-            known.is_set_aside, known.order = False, order
+            known.is_set_aside, known.order, known.rank = False, order, None
             self.policy.hinted(known.name, order)
             self.is_wanted.set()
 
@@ -242,13 +248,14 @@ class Placement:
         """The job waits no longer."""
         known = self._known.get(session.uid)
         if known is not None:
-            known.order = None
+            known.order = known.rank = None
             self.policy.withdrawn(known.name)
 
     def expected(self, session: Session, return_s: float | None) -> None:
         """The client says when the session returns, in monotonic seconds; None: never."""
         known = self._known.get(session.uid)
         if known is not None:
+            known.rank = None
             self.policy.expected(known.name, return_s)
 
     def watch(self, uid: bytes, watcher: Watcher) -> None:
@@ -317,6 +324,13 @@ class Placement:
 
     # -- parts -------------------------------------------------------------------------------------
 
+    def _policy_rank(self, known: _Known) -> Key | None:
+        """What the policy says, or said: all its ranks may rise at once, and who looks at all must not wait."""
+        if known.rank is None or self._looks_left > 0:
+            self._looks_left -= known.rank is not None
+            known.rank = self.policy.rank(known.name)
+        return known.rank
+
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / SECOND_NS
 
@@ -372,8 +386,11 @@ class Placement:
     def _fell_by_name(self, name: bytes) -> None:
         uid = self._uids.get(name)
         session = None if uid is None else self._by_uid.get(uid)
-        if session is not None and not self._known[session.uid].is_in_use:
-            self._fallen(session)
+        if session is not None:
+            known = self._known[session.uid]
+            known.rank = None
+            if not known.is_in_use:
+                self._fallen(session)
 
     def _forget(self, session: Session, known: _Known) -> Iterable[Watcher]:
         """Forget a session; returns who is to hear of it for the last time."""

@@ -1,0 +1,258 @@
+"""What a policy is told of sessions, and how often it is asked: the rest is the policy's own."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer
+
+from ctxcache.cache import placement
+from ctxcache.core.evictable import Evictable, Verdict
+from ctxcache.core.expiry import Expiration
+from ctxcache.core.placement.order import Key
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities, Facts, Tier
+from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.recency import LeastRecentlyUsed
+
+Told = tuple[str, str, tuple[object, ...]]
+
+
+@dataclass
+class Noted(LeastRecentlyUsed):
+    """Least recently used, with notes of what it was told."""
+
+    told: list[Told] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def _note(self, what: str, uid: bytes, *facts: object) -> None:
+        self.told.append((what, uid.decode().partition("\0")[2], facts))
+
+    def arrived(self, uid: bytes, now_s: float) -> None:
+        """See Policy."""
+        self._note("arrived", uid, now_s)
+
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
+        """See Policy."""
+        super().idle(uid, facts, now_s)
+        self._note("idle", uid, facts.size_bytes // SLOT_BYTES, facts.turn_count, facts.appended_bytes)
+
+    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
+        """See Policy."""
+        super().idle(uid, facts, 0)
+        self._note("recalled", uid, facts.turn_count, idle_s)
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        super().placed(uid, tier)
+        self._note("placed", uid, tier)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        super().evicted(uid)
+        self._note("evicted", uid)
+
+    def ended(self, uid: bytes) -> None:
+        """See Policy."""
+        super().evicted(uid)
+        self._note("ended", uid)
+
+    def since(self) -> list[Told]:
+        """The notes since the last call."""
+        notes, self.told = self.told, []
+        return notes
+
+
+def policy_of(rig: MemoryRig) -> Noted:
+    """The policy of a rig over one that notes."""
+    policy = rig.cache.placement.policy
+    assert isinstance(policy, Noted)
+    return policy
+
+
+@pytest.fixture
+async def noted(tmp_path: Path) -> MemoryRig:
+    """A cache over a policy that notes, with eight segments of SSD."""
+    rig = MemoryRig(tmp_path, 6, (8,), make_policy=Noted)
+    await rig.open()
+    return rig
+
+
+def appended(token_count: int) -> int:
+    """Bytes of so many tokens, padding included."""
+    return token_count * LAYOUT.size_bytes // SEGMENT_TOKENS
+
+
+async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release(noted: MemoryRig) -> None:
+    """A lease that is held over the append makes one turn; a read alone is a rest of its own, with nothing appended."""
+    writer, policy = Writer(1), policy_of(noted)
+    await noted.create("a")
+    noted.cache.sessions.lookup(TENANT, "a", bytes(32))
+    assert not policy.since()
+
+    await noted.append("a", writer.make(100))
+    assert policy.since() == [
+        ("arrived", "a", (0.0,)), ("idle", "a", (2, 1, appended(100))), ("placed", "a", (Tier.DRAM,)),
+    ]  # fmt: skip
+    noted.clock.advance(seconds=5)
+    lease = await noted.acquire("a")
+    await noted.append("a", writer.make(10))
+    assert policy.since() == [("arrived", "a", (5.0,))]
+    noted.cache.reading.release(lease.lease_id)
+    assert policy.since() == [("idle", "a", (2, 2, appended(10)))]
+    await noted.read("a")
+    await noted.cache.sessions.update(TENANT, "a", expiration=Expiration(10**12), is_pinned=None)
+    assert [note for note in policy.since() if note[0] == "idle"] == [("idle", "a", (2, 2, 0))] * 2
+    await noted.demote("a")
+    assert policy.since() == [("placed", "a", (Tier.SSD,))]
+    await noted.read("a")
+    assert ("placed", "a", (Tier.DRAM,)) in policy.since()
+    await noted.delete("a")
+    assert policy.since() == [("ended", "a", ())]
+
+
+async def test_commits_of_an_open_reservation_are_told_once(noted: MemoryRig) -> None:
+    """A session that decodes is in use: the policy hears of all of it when the reservation ends."""
+    await noted.create("a")
+    reservation = await noted.reserve("a", 128)
+    policy_of(noted).since()
+    for token_count in range(1, 101):
+        noted.cache.writing.commit_in_memory(reservation, token_count, keep_open=True)
+    assert not policy_of(noted).since()
+    noted.cache.writing.release(reservation)
+    assert policy_of(noted).since()[0] == ("idle", "a", (2, 1, appended(100)))
+
+
+async def test_an_evicted_session_made_anew_goes_on_where_it_was(noted: MemoryRig) -> None:
+    """Its turns count on and what it had before is no news, though it is written again as a whole."""
+    writer, policy = Writer(1), policy_of(noted)
+    await noted.create("a")
+    await noted.append("a", writer.make(64), is_durable=True)
+    await noted.append("a", writer.make(64), is_durable=True)
+    for name in ("b", "c"):
+        await noted.create(name)
+        await noted.append(name, writer.make(256), is_durable=True)
+    assert ("evicted", "a", ()) in policy.since()
+
+    await noted.create("a")
+    await noted.append("a", writer.make(150))
+    assert [facts for what, _, facts in policy.since() if what == "idle"] == [(3, 3, appended(22))]
+    await noted.delete("a")
+    await noted.create("a")
+    await noted.append("a", writer.make(1))
+    assert [facts for what, _, facts in policy.since() if what == "idle"] == [(1, 1, appended(1))]
+
+
+async def test_after_a_start_sessions_are_told_in_the_order_of_their_accesses(noted: MemoryRig) -> None:
+    """With the time for which they were idle; the coldest is the first to leave."""
+    writer = Writer(1)
+    for name in ("c", "a", "b"):
+        await noted.create(name)
+        await noted.append(name, writer.make(64), is_durable=True)
+        noted.clock.advance(seconds=10)
+    await noted.read("c")
+    noted.clock.advance(seconds=100)
+    await noted.restart()
+
+    told = [note for note in policy_of(noted).since() if note[0] == "recalled"]
+    assert told == [
+        ("recalled", "a", (1, 120.0)),
+        ("recalled", "b", (1, 110.0)),
+        ("recalled", "c", (1, 100.0)),
+    ]
+    ranks = noted.cache.placement.rank
+    uids = [noted.cache.state.sessions[TENANT, name].uid for name in ("a", "b", "c")]
+    assert sorted(uids, key=lambda uid: ranks(uid) or ()) == uids
+    await noted.close()
+
+
+class Tide(Ranked):
+    """Ranks that rise together, as those of a policy that learns may at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look_count = self.height = 0
+
+    def rank(self, uid: bytes) -> Key | None:  # noqa: ARG002
+        """See Ranked."""
+        self.look_count += 1
+        return (self.height,)
+
+
+async def test_ranks_that_all_rise_at_once_are_not_all_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making room looks at so many anew and no more, however many sessions there are."""
+    monkeypatch.setattr(placement, "LOOKS", 50)
+    policy = Tide()
+    rig = MemoryRig(tmp_path, 6, (400,), make_policy=lambda: policy)
+    await rig.open()
+    for number in range(300):
+        await rig.create(f"s{number}")
+        await rig.append(f"s{number}", Writer(number).make(1), is_durable=True)
+    rig.cache.placement.passed()
+    before = policy.look_count
+    for policy.height in range(1, 11):
+        assert rig.cache.state.evictable.first(lambda _: Verdict.LEAVES)
+    assert policy.look_count - before == 50
+    rig.cache.placement.passed()
+    assert rig.cache.state.evictable.first(lambda _: Verdict.LEAVES)
+    assert policy.look_count - before > 50
+    await rig.close()
+
+
+@pytest.mark.parametrize("name", RANKED)
+async def test_nothing_is_kept_of_sessions_that_are_gone(name: str, tmp_path: Path) -> None:
+    """Hints, watches, ranks and tiers go with the session; what is learned is bounded elsewhere."""
+    policy = RANKED[name](Capacities(6 * SLOT_BYTES, 2 * SLOT_BYTES))
+    rig = MemoryRig(tmp_path, 6, (8,), make_policy=lambda: policy)
+    await rig.open()
+    writer = Writer(1)
+    for number in range(60):
+        await rig.create(f"s{number}")
+        session = rig.cache.state.sessions[TENANT, f"s{number}"]
+        rig.cache.placement.hinted(session, number)
+        rig.cache.placement.expected(session, None)
+        await rig.append(f"s{number}", writer.make(64), is_durable=True)
+        rig.cache.placement.hinted(session, -number)
+        if number % 7 == 0:
+            await rig.fork(f"s{number}", f"fork of s{number}")
+    for session_id in rig.names():
+        await rig.delete(session_id)
+
+    kept = rig.cache.placement
+    assert not any((kept._known, kept._uids, kept._kin_in_dram, kept._watchers, kept._ahead))
+    assert policy.prefetch() is None
+    assert not getattr(policy, "_queue", None)
+    assert not getattr(policy, "_held", None)
+    assert policy.evict(lambda _: True) is None
+    await rig.close()
+
+
+def test_those_that_may_not_leave_are_not_looked_at_again() -> None:
+    """Of 50,000 sessions all but a thousand are pinned: each is looked at once, however often room is made."""
+    count = 50_000
+    ranks: dict[bytes, Key] = {number.to_bytes(4, "big"): (number,) for number in range(count)}
+    movable = {uid for uid in ranks if ranks[uid][0] % (count // 1000) == 0}
+    evictable = Evictable(ranks.get)
+    for uid in ranks:
+        evictable.add(uid)
+    judged: list[bytes] = []
+
+    def judge(uid: bytes) -> Verdict:
+        judged.append(uid)
+        return Verdict.LEAVES if uid in movable else Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
+
+    for number in range(500):
+        victim = evictable.first(judge)
+        assert victim in movable
+        evictable.discard(victim)
+        del ranks[victim]
+        # Meanwhile others rise and fall, pinned ones too.
+        for uid in list(ranks)[number :: count // 10]:
+            ranks[uid] = (ranks[uid][0] - 1.5,)
+            evictable.fell(uid, ranks[uid])
+
+    assert len(judged) <= count + 500
