@@ -358,12 +358,24 @@ def test_a_queue_that_does_not_come_true_is_left_aside() -> None:
     ledger = Ledger(CAPACITIES, policy)
     policy.hinted(b"never", 0)
     for number in range(100):
-        _turn(ledger, b"%d" % number, number)
+        _turn(ledger, b"%d" % (number % 5), number)
     assert not policy.follows_queue
 
     for number in range(100, 400):
-        policy.hinted(b"%d" % number, -1)
+        policy.hinted(b"%d" % (number % 5), -1)
+        _turn(ledger, b"%d" % (number % 5), number)
+    assert policy.follows_queue
+
+
+def test_who_is_new_says_nothing_about_a_queue() -> None:
+    """No queue of a store can name a session that is not there yet: however many come, it is believed."""
+    policy = ReturnValue(CAPACITIES)
+    ledger = Ledger(CAPACITIES, policy)
+    _turn(ledger, b"waits", 0)
+    policy.hinted(b"waits", 0)
+    for number in range(100):
         _turn(ledger, b"%d" % number, number)
+
     assert policy.follows_queue
 
 

@@ -59,7 +59,8 @@ class ReturnValue(LookAhead):
         self._returns.advance(now_s)
         self._returns.began(uid)
         self._judge_promise(uid, now_s)
-        if self._queue:
+        # A queue names only what the store has: who is new, or was evicted, proves nothing about it.
+        if self._queue and uid in self._held:
             self._judge_queue(uid)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
