@@ -10,12 +10,14 @@ from ctxcache.config import Settings
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Tier
 from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.simulate.load import Load
+from ctxcache.simulate.future import look
+from ctxcache.simulate.load import Hint, Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store
 from tests.live.running import RunningServer
+from tests.live.scheduler import Hints, Scheduler
 
 BUFFER_SHARE = 1 / 16
 
@@ -36,6 +38,7 @@ class Setting:
     policy: str
     slot_count: int | None = None
     path_count: int = 1
+    hints: frozenset[Hint] = frozenset()
 
     def load(self) -> Load:
         """What the simulator is told. Reads take no time: the store's clock stands still while it works."""
@@ -43,7 +46,7 @@ class Setting:
         return Load(
             token_bytes=TOKEN_BYTES, dram_bytes=sizes.dram_segments * SLOT_BYTES,
             ssd_bytes=(sizes.ssd_segments - sizes.dram_segments) * SLOT_BYTES, is_inclusive=True,
-            buffer_share=BUFFER_SHARE, slot_count=self.slot_count, ssd_read_bytes_per_s=1e18,
+            buffer_share=BUFFER_SHARE, slot_count=self.slot_count, hints=self.hints, ssd_read_bytes_per_s=1e18,
         )  # fmt: skip
 
     def settings(self, directory: Path) -> Settings:
@@ -64,6 +67,8 @@ class Outcome:
     """Where each turn found its session, in the order in which they began, and the counts."""
 
     found: tuple[tuple[bytes, Tier | None], ...]
+    waits_s: tuple[float, ...]
+    """How long each turn was in the queue."""
     tally: Tally
     evicted_count: int
 
@@ -79,23 +84,30 @@ class Outcome:
 class _Noted(Replay):
     """A replay that notes what every turn found."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting.load(), lambda capacities, _: POLICIES[setting.policy](capacities))
+    def __init__(self, turns: Sequence[Turn], setting: Setting) -> None:
+        next_arrivals_s = look(turns) if setting.hints else None
+        super().__init__(
+            setting.load(),
+            lambda capacities, _: POLICIES[setting.policy](capacities),
+            next_arrivals_s=next_arrivals_s,
+        )
         self.found: list[tuple[bytes, Tier | None]] = []
+        self.waits_s: list[float] = []
 
     def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
         self.found.append((turn.session, self.store.ledger.tier(turn.session)))
+        self.waits_s.append(now_s - since_s)
         return super()._start(turn, since_s, now_s)
 
     def outcome(self, turns: Sequence[Turn], evicted_count: Callable[[], int]) -> Outcome:
         """Play the turns."""
         tally = self.run(turns)
-        return Outcome(tuple(self.found), tally, evicted_count())
+        return Outcome(tuple(self.found), tuple(self.waits_s), tally, evicted_count())
 
 
 def simulated(turns: Sequence[Turn], setting: Setting) -> Outcome:
     """What the simulator says."""
-    replay = _Noted(setting)
+    replay = _Noted(turns, setting)
     return replay.outcome(turns, lambda: replay.tally.evicted_sessions)
 
 
@@ -104,20 +116,27 @@ def live(
     setting: Setting,
     store: Store,
     client: Client,
+    hints: Hints | None = None,
     *,
     goes_on: bool = False,
     is_durable: bool = False,
 ) -> tuple[Outcome, Engine]:
     """What a running store does, and the engine that drove it."""
-    replay, engine = _Noted(setting), Engine(store, client, goes_on=goes_on, is_durable=is_durable)
+    replay, engine = (
+        _Noted(turns, setting),
+        Engine(store, client, hints, goes_on=goes_on, is_durable=is_durable),
+    )
     replay.store.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
     return replay.outcome(turns, lambda: client.stats().evicted_session_count), engine
 
 
 def live_here(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:
-    """What a server in this process does, undisturbed."""
+    """What a server in this process does, undisturbed; where turns wait, their queue is published."""
     with RunningServer(setting.settings(directory)) as server, Client(server.target) as client:
-        return live(turns, setting, server, client)[0]
+        if setting.slot_count is None and not setting.hints:
+            return live(turns, setting, server, client)[0]
+        with client.engine_queue("engine") as queue:
+            return live(turns, setting, server, client, Scheduler(client, queue))[0]
 
 
 def differences(left: Outcome, right: Outcome) -> list[str]:

@@ -5,7 +5,6 @@ what is new; what is not there is made anew with the whole history, as an engine
 it. Worst case: a byte that is not the session's, which is an AssertionError.
 """
 
-import zlib
 from collections import Counter
 from contextlib import suppress
 from typing import Protocol
@@ -20,6 +19,8 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.rows import first_difference, rows_of
+from tests.live.names import name_of, owner_of
+from tests.live.scheduler import Hints
 
 STORED = (TOKENS_SPEC, *(StreamSpec(Stream(layer, StateKind.KV), 64, DType.FLOAT16) for layer in range(2)))
 MODEL = ModelSpec(
@@ -44,17 +45,10 @@ class Store(Protocol):
         """Rows are in place and not committed."""
 
     def rest(self) -> None:
-        """The turn is over: wait until it has nothing more to do."""
+        """The turn is over: wait until it has nothing more to do but to read ahead."""
 
-
-class Hints:
-    """What a scheduler says: nothing yet."""
-
-    def hinted(self, uid: bytes, order: float) -> None:
-        """A job of the session waits."""
-
-    def expected(self, uid: bytes, return_s: float | None) -> None:
-        """When the session returns; None: never."""
+    def prefetch(self) -> None:
+        """Wait until nobody is to be read ahead."""
 
 
 class Engine:
@@ -65,11 +59,17 @@ class Engine:
     """
 
     def __init__(
-        self, store: Store, client: Client, *, goes_on: bool = False, is_durable: bool = False
+        self,
+        store: Store,
+        client: Client,
+        hints: Hints | None = None,
+        *,
+        goes_on: bool = False,
+        is_durable: bool = False,
     ) -> None:
         self._store, self._client, self._goes_on = store, client, goes_on
         self._durability = DURABILITY_DISK if is_durable else DURABILITY_MEMORY
-        self.policy = Hints()
+        self.policy = hints or Hints()
         self.troubles: Counter[str] = Counter()
         self.verified_tokens = 0
         self._fingerprint = MODEL.fingerprint()
@@ -84,7 +84,7 @@ class Engine:
         """Where the whole session lies; None for one that is there in part, too."""
         known_tokens = self._sizes.get(uid, 0)
         try:
-            (found,) = self._client.lookup([(_name(uid), self._fingerprint)])
+            (found,) = self._client.lookup([(name_of(uid), self._fingerprint)])
         except CacheError as error:
             self._trouble(error)
             return None
@@ -98,16 +98,17 @@ class Engine:
 
     def arrived(self, uid: bytes, now_s: float) -> list[Move]:
         """A turn begins: lease the session if it is there."""
-        self._store.set_time(now_s)
+        self._set_time(now_s)
         self._found_tokens = 0
         self.tier(uid)
         if self._found_tokens:
             self._lease(uid)
+        self.policy.started(uid)
         return []
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
         """The turn is over: write what is new, or everything, and let the store come to rest."""
-        self._store.set_time(now_s)
+        self._set_time(now_s)
         self._sizes[uid] = facts.size_bytes // TOKEN_BYTES
         held = self._open.pop(uid, None)
         for _ in range(TRIES):
@@ -128,8 +129,13 @@ class Engine:
         return []
 
     def prefetch(self) -> list[Move]:
-        """The store prefetches by itself."""
+        """Let the store read ahead whom it wants, until there is nobody or no room."""
+        self._store.prefetch()
         return []
+
+    def _set_time(self, now_s: float) -> None:
+        self._store.set_time(now_s)
+        self.policy.set_time(now_s)
 
     def _lease(self, uid: bytes) -> None:
         try:
@@ -138,12 +144,12 @@ class Engine:
             self._trouble(error)
             # What cannot be read is made anew.
             with suppress(CacheError):
-                self._client.delete_session(_name(uid))
+                self._client.delete_session(name_of(uid))
 
     def _read(self, uid: bytes) -> SessionRows:
-        rows = self._client.read(_name(uid))
+        rows = self._client.read(name_of(uid))
         for spec in STORED:
-            wrong = first_difference(rows.array(spec.stream), _owner(uid), spec.stream, 0)
+            wrong = first_difference(rows.array(spec.stream), owner_of(uid), spec.stream, 0)
             if wrong is not None:
                 raise AssertionError(f"{uid!r}: row {wrong} of {spec.stream} is not its own")
         self.verified_tokens += rows.token_count
@@ -158,7 +164,7 @@ class Engine:
             if held:
                 held.close()
             for spec in STORED:
-                rows = rows_of(_owner(uid), spec.stream, begin, end, spec.row_bytes)
+                rows = rows_of(owner_of(uid), spec.stream, begin, end, spec.row_bytes)
                 writer.write(spec.stream, 0, rows)
             self._store.written()
             writer.commit(durability=self._durability)
@@ -166,7 +172,7 @@ class Engine:
     def _made(self, uid: bytes) -> Session:
         if self._goes_on:
             with suppress(SessionNotFound):
-                return self._client.get_session(_name(uid))
+                return self._client.get_session(name_of(uid))
         layout = [spec.stream for spec in STORED]
         return self._client.create_session(f"models/{MODEL.model_id}", session_id=uid.decode(), layout=layout)
 
@@ -174,11 +180,3 @@ class Engine:
         if not self._goes_on:
             raise error
         self.troubles[error.reason] += 1
-
-
-def _name(uid: bytes) -> str:
-    return f"sessions/{uid.decode()}"
-
-
-def _owner(uid: bytes) -> int:
-    return zlib.crc32(uid) >> 1

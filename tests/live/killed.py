@@ -42,6 +42,9 @@ class KilledServer:
         """A turn is over."""
         self._pass()
 
+    def prefetch(self) -> None:
+        """It does that when it wants."""
+
     def _pass(self) -> None:
         self._moment += 1
         if self._moment in self._at:

@@ -58,11 +58,21 @@ class RunningServer:
         """Nothing is done about it."""
 
     def rest(self) -> None:
-        """Let it do what is due, and wait until it has nothing more to do."""
+        """Let it do what is due, but read ahead, and wait until it is done."""
         self.do(self._rest)
 
+    def prefetch(self) -> None:
+        """Let it read ahead."""
+        self.do(self._prefetch)
+
     async def _rest(self) -> None:
-        await self._upkeep.turn()
+        await self._upkeep.end_what_is_over()
+        await self._upkeep.write_behind()
+        await self._upkeep.make_room()
+        await self.cache.residency.drain()
+
+    async def _prefetch(self) -> None:
+        await self._upkeep.prefetch()
         await self.cache.residency.drain()
 
     async def _start(self) -> None:

@@ -1,14 +1,18 @@
 """The running store does what the simulator says: real calls, bytes and files against the same load simulated."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ctxcache.core.placement.policy import Tier
+from ctxcache.simulate.load import Hint
 from tests.live.compare import Setting, Sizes, differences, live_here, simulated
 from tests.live.load import Shape, make_turns
 
 SMALL, LARGE = Sizes(64, 256), Sizes(128, 384)
 QUICK = Shape(session_count=50)
+SATURATED = Shape(session_count=60, most_turns=6, most_segments=3, spacing_s=0.5, gap_s=10)
 QUEUED = Shape(session_count=70, most_turns=6, most_segments=3, spacing_s=2.0)
 
 
@@ -35,3 +39,28 @@ def test_turns_beside_one_another_find_the_same_too(tmp_path: Path) -> None:
     assert expected.tally.longest_queue > 1
     assert not differences(running, expected)
     assert running.counts() == expected.counts()
+
+
+@pytest.mark.parametrize("policy", ["look-ahead", "value", "value-by-tokens"])
+def test_turns_that_waited_in_the_queue_find_their_sessions_in_dram(policy: str, tmp_path: Path) -> None:
+    """The queue goes over a real stream: what it foresees is there, and all is as the simulator says."""
+    turns, setting = make_turns(SATURATED), Setting(Sizes(96, 384), policy, slot_count=2)
+    running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
+
+    assert len(differences(running, expected)) <= len(turns) / 100
+    hits = [tier for (_, tier), wait_s in zip(running.found, running.waits_s, strict=True) if tier and wait_s]
+    assert len(hits) > len(turns) / 2
+    assert hits.count(Tier.DRAM) >= 0.99 * len(hits)
+
+
+@pytest.mark.parametrize("slot_count", [None, 2])
+def test_hints_of_returns_and_ends_do_what_they_do_in_the_simulator(
+    slot_count: int | None, tmp_path: Path
+) -> None:
+    """Said after each turn, by calls; beside a queue, too."""
+    setting = Setting(Sizes(64, 256), "value-by-tokens", slot_count, hints=frozenset(Hint))
+    turns = make_turns(QUEUED)
+    running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
+
+    assert len(differences(running, expected)) <= len(turns) / 100
+    assert differences(running, simulated(turns, replace(setting, hints=frozenset())))

@@ -1,0 +1,62 @@
+"""An engine's scheduler: the replay's queue on a real stream, and what clients say of returns in real hints.
+
+Every change is acknowledged before the replay goes on. A replay tells its own ledger more than a store is
+told: jobs of sessions that are not there count for nothing here.
+"""
+
+from collections import Counter
+
+from ctxcache.client import Client
+from ctxcache.client.engine_queue import EngineQueue
+from ctxcache.client.queue_outbox import QueuedJob
+from tests.live.names import name_of
+
+
+class Hints:
+    """What a scheduler says: nothing."""
+
+    def hinted(self, uid: bytes, order: float) -> None:
+        """A job of the session waits."""
+
+    def started(self, uid: bytes) -> None:
+        """Its first job runs."""
+
+    def expected(self, uid: bytes, return_s: float | None) -> None:
+        """When the session returns; None: never."""
+
+    def set_time(self, now_s: float) -> None:
+        """It is so many seconds after the start."""
+
+
+class Scheduler(Hints):
+    """Says it all. A context manager's inside: `queue` is its caller's to close."""
+
+    def __init__(self, client: Client, queue: EngineQueue) -> None:
+        self._client, self._queue = client, queue
+        self._jobs: dict[bytes, str] = {}
+        self._job_count = 0
+        self._now_s = 0.0
+        self.outcomes: Counter[int] = Counter()
+
+    def set_time(self, now_s: float) -> None:
+        """See Hints."""
+        self._now_s = now_s
+
+    def hinted(self, uid: bytes, order: float) -> None:
+        """See Hints."""
+        self._job_count += 1
+        self._jobs[uid] = f"job-{self._job_count}"
+        self._queue.put(QueuedJob(self._jobs[uid], name_of(uid), position=order))
+        self._queue.flush()
+
+    def started(self, uid: bytes) -> None:
+        """See Hints."""
+        job_id = self._jobs.pop(uid, None)
+        if job_id is not None:
+            self._queue.started(job_id)
+            self._queue.flush()
+
+    def expected(self, uid: bytes, return_s: float | None) -> None:
+        """See Hints."""
+        return_in_s = None if return_s is None else max(return_s - self._now_s, 0.0)
+        self.outcomes[self._client.expect(name_of(uid), return_in_s).outcome] += 1
