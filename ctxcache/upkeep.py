@@ -50,7 +50,12 @@ class Upkeep:
 
     async def end_what_is_over(self) -> bool:
         """End leases, reservations and sessions whose time has come; write down accesses."""
-        steps = (self._deadlines, self._cache.sessions.expire_due, self._cache.sessions.save_access_times)
+        steps = (
+            self._deadlines,
+            self._cache.queues.expire_due,
+            self._cache.sessions.expire_due,
+            self._cache.sessions.save_access_times,
+        )
         return all([await self._try(step) for step in steps])
 
     async def write_behind(self) -> bool:
@@ -107,6 +112,5 @@ class Upkeep:
     async def _deadlines(self) -> None:
         self._cache.writing.expire_due()
         self._cache.reading.expire_due()
-        self._cache.queues.expire_due()
         self._cache.hints.expire_due()
         self._cache.placement.passed()

@@ -68,7 +68,7 @@ class Deferred:
         if waiting is not None:
             self._queues.gone(waiting, uid.hex(), is_started=False)
             if not self._queues.job_count(waiting):
-                self._queues.drop(waiting)
+                self._queues.forget(waiting)
                 del self._waiting[waiting.tenant]
         if not self._until_ns:
             self._due.clear()

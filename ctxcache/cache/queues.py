@@ -6,7 +6,8 @@ waits. Memory is bounded by jobs: what happens to a session is kept once per que
 
 import asyncio
 import enum
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from ctxcache.core.session import Session
 from ctxcache.errors import CacheError, EngineTakenOver, TooManyRequests
 
 SECOND_NS = 10**9
+JOBS_PER_SLICE = 32
+"""Jobs that are withdrawn before others get their turn of the event loop."""
 
 
 class Change(enum.Flag):
@@ -29,6 +32,7 @@ class Change(enum.Flag):
 
 
 NOTHING = Change(0)
+_numbers = itertools.count(1)
 
 
 class Queue:
@@ -37,7 +41,9 @@ class Queue:
     def __init__(self, tenant: str, engine: str) -> None:
         self.tenant = tenant
         self.engine = engine
-        self.key = f"{tenant}\0{engine}"
+        self.name = f"{tenant}\0{engine}"
+        self.key = f"{self.name}\0{next(_numbers)}"
+        """Of this queue alone: one that is being forgotten may have a successor of its name."""
         self.fingerprint = b""
         self.grace_ns = 0
         self.taken_over = asyncio.Event()
@@ -98,6 +104,8 @@ class Queues:
         self._state = state
         self._schedule = Schedule(self._reordered)
         self._queues: dict[str, Queue] = {}
+        self._leaving: deque[Queue] = deque()
+        """Queues that are withdrawn, and have jobs yet."""
 
     @property
     def engine_count(self) -> int:
@@ -121,10 +129,10 @@ class Queues:
         Another stream that has it, which may be a dead one, is told so and has it no longer.
         """
         queue = Queue(tenant, engine)
-        known = self._queues.get(queue.key)
+        known = self._queues.get(queue.name)
         if known is None and len(self._queues) >= self.limits.engine_count:
             raise TooManyRequests(what="engines", limit=self.limits.engine_count)
-        queue = self._queues.setdefault(queue.key, queue)
+        queue = self._queues.setdefault(queue.name, queue)
         queue.taken_over.set()
         queue.taken_over = asyncio.Event()
         queue.lost_until_ns = None
@@ -141,28 +149,38 @@ class Queues:
 
     def lose(self, queue: Queue, stream: asyncio.Event) -> None:
         """The stream broke: its jobs stay for the grace period. Nothing happens where it was taken over."""
-        if queue.taken_over is stream and self._queues.get(queue.key) is queue:
+        if queue.taken_over is stream and self._queues.get(queue.name) is queue:
             queue.lost_until_ns = self._state.clock.monotonic_ns() + queue.grace_ns
-            self.expire_due()
 
-    def withdraw(self, queue: Queue) -> None:
-        """Forget a queue and its jobs."""
-        if self._queues.get(queue.key) is queue:
-            del self._queues[queue.key]
-            self.drop(queue)
+    async def withdraw(self, queue: Queue) -> None:
+        """Forget a queue and its jobs; whoever has it has it no longer."""
+        if self._queues.get(queue.name) is queue:
+            del self._queues[queue.name]
+            self._leaving.append(queue)
+        await self._forget_jobs()
 
-    def drop(self, queue: Queue) -> None:
-        """Forget the jobs of a queue, and what its engine was like."""
-        for uid in queue.names:
-            self._state.placement.unwatch(uid, queue)
-        self._schedule.drop(queue.key)
-
-    def expire_due(self) -> None:
+    async def expire_due(self) -> None:
         """Withdraw the queues of engines that have not come back."""
         now_ns = self._state.clock.monotonic_ns()
         for queue in list(self._queues.values()):
             if queue.lost_until_ns is not None and queue.lost_until_ns <= now_ns:
-                self.withdraw(queue)
+                await self.withdraw(queue)
+        await self._forget_jobs()
+
+    async def _forget_jobs(self) -> None:
+        """Also what others began and were cancelled at."""
+        while self._leaving:
+            queue = self._leaving[0]
+            jobs = self._schedule.drop(queue.key, JOBS_PER_SLICE)
+            for job in jobs:
+                self._discount(queue, job.uid)
+            if not jobs:
+                self._leaving.popleft()
+            await asyncio.sleep(0)
+
+    def forget(self, queue: Queue) -> None:
+        """Forget a queue without jobs."""
+        self._schedule.drop(queue.key, 0)
 
     # -- jobs ----------------------------------------------------------------------------------------
 

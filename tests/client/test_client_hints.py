@@ -73,7 +73,8 @@ def job(number: int, session: str = A, **facts: Any) -> QueuedJob:
 
 def job_ids(server: Server, engine: str = "engine") -> set[str]:
     """What the server takes the queue to be."""
-    return set(server._cache.queues._schedule.job_ids(f"default\0{engine}"))
+    queue = server._cache.queues._queues.get(f"default\0{engine}")
+    return set(server._cache.queues.job_ids(queue)) if queue else set()
 
 
 def test_a_queue_is_published_and_heard_of(live: LiveServer, client: Client, publish: Publish) -> None:

@@ -186,7 +186,7 @@ async def test_a_deferred_prefetch_ends(
         server._cache.residency.dram.give(slot)
 
     assert (len(deferred), len(deferred._waiting), len(deferred._due)) == (0, 0, 0)
-    assert server._cache.queues._schedule.job_ids("default\0") == []
+    assert (server._cache.queues._schedule._queues, server._cache.queues._schedule._orders) == ({}, {})
 
 
 async def test_deferred_prefetches_are_bounded(

@@ -13,6 +13,7 @@ from hint_rig import Engine, job, seconds
 from service_rig import KV, Client, refused, until
 
 from ctxcache.config import Settings
+from ctxcache.core.placement.schedule import Job
 from ctxcache.server import Server
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, hints_pb2, session_pb2
@@ -290,7 +291,7 @@ async def test_a_broken_streams_jobs_stay_for_the_grace_period(
     await end(engine)
     await lost(server)
     clock.advance(seconds=19)
-    server._cache.queues.expire_due()
+    await server._cache.queues.expire_due()
     assert starts_in_s(server) is not None
 
     clock.advance(seconds=1)
@@ -318,6 +319,28 @@ async def test_half_close_withdraws_at_once(client: Client, engine: Engine, serv
     assert await engine.finish() == 2
     assert server._cache.queues.engine_count == 0
     assert starts_in_s(server) is None
+    assert (server._cache.queues._schedule._queues, server._cache.placement._watchers) == ({}, {})
+
+
+async def test_a_withdrawal_that_is_cut_off_is_finished_by_upkeep(
+    client: Client, engine: Engine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs are forgotten some at a time; meanwhile an engine of that name may begin anew."""
+    await client.create("a")
+    await engine.put(*(job(i) for i in range(JOBS)))
+    monkeypatch.setattr("ctxcache.cache.queues.JOBS_PER_SLICE", 5)
+    queues = server._cache.queues
+    old = queues._queues["default\0engine"]
+    withdrawal = asyncio.ensure_future(queues.withdraw(old))
+    await asyncio.sleep(0)
+    withdrawal.cancel()
+    assert queues.job_count(old) == JOBS - 5
+    new = queues.join("default", "engine", grace_ns=None, fingerprint=b"")
+    queues.put(new, "a", Job("job-0", None, start_s=server._cache.state.clock.monotonic_ns() / 1e9 + 9))
+    await until(lambda: not queues._leaving)
+
+    assert (queues.job_count(old), queues.job_count(new)) == (0, 1)
+    assert starts_in_s(server) == pytest.approx(9, abs=0.01)
 
 
 def _die_with_a_queue(target: str, is_ready: Any) -> None:
@@ -367,7 +390,7 @@ async def test_an_engine_that_comes_back_finds_its_jobs(
     welcome = await second.hello()
     event = await second.event()
     clock.advance(seconds=100)
-    server._cache.queues.expire_due()
+    await server._cache.queues.expire_due()
 
     assert welcome.job_count == 1
     assert event.session == "sessions/a"
@@ -426,7 +449,8 @@ async def test_jobs_are_bounded(client: Client, engine: Engine, server: Server) 
     assert reasons == ["TOO_MANY_REQUESTS"] * 3 + ["INVALID_FIELD", "TOO_MANY_REQUESTS"]
     assert {answer.job_count for answer in refusals} == {JOBS}
     assert not moved.HasField("error")
-    assert server._cache.queues._schedule.job("default\0engine", "job-0") is not None
+    queue = server._cache.queues._queues["default\0engine"]
+    assert "job-0" in server._cache.queues.job_ids(queue)
 
 
 async def test_a_million_jobs_are_refused_within_bounds(

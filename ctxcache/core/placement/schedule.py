@@ -2,14 +2,14 @@
 
 A job says when it starts, or where it stands among the jobs of its engine: then it starts after those
 before it, at the rate at which that engine was seen to start them. The estimate is made when the job is
-put, between those of its neighbours, and anew for all of an engine's jobs when its first one is due
-some jobs too early or too late and a delta has come for every fourth of them: O(log n) per delta, amortised
-and expected.
+put, between those of its neighbours; when an engine's first job is due far too early or too late, its jobs
+are estimated anew, some with each delta, in the direction in which they stay in order: O(log n) per delta.
 A session that several jobs name starts with the earliest of them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from ctxcache.core.placement.order import Keyed
@@ -22,7 +22,7 @@ PRIORITY_LIMIT = 100
 SLIP_JOBS = 8
 """By how many jobs' time an engine's first job may be off."""
 JOBS_PER_DELTA = 4
-"""Of how many jobs each delta pays for a new estimate."""
+"""How many are estimated anew with each delta, while there are such."""
 
 Changed = Callable[[bytes, float | None], None]
 
@@ -50,9 +50,13 @@ class _Queue:
     rate: StartRate
     jobs: dict[str, Job] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
+    job_ids: dict[Place, str] = field(default_factory=dict)
     starts: dict[Place, float] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
-    delta_count: int = 0
+    cursor: Place | None = None
+    """The job that was estimated anew last; None while there is no need."""
+    is_later: bool = False
+    """Whether that goes from the last job to the first, each to a later start; else the other way."""
 
 
 class Schedule:
@@ -114,11 +118,18 @@ class Schedule:
         self._refit(engine, queue, now_s)
         return job
 
-    def drop(self, engine: str) -> None:
-        """Forget an engine and its jobs."""
-        queue = self._queues.pop(engine, None)
-        for job in queue.jobs.values() if queue else ():
+    def drop(self, engine: str, limit: int) -> list[Job]:
+        """Take up to `limit` of an engine's jobs away, and after the last one forget the engine; returns them."""
+        queue = self._queues.get(engine)
+        if queue is None:
+            return []
+        jobs = list(islice(queue.jobs.values(), limit))
+        for job in jobs:
+            self._take(queue, job.job_id)
             self._set(job.uid, engine, job.job_id, None)
+        if not queue.jobs:
+            del self._queues[engine]
+        return jobs
 
     def _queue(self, engine: str, now_s: float) -> _Queue:
         if engine not in self._queues:
@@ -129,7 +140,7 @@ class Schedule:
         place = queue.places.pop(job_id, None)
         if place is not None:
             queue.ranks.discard(place)
-            del queue.starts[place]
+            del queue.starts[place], queue.job_ids[place]
         return queue.jobs.pop(job_id, None)
 
     def _order(self, queue: _Queue, job: Job, now_s: float) -> float:
@@ -137,15 +148,9 @@ class Schedule:
             return _untied(job.start_s, job.priority, job.deadline_s)
         self._last_number += 1
         place = (job.position, -job.priority, job.deadline_s, self._last_number)
-        rank, before, after = queue.ranks.find(place)
-        start_s = between(
-            now_s + rank / queue.rate.per_s,
-            -inf if before is None else queue.starts[before],
-            inf if after is None else queue.starts[after],
-            1 / queue.rate.per_s,
-        )
+        start_s = _estimate(queue, place, now_s)
         queue.ranks.add(place)
-        queue.places[job.job_id], queue.starts[place] = place, start_s
+        queue.places[job.job_id], queue.job_ids[place], queue.starts[place] = place, job.job_id, start_s
         return start_s
 
     def _set(self, uid: bytes | None, engine: str, job_id: str, order: float | None) -> None:
@@ -164,19 +169,38 @@ class Schedule:
             self._changed(uid, after)
 
     def _refit(self, engine: str, queue: _Queue, now_s: float) -> None:
-        """Estimate anew, when the first one's start is far from now and the pass is paid for."""
-        queue.delta_count += 1
-        if queue.delta_count * JOBS_PER_DELTA < len(queue.jobs):
+        """Estimate some jobs anew, when it is time or until all have been."""
+        if queue.cursor is None and not _begin_pass(queue, now_s):
             return
-        first = queue.ranks.find((-inf,)).after
-        if first is None or abs(queue.starts[first] - now_s) * queue.rate.per_s <= SLIP_JOBS:
-            return
-        queue.delta_count = 0
-        jobs = {place: queue.jobs[job_id] for job_id, place in queue.places.items()}
-        for rank, place in enumerate(sorted(jobs)):
-            queue.starts[place] = now_s + rank / queue.rate.per_s
-            job = jobs[place]
+        for _ in range(JOBS_PER_DELTA):
+            _, before, after = queue.ranks.find(queue.cursor or ())
+            queue.cursor = place = before if queue.is_later else after
+            if place is None:
+                return
+            queue.starts[place] = _estimate(queue, place, now_s)
+            job = queue.jobs[queue.job_ids[place]]
             self._set(job.uid, engine, job.job_id, queue.starts[place])
+
+
+def _begin_pass(queue: _Queue, now_s: float) -> bool:
+    """Whether the first job's start is so far from now that it and the others are to be estimated anew."""
+    first = queue.ranks.find((-inf,)).after
+    if first is None or abs(queue.starts[first] - now_s) * queue.rate.per_s <= SLIP_JOBS:
+        return False
+    queue.is_later = queue.starts[first] < now_s
+    queue.cursor = (inf,) if queue.is_later else (-inf,)
+    return True
+
+
+def _estimate(queue: _Queue, place: Place, now_s: float) -> float:
+    """When a job starts, between its neighbours."""
+    rank, before, after = queue.ranks.find(place)
+    return between(
+        now_s + rank / queue.rate.per_s,
+        -inf if before is None else queue.starts[before],
+        inf if after is None else queue.starts[after],
+        1 / queue.rate.per_s,
+    )
 
 
 def between(start_s: float, low_s: float, high_s: float, step_s: float) -> float:
