@@ -36,6 +36,10 @@ class Blackhole:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Break every connection, and take none any more."""
         self._is_closed.set()
         for sock in (self._listener, *self._sockets):
             sock.close()

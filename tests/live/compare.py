@@ -8,7 +8,7 @@ from pathlib import Path
 from ctxcache.client import Client
 from ctxcache.config import Settings
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Tier
+from ctxcache.core.placement.policy import Policy, Tier
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Hint, Load
@@ -105,9 +105,11 @@ class _Noted(Replay):
         return Outcome(tuple(self.found), tuple(self.waits_s), tally, evicted_count())
 
 
-def simulated(turns: Sequence[Turn], setting: Setting) -> Outcome:
-    """What the simulator says."""
+def simulated(turns: Sequence[Turn], setting: Setting, *, lost_at: int | None = None) -> Outcome:
+    """What the simulator says; its queue is lost at the `lost_at`-th job."""
     replay = _Noted(turns, setting)
+    if lost_at is not None:
+        _lose(replay.store.ledger.policy, lost_at)
     return replay.outcome(turns, lambda: replay.tally.evicted_sessions)
 
 
@@ -146,6 +148,22 @@ def differences(left: Outcome, right: Outcome) -> list[str]:
         for number, (a, b) in enumerate(zip(left.found, right.found, strict=True))
         if a != b
     ]
+
+
+def _lose(policy: Policy, at: int) -> None:
+    """Withdraw all that waits when the `at`-th job comes, and hear of none from then on."""
+    uids: list[bytes] = []
+    hear = policy.hinted
+
+    def hinted(uid: bytes, order: float) -> None:
+        uids.append(uid)
+        if len(uids) <= at:
+            hear(uid, order)
+        elif len(uids) == at + 1:
+            for waiting in uids:
+                policy.withdrawn(waiting)
+
+    policy.hinted = hinted  # type: ignore[method-assign]
 
 
 def _word(tier: Tier | None) -> str:

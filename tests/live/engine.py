@@ -123,6 +123,12 @@ class Engine:
         self._store.rest()
         return []
 
+    def left(self, uid: bytes) -> None:
+        """The turn is over, and has written nothing."""
+        held = self._open.pop(uid, None)
+        if held:
+            held.close()
+
     def ended(self, uid: bytes) -> list[Move]:
         """The session's time is over by the clock."""
         self._sizes.pop(uid, None)

@@ -65,6 +65,17 @@ class RunningServer:
         """Let it read ahead."""
         self.do(self._prefetch)
 
+    def await_no_queue(self) -> None:
+        """Wait until it knows that no scheduler is connected."""
+        self.do(self._await_no_queue)
+
+    async def _await_no_queue(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if not self.cache.queues.engine_count:
+                    return
+                await asyncio.sleep(0)
+
     async def _rest(self) -> None:
         await self._upkeep.end_what_is_over()
         await self._upkeep.write_behind()

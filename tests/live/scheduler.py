@@ -5,6 +5,7 @@ told: jobs of sessions that are not there count for nothing here.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from ctxcache.client import Client
 from ctxcache.client.engine_queue import EngineQueue
@@ -29,7 +30,7 @@ class Hints:
 
 
 class Scheduler(Hints):
-    """Says it all. A context manager's inside: `queue` is its caller's to close."""
+    """Says it all. `queue` is its caller's to close."""
 
     def __init__(self, client: Client, queue: EngineQueue) -> None:
         self._client, self._queue = client, queue
@@ -60,3 +61,24 @@ class Scheduler(Hints):
         """See Hints."""
         return_in_s = None if return_s is None else max(return_s - self._now_s, 0.0)
         self.outcomes[self._client.expect(name_of(uid), return_in_s).outcome] += 1
+
+
+class LostScheduler(Scheduler):
+    """Is cut off at its `at`-th job by `cut`, and says nothing from then on."""
+
+    def __init__(self, client: Client, queue: EngineQueue, *, at: int, cut: Callable[[], None]) -> None:
+        super().__init__(client, queue)
+        self._at, self._cut = at, cut
+
+    def hinted(self, uid: bytes, order: float) -> None:
+        """See Hints."""
+        if self._job_count < self._at:
+            super().hinted(uid, order)
+        elif self._job_count == self._at:
+            self._job_count += 1
+            self._cut()
+
+    def started(self, uid: bytes) -> None:
+        """See Hints."""
+        if self._job_count <= self._at:
+            super().started(uid)

@@ -3,12 +3,17 @@
 from pathlib import Path
 
 from ctxcache.client import Client
-from tests.live.compare import Setting, Sizes, live, simulated
+from tests.faults.blackhole import Blackhole
+from tests.live.compare import Setting, Sizes, differences, live, simulated
 from tests.live.failing import FailingServer
 from tests.live.killed import KilledServer
 from tests.live.load import Shape, make_turns
+from tests.live.running import RunningServer
+from tests.live.scheduler import LostScheduler
 
 SMALL = Shape(session_count=50)
+QUEUED = Shape(session_count=50, most_turns=6, most_segments=3, spacing_s=0.5, gap_s=10)
+LOST_AT = 60
 
 
 def test_a_path_that_fails_costs_hits_alone(tmp_path: Path) -> None:
@@ -26,6 +31,27 @@ def test_a_path_that_fails_costs_hits_alone(tmp_path: Path) -> None:
     assert running.found[:60] == expected.found[:60]
     late, expected_late = (sum(tier is not None for _, tier in o.found[64:]) for o in (running, expected))
     assert expected_late > late > expected_late / 4
+
+
+def test_a_lost_queue_is_forgotten(tmp_path: Path) -> None:
+    """From its loss on all is as the simulator says without a queue; nothing of it is kept."""
+    turns, setting = make_turns(QUEUED), Setting(Sizes(96, 384), "look-ahead", slot_count=2)
+    with (
+        RunningServer(setting.settings(tmp_path / "data")) as server,
+        Client(server.target) as client,
+        Blackhole(server.target) as way,
+        Client(way.target, timeout_s=5) as far,
+    ):
+
+        def cut() -> None:
+            way.end()
+            server.await_no_queue()
+
+        hints = LostScheduler(client, far.engine_queue("engine", grace_s=0), at=LOST_AT, cut=cut)
+        running, _ = live(turns, setting, server, client, hints)
+
+    assert not differences(running, simulated(turns, setting, lost_at=LOST_AT))
+    assert differences(running, simulated(turns, setting))
 
 
 def test_a_kill_costs_nothing_that_was_durable(tmp_path: Path) -> None:

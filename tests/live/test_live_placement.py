@@ -18,7 +18,7 @@ QUEUED = Shape(session_count=70, most_turns=6, most_segments=3, spacing_s=2.0)
 
 @pytest.mark.parametrize(
     ("policy", "sizes"),
-    [("lru", SMALL), ("lru", LARGE), ("look-ahead", SMALL), ("value", LARGE), ("value-by-tokens", SMALL)],
+    [("lru", SMALL), ("lru", LARGE), ("look-ahead", SMALL), ("value", SMALL), ("value", LARGE)],
 )
 def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Sizes, tmp_path: Path) -> None:
     """Each hit, in DRAM or on SSD, each miss and each eviction is the simulator's, but for one in a hundred."""
@@ -41,7 +41,7 @@ def test_turns_beside_one_another_find_the_same_too(tmp_path: Path) -> None:
     assert running.counts() == expected.counts()
 
 
-@pytest.mark.parametrize("policy", ["look-ahead", "value", "value-by-tokens"])
+@pytest.mark.parametrize("policy", ["look-ahead", "value"])
 def test_turns_that_waited_in_the_queue_find_their_sessions_in_dram(policy: str, tmp_path: Path) -> None:
     """The queue goes over a real stream: what it foresees is there, and all is as the simulator says."""
     turns, setting = make_turns(SATURATED), Setting(Sizes(96, 384), policy, slot_count=2)
@@ -58,7 +58,7 @@ def test_hints_of_returns_and_ends_do_what_they_do_in_the_simulator(
     slot_count: int | None, tmp_path: Path
 ) -> None:
     """Said after each turn, by calls; beside a queue, too."""
-    setting = Setting(Sizes(64, 256), "value-by-tokens", slot_count, hints=frozenset(Hint))
+    setting = Setting(Sizes(64, 256), "value", slot_count, hints=frozenset(Hint))
     turns = make_turns(QUEUED)
     running, expected = live_here(turns, setting, tmp_path / "data"), simulated(turns, setting)
 
