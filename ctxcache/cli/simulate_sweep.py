@@ -91,16 +91,11 @@ def _show(sweep: "Sweep", rows: "Sequence[Row]", census: "Census") -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in (sweep.x_title, "series"):
         table.add_column(title)
-    for title in (
-        "hit rate",
-        "the paper's",
-        "in DRAM",
-        "on SSD",
-        "by tokens",
-        "SSD writes/day",
-        "DRAM",
+    titles = (
+        "of all turns", "the paper's", "of later turns", "in DRAM", "on SSD", "by tokens", "SSD writes/day", "DRAM",
         "SSD",
-    ):
+    )  # fmt: skip
+    for title in titles:
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(*_cells(row))
@@ -115,7 +110,7 @@ def _cells(row: "Row") -> tuple[str, ...]:
     load, known = row.run.load, row.run.paper.get("hit_rate")
     return (
         f"{row.run.x:g}" if isinstance(row.run.x, (int, float)) else row.run.x, row.run.series,
-        f"{row.number('hit_rate'):.1%}", "" if known is None else f"{known:.1%}", *(f"{rate:.1%}" for rate in rates),
+        f"{row.number('all_hit_rate'):.1%}", "" if known is None else f"{known:.1%}", *(f"{rate:.1%}" for rate in rates),
         human_size(row.number("ssd_written_bytes_per_day")), human_size(load.dram_bytes), human_size(load.ssd_bytes),
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ class Load:
     DRAM has, as the server's does, is as large as both together, and each turn is written when it ends; else a
     session lies in one tier, and is written when it leaves DRAM, as far as SSD does not have it yet. Without
     `ssd_write_bytes_per_s` writes take no time. `wrong_hint_share` of the hints, and of the queue's places, are
-    lies. The first `warm_up_count` turns are not counted.
+    lies. The first `warm_up_count` turns served are not counted.
     """
 
     token_bytes: int = 819_200

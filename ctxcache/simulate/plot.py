@@ -28,6 +28,8 @@ _STYLE: dict[Any, Any] = {  # matplotlib's names of them are a type of 400 words
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#666666",
     "axes.titlelocation": "left", "axes.titlesize": 11, "svg.hashsalt": "ctxcache", "svg.fonttype": "path",
 }  # fmt: skip
+_CEILING: dict[str, Any] = {"color": "#222222", "linestyle": (0, (4, 3)), "linewidth": 1.1, "zorder": 2}
+BOUND = "belady"
 _DPI = 110
 _HEIGHT, _LEGEND_WIDTH = 4.6, 1.9
 _BARS_WIDTH = 0.82
@@ -58,7 +60,7 @@ def plot(sweep: Sweep, rows: Sequence[Row], census: Census, path: Path) -> None:
 
 
 def _panel_width(sweep: Sweep, rows: Sequence[Row]) -> float:
-    return 6.2 if sweep.is_lines else min(max(4.6, 1.0 + 0.48 * len(rows)), 9.5)
+    return 6.2 if sweep.is_lines else min(max(4.6, 1.0 + 0.42 * len(rows)), 9.5)
 
 
 def _colors(series: Sequence[str]) -> dict[str, str]:
@@ -87,7 +89,11 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str])
             text, (place, base), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7.5
         )
         if known is not None:
-            axes.add_line(_paper([place + 0.36 * width], [known]))
+            axes.add_line(_paper([place + 0.27 * width], [known]))
+    if panel.ceiling:
+        for place, group in enumerate(groups):
+            most = max(row.number(panel.ceiling) for row in rows if row.run.x == group)
+            axes.hlines(most, place - 0.45, place + 0.45, **_CEILING)
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.tick_params(axis="x", length=0)
 
@@ -96,25 +102,30 @@ def _lines(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str]
     for (series, color), marker in zip(colors.items(), _MARKERS * len(colors), strict=False):
         ours = [row for row in rows if row.run.series == series]
         xs = [float(row.run.x) for row in ours]
-        style = "--" if series == "belady" else "-"
-        axes.plot(
-            xs,
-            [row.number(panel.figure) / panel.unit for row in ours],
-            style,
-            color=color,
-            marker=marker,
-            markersize=5,
-        )
+        ys = [row.number(panel.figure) / panel.unit for row in ours]
+        axes.plot(xs, ys, **_stroke(series, color, marker))
         known = [
             (float(row.run.x), row.run.paper[panel.figure]) for row in ours if panel.figure in row.run.paper
         ]
         if known:
             axes.add_line(_paper(*zip(*known, strict=True), color=color))
+    if panel.ceiling:
+        first = [row for row in rows if row.run.series == rows[0].run.series]
+        axes.plot(
+            [float(row.run.x) for row in first], [row.number(panel.ceiling) for row in first], **_CEILING
+        )
     places = sorted({float(row.run.x) for row in rows})
     if places[-1] > 12 * places[0]:
         axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
+
+
+def _stroke(series: str, color: str, marker: str) -> dict[str, Any]:
+    """How a series' line looks: a bound is a broad pale band, which hides nothing that reaches it."""
+    if series == BOUND:
+        return {"color": color, "linewidth": 9, "alpha": 0.18, "solid_capstyle": "round", "zorder": 1}
+    return {"color": color, "marker": marker, "markersize": 5, "linewidth": 1.6}
 
 
 def _paper(xs: Sequence[float], ys: Sequence[float], *, color: str | None = None) -> Line2D:
@@ -142,11 +153,9 @@ def _legend(figure: Figure, sweep: Sweep, rows: Sequence[Row], colors: dict[str,
     """Name every series, what pale means, and whose the hollow marks are."""
     marks: list[Patch | Line2D] = []
     for (series, color), marker in zip(colors.items(), _MARKERS * len(colors), strict=False):
-        label = f"{series} (bound)" if series == "belady" else series
+        label = f"{series} (bound)" if series == BOUND else series
         marks.append(
-            Line2D(
-                [], [], color=color, marker=marker, label=label, linestyle="--" if series == "belady" else "-"
-            )
+            Line2D([], [], label=label, **_stroke(series, color, marker))
             if sweep.is_lines
             else Patch(color=color, label=label)
         )
@@ -156,6 +165,8 @@ def _legend(figure: Figure, sweep: Sweep, rows: Sequence[Row], colors: dict[str,
             Patch(color="#555555", label=parts[0][1]),
             Patch(color="#555555", alpha=0.4, label=parts[1][1]),
         ]
+    if sweep.panels[0].ceiling:
+        marks.append(Line2D([], [], label="turns that have history", **_CEILING))
     if any(row.run.paper for row in rows):
         marks.append(_paper([], []))
     figure.legend(handles=marks, loc="outside right center", frameon=False, fontsize=9)

@@ -64,6 +64,7 @@ class Replay:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_count = 0
         self._is_awaited = False
+        self._started_count = 0
 
     @property
     def tally(self) -> Tally:
@@ -75,13 +76,9 @@ class Replay:
         index = 0
         for index, turn in enumerate(turns, 1):
             self._until(turn.arrival_s)
-            if index == 1:
-                self.store.tally = Tally(begin_s=turn.arrival_s, end_s=turn.arrival_s)
             self._arrive(turn, self._next_arrivals_s[index - 1] if self._next_arrivals_s else NEVER_S)
             if index % STEP_TURNS == 0:
                 step(index)
-            if index == self._load.warm_up_count:
-                self.store.tally = Tally(begin_s=turn.arrival_s, end_s=turn.arrival_s)
         self._until(math.inf)
         step(index)
         return self.tally
@@ -158,6 +155,10 @@ class Replay:
     def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
         """Look up, promote and count a turn that came at `since_s`; returns how long it takes."""
         uid, load, store = turn.session, self._load, self.store
+        # Turns that are served, not those that arrived: where they wait, the queue is as warm as the store.
+        if self._started_count == load.warm_up_count:
+            store.tally = Tally(begin_s=now_s, end_s=now_s)
+        self._started_count += 1
         live = self._live[uid]
         is_later = live.turn_count > 0 if turn.number is None else turn.number > 1
         self._fit(turn, live)

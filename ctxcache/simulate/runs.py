@@ -90,7 +90,14 @@ def _figures(
 ) -> dict[str, object]:
     trace = PacedTrace(path, arrivals_times=arrivals_times, sessions_times=run.sessions_times)
     (outcome,) = study(trace, run.load, [run.policy], [Capacity()], step=step)
-    return outcome.to_dict()
+    figures, tally = outcome.to_dict(), outcome.tally
+    turns = max(tally.turns, 1)
+    return figures | {
+        "all_hit_rate": (tally.dram_hits + tally.ssd_hits) / turns,
+        "all_dram_hit_rate": tally.dram_hits / turns,
+        "all_ssd_hit_rate": tally.ssd_hits / turns,
+        "later_turn_share": tally.later_turns / turns,
+    }
 
 
 def _end_with_parent() -> None:

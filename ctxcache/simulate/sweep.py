@@ -38,6 +38,8 @@ class Panel:
     """What the figure is divided by: 3600 makes hours of seconds."""
     parts: tuple[tuple[str, str], ...] = ()
     """Figures that add up to it, with what each is, bottom first."""
+    ceiling: str = ""
+    """The figure that it cannot exceed, whatever the store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,15 @@ def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
     killer.join()
 
     assert lost.value.reason == "REPLAY_LOST"
+
+
+def test_a_warm_up_is_of_turns_served(load_path: Path) -> None:
+    """One slot, so that turns arrive long before they are served: all but the first fifth are counted."""
+    sweep = SWEEPS["reads"]
+    load = replace(sweep.preset, slot_count=1)
+    census, runs = prepare(sweep, PacedTrace(load_path), load, ["lru"], live_bytes=None, step=quiet)
+
+    rows_played = play(load_path, runs[:1], arrivals_times=1.0, job_count=1, step=quiet, done=lambda: None)
+    (row,) = rows_played
+    assert row.number("turns") == census.turn_count - census.turn_count // 5
+    assert row.number("all_hit_rate") <= row.number("later_turn_share") < 1
