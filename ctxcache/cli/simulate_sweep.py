@@ -106,8 +106,8 @@ def _show(sweep: "Sweep", rows: "Sequence[Row]", census: "Census") -> None:
 
 
 def _cells(row: "Row") -> tuple[str, ...]:
-    rates = (row.number(name) for name in ("dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
-    load, known = row.run.load, row.run.paper.get("hit_rate")
+    rates = (row.number(name) for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
+    load, known = row.run.load, row.run.paper.get("all_hit_rate", row.run.paper.get("hit_rate"))
     return (
         f"{row.run.x:g}" if isinstance(row.run.x, (int, float)) else row.run.x, row.run.series,
         f"{row.number('all_hit_rate'):.1%}", "" if known is None else f"{known:.1%}", *(f"{rate:.1%}" for rate in rates),

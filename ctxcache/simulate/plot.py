@@ -83,11 +83,12 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str])
                 place, size, width * 0.92, bottom=base, color=color, alpha=0.4 if depth else 1.0, linewidth=0
             )
             base += size
-        text = f"{base:.0%}" if panel.is_share else f"{base:.3g}"
+        text = f"{base:.0%}" if panel.is_share else f"{base:.2f}"
         known = row.run.paper.get(panel.figure)
         axes.annotate(
-            text, (place, base), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7.5
-        )
+            text, (place - (0.1 * width if known is not None else 0), base), (0, 3), textcoords="offset points",
+            ha="center", va="bottom", fontsize=7.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )  # fmt: skip
         if known is not None:
             axes.add_line(_paper([place + 0.27 * width], [known]))
     if panel.ceiling:
