@@ -17,6 +17,7 @@ from ctxcache.cache.dirty_bound import DirtyBound
 from ctxcache.cache.moves import Moves, in_window
 from ctxcache.cache.quotas import Quotas
 from ctxcache.cache.segment_io import SegmentIO, Written
+from ctxcache.cache.ssd_room import SsdRoom
 from ctxcache.cache.state import State
 from ctxcache.cache.victims import Victims
 from ctxcache.cache.write_back import WriteBack
@@ -76,8 +77,8 @@ class Residency:
         self._is_none_awaited.set()
         self.dirty_bound = DirtyBound(state, io, self)
         self.departures = Departures(state, metadata, self, self._moves)
-        self._evicting = asyncio.Lock()
-        """One at a time, and those who wait look again: what goes for one may be room for them too."""
+        unstage = self._write_back.unstage_something
+        self.ssd_room = SsdRoom(state, io, metadata, ssd, self._victims, self.departures, unstage)
 
     @property
     def staged(self) -> Iterator[Written]:
@@ -180,9 +181,8 @@ class Residency:
         That is while no path takes writes, or where its tenant has all that its share gives it.
         """
         is_open = self._io.has_open_path
-        if not is_open and self._evicting.locked():
-            async with self._evicting:
-                return
+        if not is_open and await self.ssd_room.wait_for_one():
+            return
         coldest = None if is_open else self._victims.in_memory(among)
         if coldest is None:
             try:
@@ -193,8 +193,7 @@ class Residency:
                     raise
             else:
                 return
-        async with self._evicting:
-            await self._evict(coldest)
+        await self.ssd_room.evict(coldest)
 
     def excess_dirty_bytes(self, dirty_bytes: int) -> int:
         """How much of that is more than shall be; not positive when nothing is."""
@@ -388,51 +387,7 @@ class Residency:
 
     async def place_on_ssd(self, size_bytes: int, for_session: Session) -> Slot:
         """An SSD slot, made free if need be. Raises CapacityExceeded, TierFailure."""
-        slot = self.ssd.take(size_bytes, closed=self._io.refusals)
-        if slot is None:
-            async with self._evicting:
-                while (slot := self.ssd.take(size_bytes, closed=self._io.refusals)) is None:
-                    await self._make_room_on_ssd(size_bytes, for_session)
-        return slot
-
-    async def _make_room_on_ssd(self, size_bytes: int, for_session: Session) -> None:
-        # Nobody loses anything for a path that would not take what comes in its place.
-        self._io.check_any_path()
-        # What was written ahead of need goes before what somebody was promised.
-        if await self._write_back.unstage_something():
-            return
-        if await self.departures.wait_for_one():
-            return
-        victim = self._victims.on_ssd(for_session, size_bytes)
-        if victim is None:
-            raise CapacityExceeded(
-                tier="SSD", needed_bytes=size_bytes, limit_bytes=self.ssd.capacity_bytes,
-                free_bytes=self.ssd.free_bytes_outside(self._io.refusals),
-            )  # fmt: skip
-        await self._evict(victim)
-
-    async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
-        """Evict others of the session's tenant until it may have so much more. Raises CapacityExceeded, TierFailure.
-
-        Never waits when it may already.
-        """
-        while self.quotas.excess_bytes(session.tenant, size_bytes) > 0:
-            # As in `place`.
-            await asyncio.sleep(0)
-            async with self._evicting:
-                if self.quotas.excess_bytes(session.tenant, size_bytes) <= 0:
-                    continue
-                victim = self._victims.of_tenant(session)
-                if victim is None:
-                    raise self.quotas.refusal(session.tenant, size_bytes)
-                await self._evict(victim)
-
-    async def _evict(self, victim: Session) -> None:
-        self._metadata.check(is_growing=False)
-        self._state.counters.evicted_session_count += 1
-        if not victim.is_gone:
-            self._state.placement.evicted(victim)
-        await self.departures.remove([victim])
+        return await self.ssd_room.place(size_bytes, for_session)
 
     async def drain(self) -> None:
         """Wait for every move under way."""

@@ -18,7 +18,7 @@ class Victims:
     def __init__(self, state: State, io: SegmentIO, quotas: Quotas) -> None:
         self._state = state
         self._io = io
-        self._quotas = quotas
+        self.quotas = quotas
 
     def in_memory(self, among: Sequence[str] | None) -> Session | None:
         """The coldest of these accounts that gives room in DRAM; what is clean has left already. None when there is none."""
@@ -28,7 +28,7 @@ class Victims:
 
     def on_ssd(self, for_session: Session, size_bytes: int) -> Session | None:
         """The coldest but this one that gives room on a path that takes writes. None when there is none."""
-        among = self._quotas.on_ssd(for_session.tenant, size_bytes)
+        among = self.quotas.on_ssd(for_session.tenant, size_bytes)
         return self._written(for_session, among, self._frees_room)
 
     def of_tenant(self, for_session: Session) -> Session | None:
@@ -38,7 +38,7 @@ class Victims:
 
     def over_share(self, dirty: Session) -> Session | None:
         """The coldest that SSD has no room for, of the account of this one, if that has more than its share."""
-        account = self._quotas.over_share(dirty.tenant)
+        account = self.quotas.over_share(dirty.tenant)
         return None if account is None else self.in_memory([account])
 
     def _written(

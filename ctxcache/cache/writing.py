@@ -295,7 +295,7 @@ class Writing:
         size_bytes = session.layout.size_bytes
         slot = await self._residency.place(size_bytes, session.tenant)
         try:
-            await self._residency.keep_within_limit(session, size_bytes)
+            await self._residency.ssd_room.keep_within_limit(session, size_bytes)
         except BaseException:
             self._residency.dram.give(slot)
             raise

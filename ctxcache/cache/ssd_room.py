@@ -1,0 +1,93 @@
+"""SSD room: slots for what is written, made free by giving up whole sessions.
+
+One session goes at a time, and those who wait look again: what goes for one may be room for them too. What
+was written ahead of need goes before what somebody was promised, and nobody loses anything for a path that
+would not take what comes in its place. Worst case: nobody may go, and what wanted room is refused.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from ctxcache.cache.departures import Departures
+from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.state import State
+from ctxcache.cache.victims import Victims
+from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.session import Session
+from ctxcache.errors import CapacityExceeded
+from ctxcache.format.slot import Slot
+from ctxcache.metadata.base import MetadataStore
+
+
+class SsdRoom:
+    """Who makes room on SSD. Owned by the event loop."""
+
+    def __init__(
+        self, state: State, io: SegmentIO, metadata: MetadataStore, ssd: SlotAllocator, victims: Victims,
+        departures: Departures, unstage_something: Callable[[], Awaitable[bool]],
+    ) -> None:  # fmt: skip
+        self._state, self._io, self._metadata = state, io, metadata
+        self._ssd = ssd
+        self._victims = victims
+        self._departures = departures
+        self._unstage_something = unstage_something
+        self._turn = asyncio.Lock()
+
+    async def place(self, size_bytes: int, for_session: Session) -> Slot:
+        """A slot, made free if need be. Raises CapacityExceeded, TierFailure."""
+        slot = self._ssd.take(size_bytes, closed=self._io.refusals)
+        if slot is None:
+            async with self._turn:
+                while (slot := self._ssd.take(size_bytes, closed=self._io.refusals)) is None:
+                    await self._make(size_bytes, for_session)
+        return slot
+
+    async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
+        """Evict others of the session's tenant until it may have so much more. Raises CapacityExceeded, TierFailure.
+
+        Never waits when it may already.
+        """
+        quotas = self._victims.quotas
+        while quotas.excess_bytes(session.tenant, size_bytes) > 0:
+            # A caller may have been begun without a task of its own; what waits needs one.
+            await asyncio.sleep(0)
+            async with self._turn:
+                if quotas.excess_bytes(session.tenant, size_bytes) <= 0:
+                    continue
+                victim = self._victims.of_tenant(session)
+                if victim is None:
+                    raise quotas.refusal(session.tenant, size_bytes)
+                await self._evict(victim)
+
+    async def evict(self, victim: Session) -> None:
+        """Give the session up. Raises CapacityExceeded, TierFailure."""
+        async with self._turn:
+            await self._evict(victim)
+
+    async def wait_for_one(self) -> bool:
+        """Wait until one that is being given up is gone; False when there is none."""
+        if not self._turn.locked():
+            return False
+        async with self._turn:
+            return True
+
+    async def _make(self, size_bytes: int, for_session: Session) -> None:
+        self._io.check_any_path()
+        if await self._unstage_something():
+            return
+        if await self._departures.wait_for_one():
+            return
+        victim = self._victims.on_ssd(for_session, size_bytes)
+        if victim is None:
+            raise CapacityExceeded(
+                tier="SSD", needed_bytes=size_bytes, limit_bytes=self._ssd.capacity_bytes,
+                free_bytes=self._ssd.free_bytes_outside(self._io.refusals),
+            )  # fmt: skip
+        await self._evict(victim)
+
+    async def _evict(self, victim: Session) -> None:
+        self._metadata.check(is_growing=False)
+        self._state.counters.evicted_session_count += 1
+        if not victim.is_gone:
+            self._state.placement.evicted(victim)
+        await self._departures.remove([victim])
