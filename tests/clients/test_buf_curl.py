@@ -191,6 +191,39 @@ def test_a_server_stream_reads_what_was_appended(curl: Curl, session: str, model
     assert [int(item["checksum"]) for item in chunks] == [xxh3_64_intdigest(item) for item in data]
 
 
+def test_a_queue_is_published_and_withdrawn(curl: Curl, session: str) -> None:
+    """A stream both ways: an answer for each request, an event for the session, and the end after a half-close."""
+    job = {"jobId": "job", "session": session, "newTokenCount": "7", "position": 0}
+    responses = curl.call(
+        "HintService/Schedule",
+        {"sequence": "1", "hello": {"engine": "buf-curl", "grace": "1.5s"}},
+        {"sequence": "2", "delta": {"put": [job, {**job, "jobId": "other", "session": "sessions/nobody"}]}},
+        {"sequence": "3", "delta": {"gone": [{"jobId": "other", "end": "JOB_END_CANCELLED"}]}},
+    )
+
+    answers = [response["acknowledgement"] for response in responses if "acknowledgement" in response]
+    events = [event for response in responses for event in response.get("events", {}).get("events", [])]
+    assert [answer["sequence"] for answer in answers] == ["1", "2", "3"]
+    assert (answers[0]["grace"], answers[0]["jobLimit"]) == ("1.500s", 4096)
+    assert answers[1]["missing"] == [{"jobId": "other", "reason": "SESSION_NOT_FOUND"}]
+    assert {event["session"] for event in events} <= {session}
+    assert responses[-1] == {"withdrawn": {"jobCount": 1}}
+
+
+def test_hints_are_answered_one_by_one(curl: Curl, session: str) -> None:
+    """By name: accepted, missing."""
+    actions = [
+        {"actionId": "a", "session": session, "expect": {"returnIn": "30s"}},
+        {"actionId": "b", "session": "sessions/nobody", "retain": {}, "ttl": "60s", "priority": 5},
+    ]
+    (response,) = curl.call("HintService/Hint", {"messageId": "m", "actions": actions})
+
+    assert response["results"] == [
+        {"actionId": "a", "outcome": "HINT_OUTCOME_ACCEPTED"},
+        {"actionId": "b", "outcome": "HINT_OUTCOME_MISSING", "reason": "SESSION_NOT_FOUND"},
+    ]
+
+
 def test_a_missing_session_is_told_by_its_reason(curl: Curl) -> None:
     """The exit code carries the gRPC code, the details the reason and its facts."""
     code, info = curl.fail("SessionService/GetSession", {"name": "sessions/nobody"})
