@@ -346,6 +346,8 @@ class Sessions:
         self._state.add(session)
         if source:
             self._state.placement.visited(source)
+            # It may be in use, and go on in DRAM as kin to the new one.
+            self._state.placement.settled(source)
             self._state.placement.visited(session)
         try:
             await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)

@@ -168,6 +168,20 @@ async def test_after_a_start_sessions_are_told_in_the_order_of_their_accesses(no
     await noted.close()
 
 
+async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dram(noted: MemoryRig) -> None:
+    """What it shares now leaves DRAM as what was its own did: the policy hears that it is on SSD only."""
+    await noted.create("a")
+    await noted.append("a", Writer(1).make(128), is_durable=True)
+    lease = await noted.acquire("a", 0, 1)
+    await noted.fork("a", "b")
+    policy_of(noted).since()
+    await noted.demote("b")
+
+    assert sorted(policy_of(noted).since()) == [("placed", "a", (Tier.SSD,)), ("placed", "b", (Tier.SSD,))]
+    await noted.check()
+    noted.cache.reading.release(lease.lease_id)
+
+
 class Tide(Ranked):
     """Ranks that rise together, as those of a policy that learns may at any moment."""
 
