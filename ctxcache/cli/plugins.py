@@ -1,4 +1,4 @@
-"""Commands of other packages: functions under the entry point group `ctxcache.commands`.
+"""Commands of other packages: functions, or Typer apps of several, under the entry point group `ctxcache.commands`.
 
 A plugin is imported when it is called and never to list it, since it may need torch. Worst case: it
 needs what is not installed, which is one sentence that says what to install.
@@ -15,7 +15,10 @@ from ctxcache.cli.exit_codes import ExitCode
 GROUP = "ctxcache.commands"
 OURS = ("ctxcache", "gpu_worker")
 """Packages of this distribution: one of theirs that is missing is a bug, not something to install."""
-DESCRIPTIONS = {"demo": "Show on a small real model what the cache saves."}
+DESCRIPTIONS = {
+    "demo": "Show on a small real model what the cache saves.",
+    "worker": "Plan restorations, and measure what plans are made from.",
+}
 
 
 def add_plugins(app: typer.Typer) -> None:
@@ -46,6 +49,8 @@ def _command(entry_point: EntryPoint) -> Callable[[typer.Context], None]:
 
 
 def _run(entry_point: EntryPoint, context: typer.Context) -> None:
-    plugin = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    plugin.command()(entry_point.load())
+    plugin = entry_point.load()
+    if not isinstance(plugin, typer.Typer):
+        plugin = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        plugin.command()(entry_point.load())
     plugin(args=context.args, prog_name=context.command_path)

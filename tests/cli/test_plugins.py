@@ -39,6 +39,22 @@ def test_a_plugin_is_a_command_with_options_of_its_own(tmp_path: Path) -> None:
     assert "Wave to whoever looks." in shown.stdout
 
 
+def test_a_plugin_may_be_an_app_of_several_commands(tmp_path: Path) -> None:
+    """A Typer app under the entry point brings its own commands, each with its options."""
+    app = "\nimport typer\nwaves = typer.Typer()\nwaves.command()(wave)\n\n@waves.command()\ndef rest() -> None:\n    pass\n"
+    environment = install(tmp_path)
+    (tmp_path / "waving.py").open("a").write(app)
+    (tmp_path / "waving-1.0.dist-info" / "entry_points.txt").write_text(
+        "[ctxcache.commands]\nwave = waving:waves\n"
+    )
+
+    ran = ctxcache("wave", "wave", "--times", "2", environment=environment)
+    shown = ctxcache("wave", "--help", environment=environment)
+
+    assert ran.stdout == "wave wave \n"
+    assert "rest" in shown.stdout
+
+
 def test_a_plugin_that_is_listed_is_not_imported(tmp_path: Path) -> None:
     """Help names a plugin that could not even be imported."""
     environment = install(tmp_path, "sys.exit('imported')")

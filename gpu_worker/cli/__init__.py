@@ -1,0 +1,1 @@
+"""`ctxcache worker`: plans and profiles at the command line."""

@@ -1,0 +1,137 @@
+"""Measuring: a loaded model's stages at the lengths in use, on the device where it is.
+
+One layer of each sort is projected, embedded and run, by the same code that restores. Worst case: some
+seconds per length, and a busy machine, whose profile is that of a busy machine; drift corrects it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from gpu_worker.families import Adapter
+from gpu_worker.plan import Method
+from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.profile import Curve, Link, Profile, Stage
+from gpu_worker.planning.shape import LayerShape
+from gpu_worker.profiling.bandwidth import TRANSFER_BYTES, copy_bytes_per_s, read_bytes_per_s
+from gpu_worker.profiling.model_shape import model_shape, representatives
+from gpu_worker.profiling.profile_file import Measured
+from gpu_worker.profiling.stopwatch import Stopwatch
+from gpu_worker.recompute import recompute_layers
+from gpu_worker.restore import Restorer
+
+LENGTHS = (64, 256, 1024, 2048)
+
+
+def measure(
+    adapter: Adapter,
+    *,
+    name: str,
+    hardware: str,
+    lengths: Sequence[int] = LENGTHS,
+    ssd_directory: Path | None = None,
+    transfer_bytes: int = TRANSFER_BYTES,
+    stopwatch: Stopwatch | None = None,
+    on_step: Callable[[str], None] = lambda _step: None,
+) -> Measured:
+    """Measure `adapter`'s model at `lengths` tokens, ascending.
+
+    Where there is no `ssd_directory`, SSDs are those of the datasheet. Raises what restoring raises, OSError.
+    """
+    watch = stopwatch or Stopwatch(adapter.layers[0].device)
+    shape = model_shape(adapter, name)
+    places = representatives(shape)
+    points: dict[tuple[Stage, LayerShape], list[tuple[int, float]]] = defaultdict(list)
+    with torch.no_grad():
+        for length in lengths:
+            on_step(f"{length:,} tokens")
+            for layer, index in places.items():
+                for stage, seconds in _restored(adapter, index, length, watch).items():
+                    points[stage, layer].append((length, seconds))
+            for layer, seconds in _recomputed(adapter, shape.layers, length, watch).items():
+                points[Stage.RECOMPUTE, layer].append((length, seconds))
+    on_step("bandwidths")
+    profile = replace(
+        _machine(hardware, watch, ssd_directory, transfer_bytes),
+        curves={key: Curve(_ascending(each)) for key, each in points.items()},
+    )
+    return Measured(shape, profile)
+
+
+def _machine(hardware: str, watch: Stopwatch, ssd_directory: Path | None, size_bytes: int) -> Profile:
+    # What is not measured, such as a network, stays as the datasheet of the nearest machine has it.
+    base = known_profile("h100" if watch.device.type == "cuda" else "cpu")
+    copy = Link(copy_bytes_per_s(watch.device, watch, size_bytes=size_bytes), base.copy.latency_s)
+    ssd = base.ssd
+    if ssd_directory is not None:
+        ssd = Link(read_bytes_per_s(ssd_directory, watch, size_bytes=size_bytes), ssd.latency_s)
+    return replace(base, name=hardware, copy=copy, ssd=ssd, is_direct=False, is_measured=True)
+
+
+def _restored(adapter: Adapter, layer: int, length: int, watch: Stopwatch) -> dict[Stage, float]:
+    """Seconds from hidden rows and from K/V or latent rows to keys and values."""
+    device, dtype = adapter.layers[layer].device, adapter.model.dtype
+    restorer = Restorer(adapter, torch.arange(length))
+    rows = {
+        Method.HIDDEN: (Stage.PROJECT, adapter.hidden_size),
+        Method[adapter.kind.name]: (Stage.EMBED, adapter.row_size),
+    }
+    found = {}
+    for method, (stage, size) in rows.items():
+        example = torch.ones(length, size, dtype=dtype, device=device)
+        found[stage] = median(watch.seconds(lambda m=method, e=example: restorer.layer(layer, m, e)))  # type: ignore[misc]
+    return found
+
+
+def _recomputed(
+    adapter: Adapter, layers: Sequence[LayerShape], length: int, watch: Stopwatch
+) -> dict[LayerShape, float]:
+    """Seconds of each sort of layer in a pass over `length` tokens; the median of its layers and of repeats."""
+    ids, positions = torch.zeros(length, dtype=torch.int64), torch.arange(length)
+    taken: dict[LayerShape, list[float]] = defaultdict(list)
+    for repeat in range(watch.repeat_count + 1):
+        clocks = [_LayerClock(decoder.block, watch) for decoder in adapter.layers]
+        try:
+            recompute_layers(adapter, DynamicCache(config=adapter.model.config), ids, positions, len(layers))
+        finally:
+            for clock in clocks:
+                clock.remove()
+        if repeat:
+            for layer, clock in zip(layers, clocks, strict=True):
+                taken[layer].append(clock.seconds)
+    return {layer: median(seconds) for layer, seconds in taken.items()}
+
+
+class _LayerClock:
+    """Sums up the seconds that one layer runs, piece by piece."""
+
+    def __init__(self, block: nn.Module, watch: Stopwatch) -> None:
+        self._watch, self._begin_ns, self.seconds = watch, 0, 0.0
+        self._hooks = [block.register_forward_pre_hook(self._begin), block.register_forward_hook(self._end)]
+
+    def _begin(self, _block: nn.Module, _args: object) -> None:
+        self._begin_ns = self._watch.at_ns()
+
+    def _end(self, _block: nn.Module, _args: object, _output: Tensor) -> None:
+        self.seconds += max(self._watch.at_ns() - self._begin_ns, 1) / 1e9
+
+    def remove(self) -> None:
+        """Take the clock off the layer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _ascending(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The points with no time below that of fewer tokens: noise must not make more work look cheaper."""
+    least = 0.0
+    found = []
+    for length, seconds in points:
+        least = max(least, seconds)
+        found.append((length, least))
+    return tuple(found)

@@ -1,0 +1,50 @@
+"""A loaded model's shape, from its adapter and its weights. Worst case: an expert's weights all count.
+
+Then `linear_flops` are too many; a measured profile does not use them.
+"""
+
+from collections import Counter
+
+from ctxcache.format.streams import StateKind
+from gpu_worker.families import Adapter
+from gpu_worker.families.adapter import DecoderLayer
+from gpu_worker.planning.shape import MULTIPLY_ADD_FLOPS, LayerKind, LayerShape, ModelShape
+
+
+def model_shape(adapter: Adapter, name: str) -> ModelShape:
+    """Describe the model that `adapter` knows."""
+    return ModelShape(name, tuple(_layer_shape(adapter, layer) for layer in adapter.layers))
+
+
+def representatives(shape: ModelShape) -> dict[LayerShape, int]:
+    """Return, of each sort of layer, one in the middle of its kind: neither first nor last if there are others."""
+    seen: Counter[LayerShape] = Counter()
+    counts = Counter(shape.layers)
+    found = {}
+    for i, layer in enumerate(shape.layers):
+        if seen[layer] == counts[layer] // 2:
+            found[layer] = i
+        seen[layer] += 1
+    return found
+
+
+def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
+    config = adapter.model.config
+    element_bytes = adapter.model.dtype.itemsize
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights = sum(parameter.numel() for parameter in layer.block.parameters() if parameter.ndim > 1)
+    return LayerShape(
+        kind=_kind(adapter, layer),
+        hidden_row_bytes=adapter.hidden_size * element_bytes,
+        kv_row_bytes=adapter.row_size * element_bytes,
+        project_flops=float(MULTIPLY_ADD_FLOPS * adapter.hidden_size * adapter.row_size),
+        linear_flops=float(MULTIPLY_ADD_FLOPS * weights),
+        attention_flops=float(2 * MULTIPLY_ADD_FLOPS * config.num_attention_heads * head_size),
+        window=layer.window,
+    )
+
+
+def _kind(adapter: Adapter, layer: DecoderLayer) -> LayerKind:
+    if adapter.kind is StateKind.LATENT:
+        return LayerKind.LATENT
+    return LayerKind.FULL if layer.window is None else LayerKind.SLIDING
