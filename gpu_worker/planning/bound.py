@@ -47,8 +47,8 @@ def bounds(choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int]) -
 
     Weights are those that tell the first `option_counts` choices of a layer apart.
     """
-    options = {blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
-    return tuple(Bound(*weights, _rest(choices, weights)) for weights in _all_weights(sorted(options)))
+    kinds = {id(blocks): blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
+    return tuple(Bound(*weights, _rest(choices, weights)) for weights in _all_weights(list(kinds.values())))
 
 
 def _rest(choices: Sequence[tuple[Block, ...]], weights: Weights) -> list[float]:

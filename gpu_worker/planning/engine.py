@@ -19,4 +19,4 @@ class Engine:
     can_recompute: bool = True
     starts_by_layer: bool = False
     can_split: bool = False
-    split_count: int = 15
+    split_count: int = 7

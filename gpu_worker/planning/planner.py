@@ -146,10 +146,10 @@ class _Problem:
 
 def _options(request: Request) -> list[LayerOptions]:
     # Layers of one kind that are held alike share their options, and their ways in the search.
-    known: dict[object, LayerOptions] = {}
+    known: dict[tuple[int, int], LayerOptions] = {}
     found = []
     for layer, held in zip(request.model.layers, request.holding.layers, strict=True):
-        key = (layer, held)
+        key = (id(layer), id(held))
         if key not in known:
             known[key] = layer_options(layer, held, request.history, request.profile, request.engine)
         found.append(known[key])
@@ -158,11 +158,11 @@ def _options(request: Request) -> list[LayerOptions]:
 
 def _prefill_s(request: Request) -> tuple[float, ...]:
     begin, end = request.history, request.history + request.new_tokens
-    known = {
-        layer: request.profile.recompute_s(layer, begin, end) if request.new_tokens else 0.0
-        for layer in set(request.model.layers)
-    }
-    return tuple(known[layer] for layer in request.model.layers)
+    if begin == end:
+        return (0.0,) * len(request.model.layers)
+    kinds = {id(layer): layer for layer in request.model.layers}
+    known = {key: request.profile.recompute_s(layer, begin, end) for key, layer in kinds.items()}
+    return tuple(known[id(layer)] for layer in request.model.layers)
 
 
 def _choices(problem: _Problem) -> list[Choices]:

@@ -19,9 +19,9 @@ from gpu_worker.planning.block import NOTHING, START, Block, State
 from gpu_worker.planning.bound import bounds, least_end_s
 from gpu_worker.planning.run import Picks, Run, runs_of
 
-STEP_LIMIT = 256
+STEP_LIMIT = 192
 """Ways that are looked at before the search keeps but a few; some microseconds each."""
-LEAST_FRONT = 4
+LEAST_FRONT = 2
 
 
 class Choices(NamedTuple):
@@ -83,8 +83,12 @@ class _Search:
     def __init__(self, layers: Sequence[Choices], token_ids: Block, step_limit: int) -> None:
         # One object per kind of layer: whether layers are alike is then a question of identity.
         shared: dict[object, tuple[Block, ...]] = {}
+        known = {id(layer): layer for layer in layers}
+        blocks = {
+            key: shared.setdefault(layer[:2], (*layer.options, *layer.splits)) for key, layer in known.items()
+        }
         self._layers, self._token_ids, self._step_limit = layers, token_ids, step_limit
-        self._choices = [shared.setdefault(layer[:2], (*layer.options, *layer.splits)) for layer in layers]
+        self._choices = [blocks[id(layer)] for layer in layers]
         option_counts = [len(layer.options) for layer in layers]
         self._bounds = bounds(self._choices, option_counts)
         self._runs = runs_of(self._choices, option_counts, self._bounds)

@@ -13,7 +13,10 @@ from gpu_worker.planning.shape import MULTIPLY_ADD_FLOPS, LayerKind, LayerShape,
 
 def model_shape(adapter: Adapter, name: str) -> ModelShape:
     """Describe the model that `adapter` knows."""
-    return ModelShape(name, tuple(_layer_shape(adapter, layer) for layer in adapter.layers))
+    # One object for like layers: the planner then sees at once that they are.
+    known: dict[LayerShape, LayerShape] = {}
+    shapes = (_layer_shape(adapter, layer) for layer in adapter.layers)
+    return ModelShape(name, tuple(known.setdefault(shape, shape) for shape in shapes))
 
 
 def representatives(shape: ModelShape) -> dict[LayerShape, int]:
