@@ -68,9 +68,8 @@ def _share(name: str, given: object) -> Share:
         return given
     fields = given if isinstance(given, Mapping) else None
     if isinstance(given, str):
-        fields = (
-            dict(zip(("share", "limit"), given.split(":"), strict=False)) if given.count(":") < 2 else {}
-        )  # as above
+        parts = given.split(":")
+        fields = dict(zip(("share", "limit"), parts, strict=False)) if len(parts) <= 2 else None
     elif isinstance(given, (int, float)):
         fields = {"share": given}
     if not fields or set(fields) - {"share", "limit"}:
