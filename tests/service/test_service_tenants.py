@@ -6,12 +6,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from hint_rig import seconds
 from service_rig import Client, all_rows
 
 from ctxcache.config import Settings
 from ctxcache.core.placement.shares import Share
 from ctxcache.server import Server
-from ctxcache.v1 import admin_pb2
+from ctxcache.v1 import admin_pb2, hints_pb2, hints_pb2_grpc
 
 MIB = 1 << 20
 WRITERS = 4
@@ -59,9 +60,10 @@ async def test_a_bad_page_is_refused(client: Client) -> None:
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_whatever_is_pinned_writes_go_through(server: Server, client: Client) -> None:
+async def test_whatever_is_pinned_writes_go_through(client: Client) -> None:
     """Everything is pinned and retained as soon as it is there, by several writers at once: none is ever refused."""
-    retention, granted_count, read_count = server._cache.placement.retention, 0, 0
+    hints = hints_pb2_grpc.HintServiceStub(client.channel)
+    granted_count = read_count = 0
 
     async def write(writer: int) -> None:
         nonlocal granted_count, read_count
@@ -69,11 +71,12 @@ async def test_whatever_is_pinned_writes_go_through(server: Server, client: Clie
             tag, name = writer * SESSIONS_PER_WRITER + number, f"s{writer}-{number}"
             await client.create(name)
             await client.append(name, tag, 0, TOKENS, is_durable=True)
-            session = server._cache.state.sessions.get(("default", name))
-            if session is not None:
-                until_s = server._cache.state.clock.monotonic_ns() / 10**9 + 3000
-                for ask in (retention.retain, retention.pin):
-                    granted_count += ask(session.uid, MIB // 2, until_s, 100) is not None
+            kept = [
+                hints_pb2.HintAction(session=f"sessions/{name}", priority=100, ttl=seconds(3000), **kind)
+                for kind in ({"retain": hints_pb2.RetainHint()}, {"pin": hints_pb2.PinHint()})
+            ]
+            answer = await hints.Hint(hints_pb2.HintRequest(actions=kept))
+            granted_count += sum(r.outcome == hints_pb2.HINT_OUTCOME_ACCEPTED for r in answer.results)
             with suppress(grpc.aio.AioRpcError):
                 assert await client.read_rows(name) == all_rows(tag, TOKENS)
                 read_count += 1
