@@ -27,7 +27,7 @@ IN_USE = "IN_USE"
 RANGE_NOT_SUPPORTED = "RANGE_NOT_SUPPORTED"
 TTL_LIMIT = "TTL_LIMIT"
 PATIENCE_S = 5.0
-"""How long a caller waits for the promotion that it asked for; what has not come then is deferred."""
+"""How long a caller waits for all the promotions that it asked for; what has not come then is deferred."""
 DEFERRED_LIMIT_NS = 600 * SECOND_NS
 """Longest time that a promotion waits for room: it stands before every queue."""
 
@@ -93,18 +93,18 @@ class Hints:
         """Give up what was deferred for long enough."""
         self.deferred.expire_due(self._state.clock.monotonic_ns())
 
-    async def carry_out(self, hint: Hint) -> Answer:
-        """Do what one hint asks for, as far as it goes."""
+    async def carry_out(self, hint: Hint, deadline_s: float) -> Answer:
+        """Do what one hint asks for, as far as it goes; a promotion until then, on the event loop's clock."""
         try:
             session = self._state.session(hint.tenant, hint.session_id)
             session.check_range(hint.begin, session.token_count if hint.end is None else hint.end)
-            return await self._do(hint, session)
+            return await self._do(hint, session, deadline_s)
         except SessionNotFound as error:
             return Answer(Outcome.MISSING, error.reason)
         except CacheError as error:
             return Answer(Outcome.REJECTED, error.reason)
 
-    async def _do(self, hint: Hint, session: Session) -> Answer:
+    async def _do(self, hint: Hint, session: Session, deadline_s: float) -> Answer:
         is_whole = hint.begin == 0 and hint.end in (None, session.token_count)
         is_prefix = hint.begin == 0 and hint.action in (Action.SHARE, Action.PREFETCH)
         if not is_whole and not is_prefix:
@@ -113,7 +113,7 @@ class Hints:
             case Action.SHARE:
                 return await self._share(hint, session)
             case Action.PREFETCH:
-                return await self._prefetch(hint, session)
+                return await self._prefetch(hint, session, deadline_s)
             case Action.DEMOTE:
                 return await self._demote(session)
         return self._note(hint, session)
@@ -158,13 +158,13 @@ class Hints:
             segment.is_open = False
         return Answer(Outcome.ACCEPTED, granted_bytes=len(shared) * session.layout.size_bytes)
 
-    async def _prefetch(self, hint: Hint, session: Session) -> Answer:
+    async def _prefetch(self, hint: Hint, session: Session, deadline_s: float) -> Answer:
         wanted_bytes = _missing_bytes(session, hint.end)
         if not wanted_bytes:
             return Answer(Outcome.ACCEPTED)
         budget_bytes = wanted_bytes if hint.budget_bytes is None else min(hint.budget_bytes, wanted_bytes)
         with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout_at(deadline_s):
                 await self._prefetching.promote_ahead(session, budget_bytes)
         came_bytes = max(wanted_bytes - _missing_bytes(session, hint.end), 0)
         if came_bytes >= wanted_bytes:

@@ -1,9 +1,10 @@
 """HintService: engines' waiting queues, and hints about sessions."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from ctxcache.cache import Cache
+from ctxcache.cache import Cache, hints
 from ctxcache.service import hint_messages
 from ctxcache.service.edge import Admission, Context
 from ctxcache.service.scheduling import Scheduling
@@ -33,7 +34,8 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
     async def Hint(self, request: hints_pb2.HintRequest, context: Context) -> hints_pb2.HintResponse:  # noqa: N802
         """See the proto."""
         asked = hint_messages.hints(request, tenant_of(context))
-        answers = [await self._cache.hints.carry_out(hint) for hint in asked]
+        deadline_s = asyncio.get_running_loop().time() + hints.PATIENCE_S
+        answers = [await self._cache.hints.carry_out(hint, deadline_s) for hint in asked]
         clock = self._cache.state.clock
         offset_ns = clock.now_ns() - clock.monotonic_ns()
         return hints_pb2.HintResponse(

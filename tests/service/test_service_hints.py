@@ -145,6 +145,24 @@ async def test_without_room_a_prefetch_waits_for_it(client: Client, hint: Hinter
     assert cache.queues.starts_in_s(cache.state.session("default", "a")) is None
 
 
+async def test_a_batch_waits_for_its_promotions_together(
+    client: Client, hint: Hinter, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a bounded time, whoever else is being promoted; what has not come then is deferred, and comes."""
+    await hint("demote")
+    turns = server._cache.prefetching._turns
+    monkeypatch.setattr("ctxcache.cache.hints.PATIENCE_S", 0.02)
+    for _ in range(2):
+        await turns.acquire()
+    results = (await hint.batch(*[action("prefetch")] * 3)).results
+    for _ in range(2):
+        turns.release()
+    await until(lambda: not len(server._cache.hints.deferred))
+
+    assert [(result.outcome, result.reason) for result in results] == [(DEFERRED, "NO_ROOM")] * 3
+    assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
+
+
 async def test_what_would_never_come_is_not_deferred(
     client: Client, hint: Hinter, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
