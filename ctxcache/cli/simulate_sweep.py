@@ -36,17 +36,12 @@ def run_sweep(options: Options) -> None:
     sweep = _named(options.sweep or "")
     draw = _drawer(options.plot)
     load, policies = options.load(sweep.preset), options.chosen(ALL_POLICIES, sweep.policies)
-    times = options.arrivals()
+    trace = PacedTrace(options.trace, arrivals_times=options.arrivals(), pace=options.pace())
     rows = []
     with _progress() as bar:
-        census, runs = prepare(
-            sweep, PacedTrace(options.trace, arrivals_times=times), load, policies,
-            live_bytes=options.live_bytes(), step=bar.step,
-        )  # fmt: skip
+        census, runs = prepare(sweep, trace, load, policies, live_bytes=options.live_bytes(), step=bar.step)
         bar.begin(len(runs))
-        for row in play(
-            options.trace, runs, arrivals_times=times, job_count=options.jobs, step=bar.step, done=bar.done
-        ):
+        for row in play(trace, runs, job_count=options.jobs, step=bar.step, done=bar.done):
             rows.append(row)
             if options.as_json:
                 typer.echo(json.dumps(row.to_dict(sweep, census)))

@@ -7,15 +7,28 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from pathlib import Path
 
-from ctxcache.simulate.trace import Trace, Turn
+from ctxcache.simulate.trace import Pace, Trace, Turn
 
 
 class PacedTrace(Trace):
     """Sessions begin `sessions_times` as fast; a turn keeps its distance to its session's first."""
 
-    def __init__(self, path: Path, *, arrivals_times: float = 1.0, sessions_times: float = 1.0) -> None:
-        super().__init__(path, arrivals_times=arrivals_times)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        arrivals_times: float = 1.0,
+        pace: Pace | None = None,
+        sessions_times: float = 1.0,
+    ) -> None:
+        super().__init__(path, arrivals_times=arrivals_times, pace=pace)
         self._sessions_times = sessions_times
+
+    def paced(self, sessions_times: float) -> "PacedTrace":
+        """The same trace, with sessions that begin so many times as fast."""
+        return PacedTrace(
+            self.path, arrivals_times=self._arrivals_times, pace=self._pace, sessions_times=sessions_times
+        )
 
     def __iter__(self) -> Iterator[Turn]:
         """Every turn, in order of its new arrival. Raises InvalidTrace."""

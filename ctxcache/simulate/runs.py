@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from pathlib import Path
 
 from ctxcache.errors import CacheError
 from ctxcache.simulate.census import Census, count
@@ -56,24 +55,18 @@ def prepare(
 
 
 def play(
-    path: Path,
-    runs: Sequence[Run],
-    *,
-    arrivals_times: float,
-    job_count: int,
-    step: Step,
-    done: Callable[[], None],
+    trace: PacedTrace, runs: Sequence[Run], *, job_count: int, step: Step, done: Callable[[], None]
 ) -> Iterator[Row]:
     """Give a row per run, in order. `step` hears of turns where there is one job, `done` of ended runs."""
     if job_count == 1:
         for run in runs:
-            yield Row(run, _figures(path, arrivals_times, run, step))
+            yield Row(run, _figures(trace, run, step))
             done()
         return
     context = multiprocessing.get_context("spawn")
     workers = min(job_count, len(runs))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
-        futures = [pool.submit(_figures, path, arrivals_times, run) for run in runs]
+        futures = [pool.submit(_figures, trace, run) for run in runs]
         for future in futures:
             future.add_done_callback(lambda _: done())
         try:
@@ -85,10 +78,8 @@ def play(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _figures(
-    path: Path, arrivals_times: float, run: Run, step: Step = lambda _what, _done: None
-) -> dict[str, object]:
-    trace = PacedTrace(path, arrivals_times=arrivals_times, sessions_times=run.sessions_times)
+def _figures(trace: PacedTrace, run: Run, step: Step = lambda _what, _done: None) -> dict[str, object]:
+    trace = trace.paced(run.sessions_times)
     (outcome,) = study(trace, run.load, [run.policy], [Capacity()], step=step)
     figures, tally = outcome.to_dict(), outcome.tally
     turns = max(tally.turns, 1)

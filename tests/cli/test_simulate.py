@@ -271,3 +271,19 @@ def test_a_bar_is_drawn_where_a_person_looks(load: Path) -> None:
 
     assert b"100%" in drawn
     assert len(lines) == 2
+
+
+def test_a_sweep_reads_lengths_at_the_pace_that_is_said(tmp_path: Path) -> None:
+    """Documents with questions, without arrivals; other processes read them at the same pace."""
+    path = tmp_path / "lengths.csv"
+    path.write_text(
+        "task,doc_id,context_tokens,instruction_tokens,output_tokens\n"
+        + "".join(f"qa,{document},900,10,20\n" for document in range(4) for _ in range(3))
+    )
+    ran = ctxcache(
+        "simulate", str(path), "--sweep", "policies", "--policies", "lru,fifo", "--session-rate", "0.5",
+        "--think", "10s", "--jobs", "2", "--json",
+    )  # fmt: skip
+
+    assert (ran.exit_code, ran.stderr) == (ExitCode.OK, "")
+    assert {json.loads(line)["census"]["session_count"] for line in ran.stdout.splitlines()} == {4}

@@ -126,9 +126,8 @@ def test_more_processes_give_the_same_rows_in_the_same_order(load_path: Path) ->
     def rows_of(job_count: int) -> list[Row]:
         return list(
             play(
-                load_path,
+                PacedTrace(load_path),
                 runs,
-                arrivals_times=1.0,
                 job_count=job_count,
                 step=quiet,
                 done=lambda: ended.append(1),
@@ -155,7 +154,7 @@ def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(ReplayLost) as lost:
-        list(play(path, runs, arrivals_times=1.0, job_count=2, step=quiet, done=lambda: None))
+        list(play(PacedTrace(path), runs, job_count=2, step=quiet, done=lambda: None))
     killer.join()
 
     assert lost.value.reason == "REPLAY_LOST"
@@ -167,7 +166,7 @@ def test_a_warm_up_is_of_turns_served(load_path: Path) -> None:
     load = replace(sweep.preset, slot_count=1)
     census, runs = prepare(sweep, PacedTrace(load_path), load, ["lru"], live_bytes=None, step=quiet)
 
-    rows_played = play(load_path, runs[:1], arrivals_times=1.0, job_count=1, step=quiet, done=lambda: None)
+    rows_played = play(PacedTrace(load_path), runs[:1], job_count=1, step=quiet, done=lambda: None)
     (row,) = rows_played
     assert row.number("turns") == census.turn_count - census.turn_count // 5
     assert row.number("all_hit_rate") <= row.number("later_turn_share") < 1
