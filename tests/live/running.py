@@ -71,9 +71,8 @@ class RunningServer:
 
     async def _await_no_queue(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while True:
-                if not self.cache.queues.engine_count:
-                    return
+            while self.cache.queues.engine_count:
+                await self._upkeep.end_what_is_over()
                 await asyncio.sleep(0)
 
     async def _rest(self) -> None:
