@@ -106,6 +106,8 @@ class Queues:
         self._queues: dict[str, Queue] = {}
         self._leaving: deque[Queue] = deque()
         """Queues that are withdrawn, and have jobs yet."""
+        self._starting: dict[bytes, int] = {}
+        """Sessions whose job was said to run, until when they are taken to be about to be accessed. The earliest first."""
 
     @property
     def engine_count(self) -> int:
@@ -166,6 +168,12 @@ class Queues:
             if queue.lost_until_ns is not None and queue.lost_until_ns <= now_ns:
                 await self.withdraw(queue)
         await self._forget_jobs()
+        while self._starting:
+            uid, until_ns = next(iter(self._starting.items()))
+            if until_ns > now_ns:
+                return
+            del self._starting[uid]
+            self._reordered(uid, self._schedule.order(uid))
 
     async def _forget_jobs(self) -> None:
         """Also what others began and were cancelled at."""
@@ -207,6 +215,9 @@ class Queues:
 
     def gone(self, queue: Queue, job_id: str, *, is_started: bool) -> None:
         """A job waits no longer, if it did."""
+        waiting = self._schedule.job(queue.key, job_id)
+        if is_started and waiting is not None and waiting.uid is not None:
+            self._starting[waiting.uid] = self._state.clock.monotonic_ns() + self.limits.grace_ns
         job = self._schedule.gone(queue.key, job_id, self._now_s(), is_started=is_started)
         if job is not None:
             self._discount(queue, job.uid)
@@ -251,7 +262,9 @@ class Queues:
         session = self._state.by_uid.get(uid)
         if session is None:
             return
-        if order is None:
-            self._state.placement.withdrawn(session)
-        else:
+        if order is not None:
+            self._starting.pop(uid, None)
             self._state.placement.hinted(session, order)
+        elif uid not in self._starting:
+            # Else its turn begins: the access that follows says so, and must find the job in the queue.
+            self._state.placement.withdrawn(session)
