@@ -113,6 +113,26 @@ def test_like_layers_take_few_steps_in_any_number(layer_count: int) -> None:
     assert found.step_count <= 16
 
 
+@given(st.floats(0.1, 2.0), st.floats(0.05, 2.0), st.floats(0.5, 4.0))
+def test_hidden_states_are_worth_it_below_the_line(
+    hidden_io_s: float, hidden_compute_s: float, token_s: float
+) -> None:
+    """Beside K/V (1 s) and recomputation they help if IO_H/IO_KV + C_H/C_T < 1, and never else."""
+    share, layer_count = hidden_io_s + hidden_compute_s / token_s, 1000
+    layer = Choices(
+        (step(copy_s=hidden_io_s, compute_s=hidden_compute_s), step(copy_s=1.0)),
+        recompute=step(compute_s=token_s),
+    )
+    without_s = layer_count * token_s / (token_s + 1.0)
+    found = solve([layer] * layer_count)
+
+    assert found is not None
+    if share >= 1:
+        assert found.end_s >= without_s * (1 - ROUNDING)
+    if share < 0.8:
+        assert found.end_s < without_s
+
+
 def test_unlike_layers_are_bounded_and_say_so() -> None:
     """128 layers that all differ are planned within a bounded number of steps and near the bound."""
     generator = random.Random(2)
