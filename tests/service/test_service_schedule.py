@@ -246,7 +246,7 @@ async def test_the_policy_hears_the_merged_order(
     hinted = list(heard)
     await client.append("a", 1, 0, 10)
     used = heard[len(hinted) :]
-    await engine.gone(1)
+    await engine.gone(1, end=hints_pb2.JOB_END_CANCELLED)
 
     assert hinted == [("hinted", name)]
     assert used == [("withdrawn", name), ("hinted", name)]
