@@ -1,5 +1,6 @@
 """The planner: the right kind for every sort of layer, never behind the papers, refusals with a reason."""
 
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -61,6 +62,42 @@ def test_plans_are_never_behind_any_baseline(
         assert found.end_s <= end_s * (1 + 1e-9), name
     assert found.bound_s <= found.end_s * (1 + 1e-9)
     assert found.step_count <= STEP_LIMIT + 3 * LEAST_FRONT * 18 * len(found.layers)
+
+
+def test_plans_for_unlike_layers_are_never_behind_either() -> None:
+    """Where the search gives up being exact, it still does what the papers would do, or better."""
+    generator = random.Random(1)
+    inexact_count = 0
+    for _ in range(80):
+        asked = _unlike(generator)
+        found = plan(asked)
+        inexact_count += not found.is_exact
+        for name, end_s in compare(asked).items():
+            assert found.end_s <= end_s * (1 + 1e-9), name
+
+    assert inexact_count > 8
+
+
+def _unlike(generator: random.Random) -> Request:
+    """A model of up to 128 layers of several kinds in no order, on some machine."""
+    names = ["llama-2-7b", "opt-13b", "smollm2-135m-mha", "llama-2-13b"]
+    base = known_model(generator.choice(names)).layers[0]
+    kinds = [
+        replace(base, kind=LayerKind.SLIDING, window=generator.choice([256, 512, 1024, 2048]))
+        if generator.random() < 0.6
+        else replace(
+            base,
+            linear_flops=base.linear_flops * generator.uniform(0.5, 2),
+            project_flops=base.project_flops * generator.uniform(0.5, 2),
+        )
+        for _ in range(generator.randint(2, 5))
+    ]
+    layers = tuple(generator.choice(kinds) for _ in range(generator.randint(20, 128)))
+    history = generator.choice([1000, 4096, 9000])
+    engine = Engine(can_recompute=generator.random() < 0.5, can_split=generator.random() < 0.3)
+    machine = replace(known_profile(generator.choice(PROFILE_NAMES)), is_direct=generator.random() < 0.5)
+    place = generator.choice([Place.SSD, Place.DRAM])
+    return request(ModelShape("unlike", layers), history, profile=machine, place=place, engine=engine)
 
 
 @pytest.mark.parametrize(
