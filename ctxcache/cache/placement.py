@@ -251,6 +251,12 @@ class Placement:
             known.order = known.rank = None
             self.policy.withdrawn(known.name)
 
+    def starting(self, session: Session) -> None:
+        """The job runs: its turn is the next access, which takes it out of the queue."""
+        known = self._known.get(session.uid)
+        if known is not None:
+            known.order = None
+
     def expected(self, session: Session, return_s: float | None) -> None:
         """The client says when the session returns, in monotonic seconds; None: never."""
         known = self._known.get(session.uid)

@@ -265,6 +265,8 @@ class Queues:
         if order is not None:
             self._starting.pop(uid, None)
             self._state.placement.hinted(session, order)
-        elif uid not in self._starting:
-            # Else its turn begins: the access that follows says so, and must find the job in the queue.
+        elif uid in self._starting:
+            # The access that follows must find the job in the queue.
+            self._state.placement.starting(session)
+        else:
             self._state.placement.withdrawn(session)

@@ -47,6 +47,7 @@ async def test_a_turn_comes_out_of_the_queue_though_its_job_was_said_to_run_befo
     lease = await rig.acquire("a")
     assert heard.events == ["arrived", "withdrawn"]
     rig.cache.reading.release(lease.lease_id)
+    assert heard.events == ["arrived", "withdrawn"]
 
 
 async def test_a_job_that_runs_and_reads_nothing_is_withdrawn_after_a_while(
