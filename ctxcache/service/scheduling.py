@@ -169,7 +169,7 @@ class Scheduling:
     def _events(self, queue: Queue) -> hints_pb2.SessionEvents | None:
         """What happened, or None where nobody wants to know it any more."""
         events = hints_pb2.SessionEvents()
-        run_count = 0
+        run_count, part = 0, Slice(self._turns)
         while len(events.events) < EVENTS_PER_MESSAGE and run_count < RUNS_PER_MESSAGE:
             news = queue.take_news()
             if news is None:
@@ -181,4 +181,7 @@ class Scheduling:
                 stands = readiness_of(session, self._cache.state, self._cache.residency.promotions)
             run_count += len(stands.runs) if stands else 0
             events.events.append(hint_messages.session_event(name, changes, stands))
+            if part.is_over:
+                # What is left comes in the next message.
+                break
         return events if events.events else None

@@ -9,9 +9,11 @@ import pytest
 from hint_rig import seconds
 from service_rig import Client, chunks, commit, refused, until
 
+from ctxcache.cache.hints import Answer, Hint, Hints
 from ctxcache.config import Settings
 from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.server import Server
+from ctxcache.service import turns
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import hints_pb2, hints_pb2_grpc, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
@@ -416,3 +418,28 @@ async def test_batches_are_bounded(hint: Hinter) -> None:
         found = await refused(hint.batch(*actions, **facts), Code.INVALID_ARGUMENT, "INVALID_FIELD")
         assert found["field"] == field
     assert len((await hint.batch(*[action("release")] * 256)).results) == 256
+
+
+async def test_a_batch_leaves_turns_to_others(
+    monkeypatch: pytest.MonkeyPatch, hint: Hinter, server: Server
+) -> None:
+    """However little of it takes long: between two hints of one batch others have a turn."""
+    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    hints, turn_count, seen = server._cache.hints, 0, []
+
+    async def carry_out(asked: Hint, deadline_s: float) -> Answer:
+        seen.append(turn_count)
+        return await Hints.carry_out(hints, asked, deadline_s)
+
+    async def others() -> None:
+        nonlocal turn_count
+        while True:
+            turn_count += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(hints, "carry_out", carry_out)
+    turning = asyncio.ensure_future(others())
+    await hint.batch(*[action("share")] * 20)
+    turning.cancel()
+
+    assert len(set(seen)) == 20

@@ -15,6 +15,7 @@ from service_rig import KV, Client, refused, until
 from ctxcache.config import Settings
 from ctxcache.core.placement.schedule import Job
 from ctxcache.server import Server
+from ctxcache.service import turns
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, hints_pb2, session_pb2
 
@@ -676,3 +677,21 @@ async def test_a_reader_that_takes_nothing_is_not_read_either(
             assert server._cache.queues.job_count(queue) == 1024
     finally:
         await server.stop()
+
+
+async def test_events_of_many_sessions_leave_turns_to_others(
+    monkeypatch: pytest.MonkeyPatch, client: Client, engine: Engine
+) -> None:
+    """However many sessions a message could tell of, it ends when its time is over, and the next one goes on."""
+    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    for i in range(8):
+        await client.create(f"s{i}")
+    await engine.write(delta=hints_pb2.QueueDelta(put=[job(i, f"s{i}") for i in range(8)]))
+    told: list[list[str]] = []
+    while len(told) < 8:
+        response = await engine.read()
+        assert response is not None
+        if response.HasField("events"):
+            told.append([event.session for event in response.events.events])
+
+    assert sorted(told) == [[f"sessions/s{i}"] for i in range(8)]
