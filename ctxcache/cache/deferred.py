@@ -3,9 +3,8 @@
 Each stands in the merged queue as if a job of the session were about to start. Nothing here waits.
 """
 
-from heapq import heappop, heappush
-
 from ctxcache.cache.queues import Queue, Queues
+from ctxcache.core.placement.order import Keyed
 from ctxcache.core.placement.schedule import Job
 from ctxcache.core.session import Session
 
@@ -45,11 +44,12 @@ class Deferred:
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self._waiting: dict[str, _Waiting] = {}
-        self._until_ns: dict[bytes, tuple[int, _Waiting]] = {}
-        self._due: list[tuple[int, bytes]] = []
+        self._asked: dict[bytes, tuple[int, _Waiting]] = {}
+        """Until when, and where, by session."""
+        self._due = Keyed()
 
     def __len__(self) -> int:
-        return len(self._until_ns)
+        return len(self._asked)
 
     def put(self, session: Session, now_ns: int, until_ns: int, priority: int) -> None:
         """Let the session come when there is room. Raises TooManyRequests where as many wait as may."""
@@ -57,25 +57,22 @@ class Deferred:
         job_id = session.uid.hex()
         self._queues.check_room(waiting, (job_id,), ())
         self._waiting[session.tenant] = waiting
-        self._until_ns[session.uid] = until_ns, waiting
-        heappush(self._due, (until_ns, session.uid))
+        self._asked[session.uid] = until_ns, waiting
+        self._due.put(session.uid, (until_ns,))
         job = Job(job_id, None, start_s=now_ns / 10**9, priority=priority)
         self._queues.put(waiting, session.session_id, job)
 
     def discard(self, uid: bytes) -> None:
         """The session need not come any more, or is gone."""
-        _, waiting = self._until_ns.pop(uid, (0, None))
+        _, waiting = self._asked.pop(uid, (0, None))
         if waiting is not None:
+            self._due.discard(uid)
             self._queues.gone(waiting, uid.hex(), is_started=False)
             if not self._queues.job_count(waiting):
                 self._queues.forget(waiting)
                 del self._waiting[waiting.tenant]
-        if not self._until_ns:
-            self._due.clear()
 
     def expire_due(self, now_ns: int) -> None:
         """Give up those whose time is over."""
-        while self._due and self._due[0][0] <= now_ns:
-            until_ns, uid = heappop(self._due)
-            if self._until_ns.get(uid, (None,))[0] == until_ns:
-                self.discard(uid)
+        while (uid := self._due.first()) is not None and self._asked[uid][0] <= now_ns:
+            self.discard(uid)

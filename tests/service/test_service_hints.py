@@ -1,6 +1,7 @@
 """HintService.Hint over a real server: what each hint does, and how it is answered."""
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -226,6 +227,27 @@ async def test_deferred_prefetches_are_bounded(
 
     assert [result.outcome for result in results] == [DEFERRED, REJECTED, DEFERRED]
     assert results[1].reason == "TOO_MANY_REQUESTS"
+
+
+async def test_a_prefetch_that_is_repeated_takes_no_more_memory(
+    client: Client, hint: Hinter, server: Server
+) -> None:
+    """It is deferred once, until the last of its times, however often that moved."""
+    await hint("demote")
+    deferred, session = server._cache.hints.deferred, server._cache.state.session("default", "a")
+    tracemalloc.start()
+    try:
+        for until_ns in range(1, 10_001):
+            deferred.put(session, 0, until_ns, 0)
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    deferred.expire_due(9_999)
+    left_count = len(deferred)
+    deferred.expire_due(10_000)
+
+    assert grown_bytes < 100_000
+    assert (left_count, len(deferred)) == (1, 0)
 
 
 async def test_a_shared_session_is_forked_without_a_write(
