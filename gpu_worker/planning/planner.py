@@ -102,8 +102,7 @@ def plan(request: Request) -> Plan:
     best = _assignment(solution, problem.layers)
     at = problem.timeline(best)
     for other in _not_searched(request, problem, is_exact=solution.is_exact):
-        other_at = problem.timeline(other)
-        if other_at.end_s < at.end_s:
+        if problem.least_s(other) < at.end_s and (other_at := problem.timeline(other)).end_s < at.end_s:
             best, at = other, other_at
     return Plan(
         request=request,
@@ -148,6 +147,11 @@ class _Problem:
     def after_s(self) -> float:
         """Seconds of the new tokens' pass where it waits for all layers."""
         return 0.0 if self.new_tokens.is_by_layer else sum(self.new_tokens.seconds)
+
+    def least_s(self, assignment: Assignment) -> float:
+        """What the busiest stream needs: its timeline ends no earlier."""
+        pieces = [piece for pieces in pieces_of(assignment, self.layers) for piece in pieces]
+        return max(sum(piece.copy_s for piece in pieces), sum(piece.compute_s for piece in pieces))
 
     def timeline(self, assignment: Assignment) -> Timeline:
         return timeline(assignment, self.layers, self.new_tokens, self.token_ids)
