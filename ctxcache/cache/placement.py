@@ -64,6 +64,8 @@ class _Known:
     use_count: int = 0
     has_rested: bool = False
     coming_count: int = 0
+    is_order_used: bool = False
+    """Whether it was accessed since its job came."""
     is_leaving: bool = False
     """Something of it has left DRAM since it was last used: half of it hastens no turn that waits for all."""
     is_set_aside: bool = False
@@ -172,6 +174,7 @@ class Placement:
         if known.use_count == 1:
             self.policy.arrived(known.name, self._now_s())
             self.policy.withdrawn(known.name)
+            known.is_order_used = True
             kin = session.residence.kin
             if kin:
                 kin.accessed(session.uid)
@@ -240,6 +243,7 @@ class Placement:
         """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
         known = self._known.get(session.uid)
         if known is not None:
+            known.is_order_used = known.is_order_used and known.order is not None
             known.is_set_aside, known.order, known.rank = False, order, None
             self.policy.hinted(known.name, order)
             self.is_wanted.set()
@@ -252,9 +256,11 @@ class Placement:
             self.policy.withdrawn(known.name)
 
     def starting(self, session: Session) -> None:
-        """The job runs: its turn is the next access, which takes it out of the queue."""
+        """The job runs: its turn is the access since it came, or else the next, which takes it out of the queue."""
         known = self._known.get(session.uid)
-        if known is not None:
+        if known is not None and known.is_order_used:
+            self.withdrawn(session)
+        elif known is not None:
             known.order = None
 
     def expected(self, session: Session, return_s: float | None) -> None:

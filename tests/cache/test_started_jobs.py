@@ -76,3 +76,13 @@ async def test_the_next_job_of_a_session_is_not_withdrawn_with_the_last(rig: Mem
     assert heard.events == []
     rig.cache.queues.gone(queue, "next", is_started=False)
     assert heard.events == ["withdrawn"]
+
+
+async def test_a_job_said_to_run_after_its_turn_is_withdrawn_at_once(rig: MemoryRig, queue: Queue) -> None:
+    """The access was its turn, though word of it came late: nothing waits for another."""
+    lease = await rig.acquire("a")
+    rig.cache.reading.release(lease.lease_id)
+    heard = Heard(rig)
+    rig.cache.queues.gone(queue, "job", is_started=True)
+
+    assert heard.events == ["withdrawn"]
