@@ -197,7 +197,7 @@ class Placement:
     def settled(self, session: Session) -> None:
         """Segments of the session came to DRAM: perhaps all that were missing."""
         known = self._known.get(session.uid)
-        if known is None or not known.has_rested or not session.segments:
+        if known is None or not known.has_rested or not (session.segments or known.tier):
             return
         is_in_dram = session.amounts().dram_segment_count == len(session.segments)
         self._place(session, known, Tier.DRAM if is_in_dram else Tier.SSD)
@@ -296,6 +296,9 @@ class Placement:
         known = self._known[session.uid]
         known.coming_count += 1
         known.is_leaving = False
+        if session.residence.kin:
+            # What it shares comes for its sake, and stands where it stands.
+            session.residence.kin.accessed(session.uid)
 
     def came(self, session: Session, *, is_set_aside: bool = False) -> None:
         """That is over; `is_set_aside`: it failed, and would again."""

@@ -174,6 +174,28 @@ async def test_what_finds_no_room_is_not_tried_again_and_again(foreseen: Foresee
     assert foreseen.in_dram("f") == [PARTS]
 
 
+async def test_who_has_nothing_left_keeps_nobody_from_coming(foreseen: Foreseen) -> None:
+    """Sessions whose tokens were all dropped have nothing to come, whatever they had on SSD."""
+    for name in ("a", "b", "c"):
+        await foreseen.truncate(name, (0, PARTS * SEGMENT_TOKENS))
+    foreseen.hint("a", "b", "c", "d")
+    await foreseen.prefetch()
+    assert foreseen.in_dram("d") == [PARTS]
+
+
+async def test_what_a_fork_shares_stays_for_whom_it_came(foreseen: Foreseen) -> None:
+    """A fork that nobody waits for makes nobody of its kin give way to the queue's tail, nor to itself."""
+    leases = [await foreseen.acquire(name) for name in NAMES[2:]]
+    await foreseen.fork("a", "fork")
+    foreseen.hint("a", "b")
+    for _ in range(3):
+        await foreseen.prefetch()
+    assert foreseen.in_dram("a", "b") == [PARTS, 1]
+    assert foreseen.counted() == (PARTS + 1, 0, 0)
+    for lease in leases:
+        foreseen.cache.reading.release(lease.lease_id)
+
+
 async def test_a_failure_leaves_a_session_aside_until_its_next_hint(foreseen: Foreseen) -> None:
     """A device that refuses a read is not asked the same again; the other session comes, and so does this one later."""
     foreseen.hint("a", "b")
