@@ -43,27 +43,24 @@ class Prefetching:
         """
         self._placement.is_wanted.clear()
         under_way: dict[asyncio.Task[Outcome], Session] = {}
-        outcomes: list[Outcome | BaseException] = []
+        is_going_on, failure = True, None
         try:
             while True:
-                while (
-                    _is_going_on(outcomes)
-                    and len(under_way) < SESSIONS_AT_A_TIME
-                    and (session := self._next())
-                ):
+                while is_going_on and len(under_way) < SESSIONS_AT_A_TIME and (session := self._next()):
                     under_way[self._begin(session)] = session
                 if not under_way:
                     break
                 done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                outcomes += [self._end(task, under_way.pop(task)) for task in done]
+                for task in done:
+                    is_going_on &= self._end(task, under_way.pop(task))
+                    failure = failure or task.exception()
         finally:
             for task, session in under_way.items():
                 task.cancel()
                 self._placement.came(session)
             await asyncio.gather(*under_way, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        if failure is not None:
+            raise failure
 
     async def promote_ahead(self, session: Session, budget_bytes: int) -> int:
         """Promote the session's first missing segments, so many bytes at most; how many bytes came.
@@ -90,15 +87,14 @@ class Prefetching:
         missing = [segment for segment in session.segments if not segment.dram]
         return asyncio.get_running_loop().create_task(self._promote(session, missing))
 
-    def _end(self, task: "asyncio.Task[Outcome]", session: Session) -> Outcome | BaseException:
-        failure = task.exception()
-        self._placement.came(session, is_set_aside=failure is not None)
-        if failure is not None:
-            return failure
-        if task.result() is Outcome.DONE and not self._placement.is_in_dram(session):
-            # Some of it had to leave meanwhile, for what is needed sooner.
-            return Outcome.NO_ROOM
-        return task.result()
+    def _end(self, task: "asyncio.Task[Outcome]", session: Session) -> bool:
+        """Whether whoever comes next may have more luck."""
+        has_failed = task.exception() is not None
+        self._placement.came(session, is_set_aside=has_failed)
+        if has_failed or task.result() is Outcome.NO_ROOM:
+            return False
+        # Some of it may have had to leave meanwhile, for what is needed sooner.
+        return task.result() is Outcome.NOT_WANTED or self._placement.is_in_dram(session)
 
     async def _promote(self, session: Session, segments: Iterable[Segment]) -> Outcome:
         try:
@@ -123,8 +119,3 @@ class Prefetching:
             if not has_room:
                 return Outcome.NO_ROOM
         return Outcome.DONE
-
-
-def _is_going_on(outcomes: Iterable[Outcome | BaseException]) -> bool:
-    """Whether whoever comes next may have more luck."""
-    return all(outcome in (Outcome.DONE, Outcome.NOT_WANTED) for outcome in outcomes)
