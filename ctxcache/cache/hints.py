@@ -181,7 +181,7 @@ class Hints:
         now_ns = self._state.clock.monotonic_ns()
         until_ns = now_ns + min(hint.ttl_ns, DEFERRED_LIMIT_NS)
         # What waits comes as a whole, and whoever uses a session brings it himself.
-        is_for_all = hint.budget_bytes is None and hint.end is None
+        is_for_all = hint.budget_bytes is None and hint.end is None and self._has_place(session)
         if is_idle and is_for_all and _promotes_ahead(self._state.placement.policy):
             try:
                 self.deferred.put(session, now_ns, until_ns, hint.priority)
@@ -190,6 +190,11 @@ class Hints:
             else:
                 return Answer(Outcome.DEFERRED, reason, came_bytes, until_ns)
         return Answer(Outcome.CLIPPED if came_bytes else Outcome.REJECTED, reason, came_bytes)
+
+    def _has_place(self, session: Session) -> bool:
+        """Whether all of it could be in DRAM; what could not would keep everyone behind it waiting."""
+        filled_bytes = self._residency.watermarks.filled_bytes(self._residency.dram.capacity_bytes)
+        return len(session.segments) * session.layout.size_bytes <= filled_bytes
 
     async def _demote(self, session: Session) -> Answer:
         self.deferred.discard(session.uid)
