@@ -180,20 +180,14 @@ class Residency:
 
         That is while no path takes writes, or where its tenant has all that its share gives it.
         """
-        is_open = self._io.has_open_path
-        if not is_open and await self.ssd_room.wait_for_one():
+        if not self._io.has_open_path and await self.ssd_room.evict(partial(self._victims.in_memory, among)):
             return
-        coldest = None if is_open else self._victims.in_memory(among)
-        if coldest is None:
-            try:
-                await self.flush(victim)
-            except CapacityExceeded as error:
-                coldest = self._victims.over_share(victim) if error.facts.get("tier") == "SSD" else None
-                if coldest is None:
-                    raise
-            else:
-                return
-        await self.ssd_room.evict(coldest)
+        try:
+            await self.flush(victim)
+        except CapacityExceeded as error:
+            choose = partial(self._victims.over_share, victim)
+            if error.facts.get("tier") != "SSD" or not await self.ssd_room.evict(choose):
+                raise
 
     def excess_dirty_bytes(self, dirty_bytes: int) -> int:
         """How much of that is more than shall be; not positive when nothing is."""

@@ -59,17 +59,19 @@ class SsdRoom:
                     raise quotas.refusal(session.tenant, size_bytes)
                 await self._evict(victim)
 
-    async def evict(self, victim: Session) -> None:
-        """Give the session up. Raises CapacityExceeded, TierFailure."""
-        async with self._turn:
-            await self._evict(victim)
+    async def evict(self, choose: Callable[[], Session | None]) -> bool:
+        """Give up whom `choose` names now, or wait until another one is gone. False when it names nobody.
 
-    async def wait_for_one(self) -> bool:
-        """Wait until one that is being given up is gone; False when there is none."""
-        if not self._turn.locked():
-            return False
+        Raises CapacityExceeded, TierFailure.
+        """
+        if self._turn.locked():
+            async with self._turn:
+                return True
         async with self._turn:
-            return True
+            victim = choose()
+            if victim is not None:
+                await self._evict(victim)
+            return victim is not None
 
     async def _make(self, size_bytes: int, for_session: Session) -> None:
         self._io.check_any_path()

@@ -1,5 +1,6 @@
 """Tenants: what each keeps whatever the others do, over real tiers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -209,6 +210,50 @@ async def test_what_may_not_be_written_keeps_nobody_from_writing(
     divided.tenant = ANYONE
     for name in sorted(divided.names()):
         await divided.delete(name)
+
+
+async def test_who_is_pinned_while_its_turn_to_go_is_waited_for_stays(tmp_path: Path) -> None:
+    """Sessions go one at a time: who was to be the next may have come to be pinned meanwhile."""
+    rig = _rig(MemoryRig, tmp_path, shares=ALL_OF_IT)
+    await rig.open()
+    for tenant in ("a", "d"):
+        for number in range(4):
+            await _store(rig, tenant, f"s{number}", 4, Writer(number))
+            await rig.demote(f"s{number}")
+    await rig.cache.models.register(ANYONE, MODEL)
+    rig.tenant = ANYONE
+    await rig.create("s0")
+    await rig.append("s0", Writer(7).make(8 * SEGMENT_TOKENS))
+    rig.tenant = "d"
+    leases = [await rig.acquire("s0"), await rig.acquire("s1")]
+
+    turn, is_held, is_over = rig.cache.residency.ssd_room._turn, asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with turn:
+            is_held.set()
+            await is_over.wait()
+
+    async with turn:
+        rig.tenant = "a"
+        await rig.create("new")
+        writing = asyncio.create_task(rig.append("new", Writer(8).make(4 * SEGMENT_TOKENS)))
+        while not turn._waiters:  # noqa: ASYNC110  nobody says so
+            await asyncio.sleep(0)
+        holding = asyncio.create_task(hold())
+    await is_held.wait()
+    while not turn._waiters:  # noqa: ASYNC110  as above
+        await asyncio.sleep(0)
+    await rig.cache.sessions.update(ANYONE, "s0", expiration=None, is_pinned=True)
+    is_over.set()
+    await holding
+    with suppress(CapacityExceeded):
+        await writing
+    for lease in leases:
+        rig.cache.reading.release(lease.lease_id)
+    assert _names(rig, ANYONE) == {"s0"}
+    await rig.check()
+    rig.arena.close()
 
 
 OPERATIONS = st.lists(
