@@ -66,12 +66,6 @@ def _norm_of(norm: Norm) -> dict[str, bool]:
 
 
 @triton.jit
-def _weights(weight_at, row, column, mask, stride):
-    """A tile [rows, columns] of the projection."""
-    return tl.load(weight_at + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _product(x, weights, WIDEN: tl.constexpr):
     if WIDEN:
         return tl.dot(x.to(tl.float32), tl.trans(weights.to(tl.float32)), input_precision="ieee")
@@ -79,11 +73,40 @@ def _product(x, weights, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _half(
-    product, row, row_mask, mean, spread, weight_sum, norm_sum, bias_at,
+def _row_sums(x, shift, mask, total, squares, IS_LAYER: tl.constexpr, IS_RMS: tl.constexpr):
+    """Add a tile's part to the sums of its rows and of their squares, about `shift`."""
+    if IS_LAYER:
+        x = tl.where(mask, x - shift[:, None], 0.0)
+        total += tl.sum(x, 1)
+    if IS_LAYER or IS_RMS:
+        squares += tl.sum(x * x, 1)
+    return total, squares
+
+
+@triton.jit
+def _add(
+    x, product, weight_sum, norm_sum, weight_at, row, row_mask, column, column_mask, stride, scale, norm_bias,
+    IS_LAYER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Add what a tile of x gives one half of a head: the product, and the sums that the norm needs beside it."""
+    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    raw = tl.load(weight_at + place, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+    # Rounded as the weights are before both uses: what the mean takes away is what the product put in.
+    weights = (raw.to(tl.float32) * scale[None, :]).to(raw.dtype)
+    product += _product(x, weights, WIDEN)
+    if IS_LAYER:
+        weight_sum += tl.sum(weights.to(tl.float32), 1)
+    if HAS_NORM_BIAS:
+        norm_sum += tl.sum(raw.to(tl.float32) * norm_bias[None, :], 1)
+    return product, weight_sum, norm_sum
+
+
+@triton.jit
+def _finish(
+    product, weight_sum, norm_sum, mean, spread, bias_at, row, row_mask,
     IS_RMS: tl.constexpr, IS_LAYER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Finish one half of a head: norm, and the projection's bias."""
+    """Apply the norm, and the projection's bias, to one half of a head."""
     if IS_LAYER:
         product -= mean[:, None] * weight_sum[None, :]
     if IS_LAYER or IS_RMS:
@@ -93,6 +116,15 @@ def _half(
     if HAS_BIAS:
         product += tl.load(bias_at + row, mask=row_mask, other=0.0).to(tl.float32)[None, :]
     return product
+
+
+@triton.jit
+def _norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, SIZE: tl.constexpr):
+    """Norm each head over its dimensions."""
+    spread = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + epsilon)[:, None]
+    weight_1 = tl.load(weight_at + row_1, mask=mask_1, other=0.0).to(tl.float32)
+    weight_2 = tl.load(weight_at + row_2, mask=mask_2, other=0.0).to(tl.float32)
+    return first * spread * weight_1[None, :], second * spread * weight_2[None, :]
 
 
 @triton.jit
@@ -110,102 +142,58 @@ def _kv_projection(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < token_count
     pair = tl.arange(0, HALF)
-    is_first, is_second = pair < (HEAD_SIZE + 1) // 2, pair < HEAD_SIZE // 2
+    is_1, is_2 = pair < (HEAD_SIZE + 1) // 2, pair < HEAD_SIZE // 2
     dimension_1, dimension_2 = dimensions(pair, PAIRS, HEAD_SIZE, ARE_NEIGHBOURS)
     row_1, row_2 = head * HEAD_SIZE + dimension_1, head * HEAD_SIZE + dimension_2
-    first = tl.zeros((TOKENS, HALF), tl.float32)
-    second = tl.zeros((TOKENS, HALF), tl.float32)
+    first, second = tl.zeros((TOKENS, HALF), tl.float32), tl.zeros((TOKENS, HALF), tl.float32)
     sum_1, sum_2 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     norm_1, norm_2 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     total, squares = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
     shift = tl.zeros((TOKENS,), tl.float32)
     if IS_LAYER:
-        zero = tl.zeros((1,), tl.int32)
-        shift += tl.sum(
-            load_rows(
-                values_at, scales_at, token, zero, is_token[:, None], value_stride, scale_stride, BITS, GROUP
-            ),
-            1,
+        column = tl.zeros((1,), tl.int32)
+        x = load_rows(
+            values_at, scales_at, token, column, is_token[:, None], value_stride, scale_stride, BITS, GROUP
         )
+        shift += tl.sum(x, 1)
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         is_column = column < SIZE
-        x_mask = is_token[:, None] & is_column[None, :]
-        x = load_rows(values_at, scales_at, token, column, x_mask, value_stride, scale_stride, BITS, GROUP)
-        if IS_RMS:
-            squares += tl.sum(x * x, 1)
-        if IS_LAYER:
-            centred = tl.where(x_mask, x - shift[:, None], 0.0)
-            total += tl.sum(centred, 1)
-            squares += tl.sum(centred * centred, 1)
-        mask_1, mask_2 = is_first[:, None] & is_column[None, :], is_second[:, None] & is_column[None, :]
-        scale = tl.full((BLOCK,), 1.0, tl.float32)
+        mask = is_token[:, None] & is_column[None, :]
+        x = load_rows(values_at, scales_at, token, column, mask, value_stride, scale_stride, BITS, GROUP)
+        total, squares = _row_sums(x, shift, mask, total, squares, IS_LAYER, IS_RMS)
+        scale, norm_bias = tl.full((BLOCK,), 1.0, tl.float32), tl.zeros((BLOCK,), tl.float32)
         if HAS_NORM_WEIGHT:
             scale = tl.load(norm_weight_at + column, mask=is_column, other=0.0).to(tl.float32)
-        raw_1 = _weights(weight_at, row_1, column, mask_1, weight_stride)
-        raw_2 = _weights(weight_at, row_2, column, mask_2, weight_stride)
-        # Rounded as the weights are before both uses: what the mean takes away is what the product put in.
-        weights_1 = (raw_1.to(tl.float32) * scale[None, :]).to(raw_1.dtype)
-        weights_2 = (raw_2.to(tl.float32) * scale[None, :]).to(raw_2.dtype)
-        first += _product(x, weights_1, WIDEN)
-        second += _product(x, weights_2, WIDEN)
-        if IS_LAYER:
-            sum_1 += tl.sum(weights_1.to(tl.float32), 1)
-            sum_2 += tl.sum(weights_2.to(tl.float32), 1)
         if HAS_NORM_BIAS:
             norm_bias = tl.load(norm_bias_at + column, mask=is_column, other=0.0).to(tl.float32)
-            norm_1 += tl.sum(raw_1.to(tl.float32) * norm_bias[None, :], 1)
-            norm_2 += tl.sum(raw_2.to(tl.float32) * norm_bias[None, :], 1)
-    mean = total / SIZE
-    spread = tl.full((TOKENS,), 1.0, tl.float32)
+        first, sum_1, norm_1 = _add(
+            x, first, sum_1, norm_1, weight_at, row_1, is_1, column, is_column, weight_stride, scale, norm_bias,
+            IS_LAYER, HAS_NORM_BIAS, WIDEN,
+        )  # fmt: skip
+        second, sum_2, norm_2 = _add(
+            x, second, sum_2, norm_2, weight_at, row_2, is_2, column, is_column, weight_stride, scale, norm_bias,
+            IS_LAYER, HAS_NORM_BIAS, WIDEN,
+        )  # fmt: skip
+    mean, spread = total / SIZE, tl.full((TOKENS,), 1.0, tl.float32)
     if IS_RMS or IS_LAYER:
         spread = tl.rsqrt(squares / SIZE - mean * mean + epsilon)
     mean += shift
-    first = _half(
-        first,
-        row_1,
-        is_first,
-        mean,
-        spread,
-        sum_1,
-        norm_1,
-        bias_at,
-        IS_RMS,
-        IS_LAYER,
-        HAS_NORM_BIAS,
-        HAS_BIAS,
+    first = _finish(
+        first, sum_1, norm_1, mean, spread, bias_at, row_1, is_1, IS_RMS, IS_LAYER, HAS_NORM_BIAS, HAS_BIAS
     )
-    second = _half(
-        second,
-        row_2,
-        is_second,
-        mean,
-        spread,
-        sum_2,
-        norm_2,
-        bias_at,
-        IS_RMS,
-        IS_LAYER,
-        HAS_NORM_BIAS,
-        HAS_BIAS,
+    second = _finish(
+        second, sum_2, norm_2, mean, spread, bias_at, row_2, is_2, IS_RMS, IS_LAYER, HAS_NORM_BIAS, HAS_BIAS
     )
     if HAS_HEAD_NORM:
-        squares = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_SIZE
-        head_spread = tl.rsqrt(squares + head_epsilon)[:, None]
-        first *= (
-            head_spread
-            * tl.load(head_norm_at + dimension_1, mask=is_first, other=0.0).to(tl.float32)[None, :]
-        )
-        second *= (
-            head_spread
-            * tl.load(head_norm_at + dimension_2, mask=is_second, other=0.0).to(tl.float32)[None, :]
+        first, second = _norm_head(
+            first, second, head_norm_at, dimension_1, dimension_2, is_1, is_2, head_epsilon, HEAD_SIZE
         )
     if PAIRS:
         first, second = turn(first, second, cos_at, sin_at, token, pair, is_token, PAIRS)
     slot = tl.load(slots_at + token, mask=is_token, other=-1)
     to_1, to_2 = destinations(pair, PAIRS, HEAD_SIZE, ARE_NEIGHBOURS, TO_HALVES)
-    is_put = (slot >= 0)[:, None]
-    put_1, put_2 = is_put & is_first[None, :], is_put & is_second[None, :]
+    put_1, put_2 = (slot >= 0)[:, None] & is_1[None, :], (slot >= 0)[:, None] & is_2[None, :]
     store_head(cache, first, head, to_1, slot, put_1, page_stride, row_stride, head_stride, size_stride, PAGE)
     store_head(
         cache, second, head, to_2, slot, put_2, page_stride, row_stride, head_stride, size_stride, PAGE
