@@ -38,6 +38,20 @@ class Machine:
     segment: Annotated[
         int | None, typer.Option(help="State is kept in segments of so many tokens.", min=1, show_default="1")
     ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers of a history that come one behind another, SSD read, copy and prefill at once.",
+            min=1,
+            show_default="one stage after the other",
+        ),
+    ] = None
+    resident_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="How many of them DRAM has of a session; with --inclusive.", min=1, show_default="all"
+        ),
+    ] = None
     inclusive: Annotated[
         bool, typer.Option("--inclusive", help="DRAM is a cache of SSD, which is as large as both.")
     ] = False
@@ -83,7 +97,8 @@ class Machine:
         """The load with everything else that was said. Raises BadParameter."""
         said: dict[str, Any] = {  # replace checks the names, mypy none of the values
             "context_tokens": self.context, "segment_tokens": self.segment, "gpu_count": self.gpus,
-            "ssd_write_bytes_per_s": ssd_write_bytes_per_s,
+            "ssd_write_bytes_per_s": ssd_write_bytes_per_s, "layer_count": self.layers,
+            "resident_layer_count": self.resident_layers,
         }  # fmt: skip
         prices = {
             "gpu_hour": _price(self.gpu_price, "--gpu-price"),
@@ -92,6 +107,11 @@ class Machine:
         }
         if self.timed and load.slot_count is not None:
             raise typer.BadParameter("turns that have slots take time anyway", param_hint="--timed")
+        if self.resident_layers is not None and not (
+            self.inclusive and self.resident_layers <= (self.layers or 0)
+        ):
+            problem = "needs --inclusive, and --layers of at least as many"
+            raise typer.BadParameter(problem, param_hint="--resident-layers")
         return replace(
             load, overflow=self._overflow(load), is_inclusive=self.inclusive or load.is_inclusive,
             is_timed=self.timed or load.is_timed,

@@ -14,9 +14,13 @@ class Ssd:
         self.reader_free_s = 0.0
         self._writer_free_s = 0.0
 
+    def free_s(self, now_s: float) -> float:
+        """When a read that is asked for now begins."""
+        return max(self.reader_free_s, now_s) if self._is_serial else now_s
+
     def read(self, size_bytes: int, now_s: float) -> float:
         """Read so much; returns when it is there."""
-        begin_s = max(self.reader_free_s, now_s) if self._is_serial else now_s
+        begin_s = self.free_s(now_s)
         read_s = size_bytes / self._read_bytes_per_s
         shared_s = min(read_s, max(self._writer_free_s - begin_s, 0.0))
         self._writer_free_s += shared_s

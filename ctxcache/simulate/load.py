@@ -33,7 +33,9 @@ class Load:
     that of all `gpu_count` GPUs. State is kept in whole segments of `segment_tokens`. `is_inclusive`: SSD has what
     DRAM has, as the server's does, is as large as both together, and each turn is written when it ends; else a
     session lies in one tier, and is written when it leaves DRAM, as far as SSD does not have it yet. Without
-    `ssd_write_bytes_per_s` writes take no time. `wrong_hint_share` of the hints, and of the queue's places, are
+    `ssd_write_bytes_per_s` writes take no time. With `layer_count` a history's layers come one behind another, SSD
+    read, copy and prefill at once (`pipeline`); of the sessions in DRAM it then has the first `resident_layer_count`,
+    if that is said, and more sessions for it: `is_inclusive` only. `wrong_hint_share` of the hints, and of the queue's places, are
     lies. The first `warm_up_count` turns served are not counted.
     """
 
@@ -54,6 +56,8 @@ class Load:
     gpu_count: int = 1
     slot_count: int | None = None
     is_timed: bool = False
+    layer_count: int | None = None
+    resident_layer_count: int | None = None
     hints: frozenset[Hint] = frozenset()
     wrong_hint_share: float = 0.0
     warm_up_count: int = 0
@@ -70,6 +74,13 @@ class Load:
     def whole_bytes(self, token_count: int) -> int:
         """What of so many tokens lies in full segments: one that is not full is written again when it has grown."""
         return token_count // self.segment_tokens * self.segment_tokens * self.token_bytes
+
+    @property
+    def resident_share(self) -> float:
+        """What DRAM has of the sessions that lie in it."""
+        if self.layer_count is None or self.resident_layer_count is None:
+            return 1.0
+        return self.resident_layer_count / self.layer_count
 
     @property
     def device_bytes(self) -> int:

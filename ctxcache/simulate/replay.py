@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 from ctxcache.core.placement.policy import Facts, Tier
 from ctxcache.simulate.load import NEVER_S, Hint, Load, Overflow
+from ctxcache.simulate.pipeline import Fetch, Layers
 from ctxcache.simulate.store import MakePolicy, Store
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
@@ -166,26 +167,35 @@ class Replay:
             store.void(uid)
         tier = store.ledger.tier(uid)
         history_bytes = live.history_tokens * load.token_bytes
-        wait_s = store.begin(uid, history_bytes, now_s)
+        fetch = store.begin(uid, history_bytes, now_s)
         computed_tokens, copy_s = live.input_tokens, 0.0
         if tier is None:
             computed_tokens += live.history_tokens
         else:
             copy_s = history_bytes / load.dram_bytes_per_s
-        prefill_s = load.prefill_s(computed_tokens)
-        first_token_s = wait_s + copy_s + prefill_s
+        first_token_s = self._first_token_s(tier, fetch, copy_s, load.prefill_s(computed_tokens))
         tally = store.tally
         tally.turns += 1
-        tally.ssd_wait_s += wait_s
+        tally.ssd_wait_s += fetch.whole_s
         tally.queue_wait_s += now_s - since_s
         tally.computed_tokens += computed_tokens
         tally.prompt_tokens += live.input_tokens + live.history_tokens
         tally.ttft.add(now_s - since_s + first_token_s)
         if is_later:
-            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Tier.DRAM and not wait_s)
+            tally.later_ttft.add(first_token_s)
+            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Tier.DRAM and not fetch.ready_s)
         if self._takes_time and self._next_arrivals_s is not None:
             self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))
         return first_token_s + turn.output_tokens / load.decode_tokens_per_s
+
+    def _first_token_s(self, tier: Tier | None, fetch: Fetch, copy_s: float, prefill_s: float) -> float:
+        """When the first token comes, from the turn's start on."""
+        load = self._load
+        if load.layer_count is None:
+            return fetch.whole_s + copy_s + prefill_s
+        resident = load.layer_count if load.resident_layer_count is None else load.resident_layer_count
+        layers = Layers(load.layer_count, 0 if tier is Tier.SSD else resident, copy_s, prefill_s)
+        return layers.first_token_s(fetch)
 
     def _fit(self, turn: Turn, live: _Live) -> None:
         """Set what the context window holds of the prompt: its end."""

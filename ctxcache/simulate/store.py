@@ -13,6 +13,7 @@ from ctxcache.core.placement.ledger import Act, Ledger, Move
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
 from ctxcache.simulate.device import Ssd
 from ctxcache.simulate.load import Load
+from ctxcache.simulate.pipeline import Fetch
 from ctxcache.simulate.tally import Tally
 
 NextUse = Callable[[bytes], float]
@@ -41,10 +42,12 @@ class Store:
     """What is kept of sessions. `tally` may be exchanged between two calls."""
 
     def __init__(self, load: Load, make_policy: MakePolicy, next_use_s: NextUse) -> None:
-        capacities = Capacities(load.dram_bytes, load.ssd_bytes)
+        # Sessions count whole in the ledger: of their first layers alone DRAM takes so many more.
+        dram_bytes = min(int(load.dram_bytes / load.resident_share), load.dram_bytes + load.ssd_bytes)
+        capacities = Capacities(dram_bytes, load.dram_bytes + load.ssd_bytes - dram_bytes)
         policy = make_policy(capacities, next_use_s)
         make_ledger = InclusiveLedger if load.is_inclusive else Ledger
-        self.ledger = make_ledger(capacities, policy, buffer_bytes=int(load.dram_bytes * load.buffer_share))
+        self.ledger = make_ledger(capacities, policy, buffer_bytes=int(dram_bytes * load.buffer_share))
         self.tally = Tally()
         self.ssd = Ssd(
             load.ssd_read_bytes_per_s,
@@ -53,20 +56,28 @@ class Store:
             is_serial=load.is_timed or load.slot_count is not None,
         )
         self._is_inclusive = load.is_inclusive
+        self._resident_share = load.resident_share
         self._copies: dict[bytes, _Copy] = {}
 
-    def begin(self, uid: bytes, history_bytes: int, now_s: float) -> float:
-        """A turn begins and reads its history; returns how long it waits for SSD."""
-        wait_s, copy = 0.0, self._copies.get(uid)
+    def begin(self, uid: bytes, history_bytes: int, now_s: float) -> Fetch:
+        """A turn begins and reads its history; returns how that comes to DRAM, from now on."""
+        ready_s, missing_share, copy = 0.0, 0.0, self._copies.get(uid)
         tier = self.ledger.tier(uid)
         if tier is Tier.SSD:
-            wait_s = self.ssd.read(history_bytes, now_s) - now_s
-        elif copy is not None and copy.ready_s < math.inf:
-            self.tally.prefetch_met(copy.ready_s, now_s)
-            wait_s = max(copy.ready_s - now_s, 0.0)
-            copy.ready_s = math.inf
+            missing_share = 1.0
+        elif tier is Tier.DRAM:
+            missing_share = 1.0 - self._resident_share
+            if copy is not None and copy.ready_s < math.inf:
+                self.tally.prefetch_met(copy.ready_s, now_s)
+                ready_s = max(copy.ready_s - now_s, 0.0)
+                copy.ready_s = math.inf
+        fetch = Fetch(ready_s)
+        if missing_share:
+            begin_s = self.ssd.free_s(now_s)
+            end_s = self.ssd.read(int(history_bytes * missing_share), now_s)
+            fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
         self._moved(self.ledger.arrived(uid, now_s), now_s)
-        return wait_s
+        return fetch
 
     def end(self, uid: bytes, facts: Facts, valid_bytes: range, now_s: float) -> None:
         """The turn is over. `valid_bytes` of what the session had before are part of it still."""
@@ -110,7 +121,9 @@ class Store:
         self._moved(moves, now_s)
         if not moves or moves[-1].act is not Act.PROMOTE:
             return False
-        self._copies[moves[-1].uid].ready_s = self.ssd.read(moves[-1].size_bytes, now_s)
+        self._copies[moves[-1].uid].ready_s = self.ssd.read(
+            int(moves[-1].size_bytes * self._resident_share), now_s
+        )
         self.tally.prefetches += 1
         return True
 

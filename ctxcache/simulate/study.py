@@ -1,7 +1,7 @@
 """A study: every policy at every capacity over one trace, as the command prints it. Knows no terminal."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ctxcache.core.placement.belady import Belady
@@ -12,6 +12,7 @@ from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.store import MakePolicy
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Trace
+from ctxcache.simulate.turn import Turn
 
 BELADY = "belady"
 ALL_POLICIES = (*POLICIES, BELADY)
@@ -79,7 +80,7 @@ def _maker(policy: str) -> MakePolicy:
     return lambda capacities, _: make(capacities)
 
 
-def footprint_bytes(trace: Trace, load: Load, next_arrivals_s: "array[float]", step: Step) -> int:
+def footprint_bytes(trace: Iterable[Turn], load: Load, next_arrivals_s: "array[float]", step: Step) -> int:
     """Most bytes of state at once in turns or needed by later ones; found by a replay with room for all."""
     boundless = replace(
         load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()

@@ -57,6 +57,8 @@ class Tally:
     most_sessions: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     """Of every turn: its wait in the queue, for SSD, the copy from DRAM and prefill."""
+    later_ttft: Histogram = field(default_factory=Histogram)
+    """Of later turns, without their wait in the queue."""
 
     def prefetch_met(self, ready_s: float, now_s: float) -> None:
         """Count a turn that finds its session prefetched, ready or not."""
@@ -75,7 +77,7 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """All counts, and the shares made of them; a share of nothing is 0."""
         days = max(self.end_s - self.begin_s, 1.0) / DAY_S
-        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "ttft"}
+        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.type is not Histogram}
         return counts | {
             "hit_rate": self.hit_rate,
             "dram_hit_rate": _share(self.dram_hits, self.later_turns),
@@ -86,8 +88,11 @@ class Tally:
             "prefetch_in_time_share": _share(self.prefetches_in_time, self.prefetches),
             "ssd_written_bytes_per_day": self.ssd_written_bytes / days,
             "ssd_rewritten_bytes_per_day": self.ssd_rewritten_bytes / days,
+            "ttft_mean_s": _share(self.ttft.sum_s, self.ttft.count),
             "ttft_p50_s": self.ttft.quantile_s(0.5),
             "ttft_p95_s": self.ttft.quantile_s(0.95),
+            "later_ttft_mean_s": _share(self.later_ttft.sum_s, self.later_ttft.count),
+            "later_ttft_p95_s": self.later_ttft.quantile_s(0.95),
         }
 
     def costs(self, load: Load) -> dict[str, float]:

@@ -287,3 +287,14 @@ def test_a_sweep_reads_lengths_at_the_pace_that_is_said(tmp_path: Path) -> None:
 
     assert (ran.exit_code, ran.stderr) == (ExitCode.OK, "")
     assert {json.loads(line)["census"]["session_count"] for line in ran.stdout.splitlines()} == {4}
+
+
+@pytest.mark.parametrize(
+    "options", [("--layers", "4", "--resident-layers", "2"), ("--inclusive", "--resident-layers", "2")]
+)
+def test_first_layers_alone_need_an_inclusive_store_of_layers(trace: Path, options: tuple[str, ...]) -> None:
+    """What DRAM has not must be on SSD, and there must be layers to count."""
+    ran = ctxcache("simulate", str(trace), *options)
+
+    assert ran.exit_code == ExitCode.USAGE
+    assert "--resident-layers" in ran.stderr
