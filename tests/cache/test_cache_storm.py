@@ -6,6 +6,7 @@ at it with a cache of its own while the storm goes on.
 """
 
 import asyncio
+import copy
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
@@ -15,7 +16,13 @@ from pathlib import Path
 import pytest
 from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected
 
+from ctxcache.cache.hints import Action, Hint
 from ctxcache.cache.integrity import check_integrity
+from ctxcache.cache.queues import Queue
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.schedule import Job
+from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CacheError, CapacityExceeded, CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
@@ -28,6 +35,7 @@ from ctxcache.upkeep import Upkeep
 STEPS = 80
 CUTS = 5
 SECTOR_BYTES = 512
+SECOND_NS = 10**9
 Dice = random.Random
 
 
@@ -43,6 +51,7 @@ class SlowTier(MemoryTier):
     def __init__(self, capacities_bytes: Sequence[int], dice: Dice) -> None:
         super().__init__(capacities_bytes)
         self._dice, self._syncing = dice, asyncio.Lock()
+        self.is_damaged = False
 
     async def read(
         self, slot: object, begin: int, into: memoryview, *, pieces: Sequence[Range] | None = None,
@@ -83,6 +92,7 @@ class SlowTier(MemoryTier):
 
     def damage(self) -> None:
         """Flip a bit of a page."""
+        self.is_damaged = True
         if self._pages:
             key = self._dice.choice(list(self._pages))
             page = bytearray(self._pages[key])
@@ -119,6 +129,7 @@ class Known:
     uid: bytes
     tokens: list[Token] = field(default_factory=list)
     durable_count: int = 0
+    is_pinned: bool = False
     other: tuple[list[Token], int] | None = None
 
 
@@ -129,12 +140,19 @@ class Storm:
         self.rig, self.dice, self.is_faulty = rig, dice, is_faulty
         self.known: dict[str, Known] = {}
         self.tag = self.read_count = self.cut_count = 0
-        self.is_over = self.is_damaged = False
+        self.queue: Queue | None = None
+        self.is_over = False
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether bits have flipped."""
+        return isinstance(self.rig.ssd, SlowTier) and self.rig.ssd.is_damaged
 
     async def run(self) -> None:
         """Until the owners have done what they wanted."""
         others = [asyncio.ensure_future(self._until_over(work)) for work in (
             self.look, self.look, self.look, self.upkeep, self.scrub, self.cut, self.fail,
+            self.foretell, self.foretell, self.foretell, self.rig.cache.prefetching.prefetch,
         )]  # fmt: skip
         try:
             async with asyncio.timeout(60):
@@ -177,6 +195,7 @@ class Storm:
         known = self.known.get(name)
         session = self.rig.cache.state.by_uid.get(known.uid) if known else None
         if known is None or session is None:
+            assert known is None or not known.is_pinned
             self.known.pop(name, None)
             return None
         count = session.token_count
@@ -273,6 +292,41 @@ class Storm:
         finally:
             self.rig.cache.reading.release(lease.lease_id)
 
+    async def foretell(self) -> None:
+        """Say something of a session, true or not, by a queue, by a hint, or with an operator's word."""
+        if not self.known:
+            return
+        name, cache, tenant = self.dice.choice(sorted(self.known)), self.rig.cache, self.rig.tenant
+        what = self.dice.choice([*Action, *["put"] * 6, "gone", "gone", "withdraw", "pin"])
+        if isinstance(what, Action):
+            hint = Hint(
+                tenant,
+                name,
+                what,
+                ttl_ns=self.dice.choice((1, 30)) * SECOND_NS,
+                priority=self.dice.randrange(3),
+                budget_bytes=self.dice.choice((None, None, 3 * SLOT_BYTES)),
+                return_in_ns=self.dice.choice((None, 5 * SECOND_NS)),
+            )
+            await cache.hints.carry_out(hint, asyncio.get_running_loop().time() + 30)
+        elif what == "pin":
+            known = self.known[name]
+            is_pinned = not known.is_pinned and sum(other.is_pinned for other in self.known.values()) < 1
+            known.is_pinned = False
+            await self.rig.cache.sessions.update(tenant, name, expiration=None, is_pinned=is_pinned)
+            known.is_pinned = is_pinned
+        else:
+            if self.queue is None:
+                self.queue = cache.queues.join(tenant, "engine", grace_ns=None, fingerprint=b"")
+            if what == "put":
+                position = self.dice.choice((1.0, 2.0, 3.0))
+                cache.queues.put(self.queue, name, Job(str(self.dice.randrange(8)), None, position))
+            elif what == "gone":
+                cache.queues.gone(self.queue, str(self.dice.randrange(8)), is_started=True)
+            else:
+                queue, self.queue = self.queue, None
+                await cache.queues.withdraw(queue)
+
     async def upkeep(self) -> None:
         """What happens without being asked, a second later."""
         self.rig.clock.advance(seconds=1)
@@ -288,7 +342,6 @@ class Storm:
         """A device refuses, once, or gives back something else."""
         await pause(self.dice, 100)
         if self.is_faulty and not self.dice.randrange(3):
-            self.is_damaged = True
             self.rig.ssd.damage()  # type: ignore[attr-defined]  # a SlowTier
         elif self.is_faulty:
             self.rig.ssd.fail(self.dice.choice((Operation.READ, Operation.WRITE)))
@@ -361,3 +414,51 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     assert left == (0, kept_count * SLOT_BYTES)
     assert storm.cut_count
     assert storm.read_count
+
+
+SHARES = Shares({TENANT: Share(0.4, 0.7), "other": Share(0.2)})
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
+    tmp_path: Path, seed: int, *, is_faulty: bool
+) -> None:
+    """Two tenants with shares, every kind of hint, and a policy that follows them: the same holds."""
+    dice = Dice(seed)
+    rig = MemoryRig(
+        tmp_path,
+        arena_segments=dice.choice((14, 40)),
+        ssd_segments=dice.choice(((7, 7), (30, 30))),
+        shares=SHARES,
+    )
+    capacities = Capacities(rig.arena_segments * SLOT_BYTES, sum(rig.ssd_segments) * SLOT_BYTES)
+    rig.make_policy = lambda: RANKED[("look-ahead", "value-by-tokens", "value")[seed % 3]](capacities)
+    rig.ssd = SlowTier([count * SLOT_BYTES for count in rig.ssd_segments], dice)
+    rig.metadata = SlowMetadata(dice)
+    await rig.open()
+    other = copy.copy(rig)
+    other.tenant = "other"
+    storms = [Storm(part, dice, is_faulty=is_faulty) for part in (rig, other)]
+    # Other rows than the first one's, and no cuts: what is opened after one knows one tenant.
+    storms[1].tag, storms[1].cut_count = 30000, CUTS
+    await asyncio.gather(*(storm.run() for storm in storms))
+    await rig.check()
+    rig.clock.advance(seconds=1000)
+    rig.cache.writing.expire_due()
+    rig.cache.hints.expire_due()
+    for storm in storms:
+        if storm.queue:
+            await rig.cache.queues.withdraw(storm.queue)
+    with suppress(CapacityExceeded):
+        await rig.cache.residency.departures.remove(list(rig.cache.state.by_uid.values()))
+    await rig.check()
+    kept_count = len(rig.cache.residency.quarantined)
+    left = rig.cache.residency.dram.used_bytes, rig.cache.residency.ssd.used_bytes
+    rig.cache._io.close()
+    rig.arena.close()
+
+    assert left == (0, kept_count * SLOT_BYTES)
+    placement = rig.cache.placement
+    for kept in ("_known", "_uids", "_kin_in_dram", "_watchers", "_ahead"):
+        assert not getattr(placement, kept), kept
