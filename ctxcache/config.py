@@ -136,9 +136,7 @@ class Settings(BaseSettings):
     """Age after which tokens in a growing segment are written behind. 0: never because of their age."""
     write_behind_bytes_per_s: Size = 0
     """Most bytes per second that are written though nobody waits for them. 0: no bound."""
-    placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value", "value-by-tokens"] = (
-        "value-by-tokens"
-    )
+    placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value"] = "value"
     """Which sessions leave memory and SSD when others need the room, and which are promoted ahead of need."""
     ssd_directories: Paths = ()
     """Directories of the SSD tier, one per device, separated by `:`. Empty: `ssd` in the data directory."""

@@ -54,9 +54,7 @@ SETTINGS = {
     "write_behind_bytes_per_s": Setting(
         "SIZE", "Most that is written per second though nobody waits; 0 for no bound.", "0"
     ),
-    "placement_policy": Setting(
-        "WORD", "Who leaves first: lru, fifo, t-lru, look-ahead, value, value-by-tokens.", "value-by-tokens"
-    ),
+    "placement_policy": Setting("WORD", "Who leaves first: lru, fifo, t-lru, look-ahead, value.", "value"),
     "ssd_directories": Setting(
         "DIR", "Directory of the SSD tier; repeat for more.", "ssd in the data directory"
     ),

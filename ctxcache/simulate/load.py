@@ -4,6 +4,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from ctxcache.simulate.lies import Lie
 from ctxcache.simulate.money import Prices
 
 GIB = 1 << 30
@@ -35,8 +36,8 @@ class Load:
     session lies in one tier, and is written when it leaves DRAM, as far as SSD does not have it yet. Without
     `ssd_write_bytes_per_s` writes take no time. With `layer_count` a history's layers come one behind another, SSD
     read, copy and prefill at once (`pipeline`); of the sessions in DRAM it then has the first `resident_layer_count`,
-    if that is said, and more sessions for it: `is_inclusive` only. `wrong_hint_share` of the hints, and of the queue's places, are
-    lies. The first `warm_up_count` turns served are not counted.
+    if that is said, and more sessions for it: `is_inclusive` only. `wrong_hint_share` of what is said is false in
+    each of the ways of `lies`. The first `warm_up_count` turns served are not counted.
     """
 
     token_bytes: int = 819_200
@@ -60,6 +61,7 @@ class Load:
     resident_layer_count: int | None = None
     hints: frozenset[Hint] = frozenset()
     wrong_hint_share: float = 0.0
+    lies: frozenset[Lie] = frozenset({Lie.ORDER, Lie.HINT})
     warm_up_count: int = 0
     prices: Prices = field(default_factory=Prices)
 

@@ -20,7 +20,7 @@ from ctxcache.simulate.sweep import Panel, Row, Sweep
 # Okabe and Ito's, told apart by any eye; a series that is known has the same one in every picture.
 _COLORS = {
     "lru": "#56B4E9", "fifo": "#999999", "look-ahead": "#0072B2", "value": "#E69F00",
-    "value-by-tokens": "#D55E00", "belady": "#000000",
+    "belady": "#000000",
 }  # fmt: skip
 _OTHERS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#0072B2")
 _MARKERS = "osD^vP*Xh"

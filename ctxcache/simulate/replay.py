@@ -7,7 +7,6 @@ Memory: live sessions, those that waited less than the TTL. Not modelled: writes
 """
 
 import math
-import zlib
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.simulate.lies import Liar, Lie
 from ctxcache.simulate.load import NEVER_S, Hint, Load, Overflow
 from ctxcache.simulate.pipeline import Fetch, Layers
 from ctxcache.simulate.store import MakePolicy, Store
@@ -53,6 +53,7 @@ class Replay:
         self, load: Load, make_policy: MakePolicy, *, next_arrivals_s: "array[float] | None" = None
     ) -> None:
         self._load = load
+        self._liar = Liar(load.wrong_hint_share, load.lies)
         self.store = Store(load, make_policy, self._next_use_s)
         self._live_bytes = self.peak_live_bytes = 0
         """State in a turn, or needed by a later one, held or not; counted where the future is known."""
@@ -126,10 +127,9 @@ class Replay:
         self._queue.append((turn, next_s, now_s))
         self.tally.longest_queue = max(self.tally.longest_queue, len(self._queue))
         self._event_count += 1
-        order = self._event_count
-        if self._lies(turn):
-            order = zlib.crc32(b"place " + turn.session) % (2 * order)
-        self.store.ledger.policy.hinted(turn.session, float(order))
+        order = self._liar.order(turn, self._event_count)
+        if order is not None:
+            self.store.ledger.policy.hinted(turn.session, order)
         self._serve(now_s)
 
     def _play(self, turn: Turn, next_s: float, now_s: float) -> None:
@@ -258,6 +258,9 @@ class Replay:
             self._enqueue(*live.waiting.popleft(), now_s)
         else:
             self._idle[uid] = now_s
+            if self._liar.tells(Lie.PHANTOM, turn):
+                self._event_count += 1
+                self.store.ledger.policy.hinted(uid, float(self._event_count))
 
     def _needs(self, live: _Live, size_bytes: int) -> None:
         """Let the session be live with so many bytes from now on."""
@@ -266,20 +269,13 @@ class Replay:
         self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
 
     def _hint(self, turn: Turn, next_s: float, now_s: float) -> None:
-        """Say what the load's clients say; a lie ends what goes on, or is ten times too late or early."""
-        hints, is_lie = self._load.hints, self._lies(turn)
-        ends = (next_s == NEVER_S) is not is_lie
+        """Say what the load's clients say; a lie ends what goes on, or has another time."""
+        hints = self._load.hints
+        ends = (next_s == NEVER_S) is not self._liar.tells(Lie.HINT, turn)
         if ends and Hint.ENDS in hints:
             self.store.ledger.policy.expected(turn.session, None)
         elif next_s < NEVER_S and Hint.RETURNS in hints:
-            factor = (10.0 if zlib.crc32(b"late " + turn.session) % 2 else 0.1) if is_lie else 1.0
-            self.store.ledger.policy.expected(turn.session, now_s + max(next_s - now_s, 0.0) * factor)
-
-    def _lies(self, turn: Turn) -> bool:
-        share = self._load.wrong_hint_share
-        return (
-            share > 0 and zlib.crc32(b"%s at %d" % (turn.session, int(turn.arrival_s * 1000))) < share * 2**32
-        )
+            self.store.ledger.policy.expected(turn.session, self._liar.return_s(turn, now_s, next_s))
 
     def _prefetch(self, now_s: float) -> None:
         """Read ahead, one session at a time, while there is someone to read for."""

@@ -140,11 +140,11 @@ def _footprint(load: Load, policies: Sequence[str], census: Census) -> list[Run]
     ]
 
 
-_QUEUE_POLICIES = ("fifo", "lru", "look-ahead", "value-by-tokens", "value", "belady")
-_FEW_POLICIES = ("lru", "look-ahead", "value-by-tokens", "belady")
+_QUEUE_POLICIES = ("fifo", "lru", "look-ahead", "value", "belady")
+_FEW_POLICIES = ("lru", "look-ahead", "value", "belady")
 _ALL = (
     Sweep(
-        "models", "Hit rate by model", "Figure 13", "model", (HITS,), ("look-ahead", "value-by-tokens"),
+        "models", "Hit rate by model", "Figure 13", "model", (HITS,), ("look-ahead", "value"),
         paper.LOAD, _models,
     ),
     Sweep(
@@ -167,7 +167,7 @@ _ALL = (
     ),
     Sweep(
         "reads", "Bandwidth of SSD reads", "", "GB/s read from SSD",
-        (Panel("dram_share_of_hits", "hits that were in DRAM"),), ("look-ahead", "value-by-tokens"),
+        (Panel("dram_share_of_hits", "hits that were in DRAM"),), ("look-ahead", "value"),
         paper.LOAD, _reads, is_lines=True,
     ),
     Sweep(

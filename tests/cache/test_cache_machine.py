@@ -452,7 +452,7 @@ class DiskMachine(CacheMachine):
     @staticmethod
     def make(directory: Path) -> DiskRig:
         """Two SSD paths with room for ten segments."""
-        policy = partial(RANKED["value-by-tokens"], CAPACITIES)
+        policy = partial(RANKED["value"], CAPACITIES)
         return DiskRig(directory, arena_segments=6, ssd_segments=(5, 5), make_policy=policy)
 
 

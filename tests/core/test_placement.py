@@ -10,7 +10,7 @@ from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
 from ctxcache.core.placement.belady import Belady
 from ctxcache.core.placement.ledger import Act, Ledger, Move
 from ctxcache.core.placement.look_ahead import LookAhead
-from ctxcache.core.placement.policies import POLICIES
+from ctxcache.core.placement.policies import POLICIES, RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
 from ctxcache.core.placement.queue import Window
 from ctxcache.core.placement.recency import LeastRecentlyUsed, TailOptimised
@@ -352,19 +352,74 @@ def test_an_expected_return_is_waited_for_until_it_is_overdue() -> None:
     assert policy.evict(lambda uid: uid in (b"soon", b"late")) == b"soon"
 
 
-def test_a_queue_that_does_not_come_true_is_left_aside() -> None:
-    """Jobs that never start while others do lose their exemption; one that comes true has it again."""
+def _serve_queue(ledger: Ledger, pick: Callable[[int], int], rounds: int, *, start: int = 0) -> None:
+    """Keep 20 jobs in the queue, in the order of their numbers, and start the one that `pick` says of them."""
+    waiting = [start * 100 + number for number in range(20)]
+    for number in waiting:
+        ledger.policy.hinted(b"%d" % number, number)
+    for done in range(rounds):
+        started = waiting.pop(pick(done) % len(waiting))
+        _turn(ledger, b"%d" % started, start * 1000 + done)
+        waiting.append(start * 100 + 20 + done)
+        ledger.policy.hinted(b"%d" % waiting[-1], waiting[-1])
+    for number in waiting:
+        ledger.policy.withdrawn(b"%d" % number)
+
+
+def test_an_order_that_does_not_come_true_is_left_aside() -> None:
+    """Nobody is fetched by a queue whose last job starts first; one that comes true is followed again."""
     policy = ReturnValue(CAPACITIES)
     ledger = Ledger(CAPACITIES, policy)
-    policy.hinted(b"never", 0)
-    for number in range(100):
-        _turn(ledger, b"%d" % (number % 5), number)
-    assert not policy.follows_queue
+    assert policy.follows_order
+    _serve_queue(ledger, lambda _: -1, 100)
+    assert not policy.follows_order
 
-    for number in range(100, 400):
-        policy.hinted(b"%d" % (number % 5), -1)
-        _turn(ledger, b"%d" % (number % 5), number)
-    assert policy.follows_queue
+    _serve_queue(ledger, lambda _: 0, 400, start=1)
+    assert policy.follows_order
+
+
+def test_who_waits_stays_though_the_order_is_false() -> None:
+    """That a job waits is believed while such jobs come, whatever their places were worth."""
+    policy = ReturnValue(CAPACITIES)
+    ledger = Ledger(CAPACITIES, policy)
+    for again in range(4):
+        _serve_queue(ledger, lambda done: done * 7, 100, start=again)
+    ledger = Ledger(CAPACITIES, policy)
+    for uid in (b"waits", b"idle"):
+        _turn(ledger, uid, 9000)
+    policy.hinted(b"waits", 0)
+    assert not policy.follows_order
+
+    assert policy.evict(lambda uid: uid in (b"waits", b"idle")) == b"idle"
+
+
+def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
+    """Phantoms wait as long as real jobs do and then are worth what idle sessions are."""
+    policy = ReturnValue(CAPACITIES)
+    ledger = Ledger(CAPACITIES, policy)
+    for number in range(400):
+        _turn(ledger, b"phantom %d" % number, 10.0 * number)
+        policy.hinted(b"phantom %d" % number, number)
+        _turn(ledger, b"loyal %d" % (number % 2), 10.0 * number, turn_count=3)
+
+    assert policy.evict(lambda uid: uid in (b"phantom 399", b"loyal 1")) == b"phantom 399"
+
+
+@pytest.mark.parametrize("name", RANKED)
+@settings(max_examples=60)
+@given(events=EVENTS)
+def test_who_is_evicted_is_whose_rank_is_lowest(name: str, events: Events) -> None:
+    """The order of ranks is the order in which sessions leave, for the ledger and for whoever asks for ranks."""
+    policy = RANKED[name](CAPACITIES)
+    checked = _Checked(policy)
+    for event, number, size_bytes, passed_s in events:
+        checked.play(event, bytes([number]), size_bytes, passed_s)
+        victim = policy.evict(lambda uid: not checked.pins.get(uid))
+        ranks = {uid: policy.rank(uid) for uid in checked.sizes if not checked.pins.get(uid)}
+        assert None not in ranks.values()
+        assert (victim is None) == (not ranks)
+        if victim is not None:
+            assert ranks[victim] == min(rank for rank in ranks.values() if rank is not None)
 
 
 def test_who_is_new_says_nothing_about_a_queue() -> None:
@@ -376,7 +431,7 @@ def test_who_is_new_says_nothing_about_a_queue() -> None:
     for number in range(100):
         _turn(ledger, b"%d" % number, number)
 
-    assert policy.follows_queue
+    assert policy.follows_order
 
 
 def test_a_buffer_larger_than_dram_is_refused() -> None:

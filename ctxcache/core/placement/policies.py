@@ -7,7 +7,7 @@ from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities, Policy
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.recency import FirstInFirstOut, LeastRecentlyUsed, TailOptimised
-from ctxcache.core.placement.value import ReturnValue, a_turn, its_bytes
+from ctxcache.core.placement.value import ReturnValue
 
 GOAL_BYTES = 2 << 30
 """What is recomputed within a goal of a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
@@ -17,10 +17,9 @@ RANKED: dict[str, Callable[[Capacities], Ranked]] = {
     "fifo": lambda _: FirstInFirstOut(),
     "t-lru": lambda _: TailOptimised(GOAL_BYTES),
     "look-ahead": LookAhead,
-    "value": lambda capacities: ReturnValue(capacities, a_turn),
-    "value-by-tokens": lambda capacities: ReturnValue(capacities, its_bytes),
+    "value": ReturnValue,
 }
-"""Those that a server can place by. `value` counts every miss alike, `value-by-tokens` by its length."""
+"""Those that a server can place by."""
 
 POLICIES: dict[str, Callable[[Capacities], Policy]] = {
     **RANKED,

@@ -1,19 +1,23 @@
 """Return times per class of sessions, learned while serving: how soon keeping a session pays.
 
 Pure, and deterministic: the same events give the same numbers. Sessions are watched past their
-eviction, since their return is what is learned; at most WATCHED at once. Worst case: the
-load changes within an hour, and what is learned is wrong until the counts have halved.
+eviction, since their return is what is learned; at most WATCHED at once. Those with a job in the queue are
+classes of their own: how long jobs wait, and how many never come, is learned in the same way.
+Worst case: the load changes within an hour, and what is learned is wrong until the counts have halved.
 """
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from ctxcache.core.placement.policy import Facts
 
-AGES_S = (0, 4, 10, 20, 40, 70, 110, 160, 230, 330, 480, 700, 1000, 1500, 2400, 3600)
+AGES_S = (0, 0.5, 2, 5, 10, 20, 40, 70, 110, 160, 230, 330, 480, 700, 1000, 1500, 2400, 3600)
 """Where an idle time passes into the next bin; the last bin is taken to last LAST_BIN_S."""
 LAST_BIN_S = 3600
+LENGTHS_S = tuple(b - a for a, b in zip(AGES_S, (*AGES_S[1:], AGES_S[-1] + LAST_BIN_S), strict=True))
+BINS = range(len(AGES_S))
 WATCHED = 1 << 17
 HALVED_EVERY = 1 << 15
 """Turns after which counts are halved: what was long ago says little."""
@@ -21,8 +25,13 @@ REFRESHED_EVERY = 256
 PRIOR_COUNT = 12.0
 """How many sessions of a class outweigh what its parent class says."""
 MOST_TURNS = 6
+MOST_HAZARD = 0.95
+WAIT_MEMORY = 64
+WAIT_TIMES = 2.0
+"""Who joins the queue now waits that many times as long as those that came to their turns of late."""
 
 SessionClass = tuple[int, ...]
+IDLE, QUEUED = 0, 1
 
 
 def class_of(facts: Facts) -> SessionClass:
@@ -30,132 +39,221 @@ def class_of(facts: Facts) -> SessionClass:
     return (min(facts.turn_count, MOST_TURNS), facts.appended_bytes.bit_length())
 
 
+class _Class:
+    """How many reached each bin of idle time, how many returned in it, and what that promises."""
+
+    __slots__ = ("away", "came", "chances", "indices", "parent", "refreshed")
+
+    def __init__(self, parent: "_Class | None") -> None:
+        self.parent = parent
+        self.away, self.came = [0.0] * len(AGES_S), [0.0] * len(AGES_S)
+        self.indices: list[float] = []
+        self.chances: list[float] = []
+        self.refreshed = -1
+
+    def refresh(self, number: int, wait_s: float) -> None:
+        """Compute anew what follows from the counts, once per `number`."""
+        if self.refreshed == number:
+            return
+        self.refreshed = number
+        hazards = [min(self._hazard(each), MOST_HAZARD) for each in BINS]
+        self.indices = [_index(hazards, each, wait_s) for each in BINS]
+        self.chances = [1 - math.prod(1 - hazard for hazard in hazards[each:]) for each in BINS]
+
+    def _hazard(self, number: int) -> float:
+        """How likely one that is in the bin returns in it; few counts lean on the class above."""
+        if self.parent is None:
+            return (self.came[number] + 0.5) / (self.away[number] + 2)
+        prior = PRIOR_COUNT * self.parent._hazard(number)  # noqa: SLF001  another of its kind
+        return (self.came[number] + prior) / (self.away[number] + PRIOR_COUNT)
+
+
+class _Watch:
+    """A session away since then, in which bin by now; `before` is what it was before its job was queued."""
+
+    __slots__ = ("before", "bin", "name", "of", "since_s", "uid")
+
+    def __init__(
+        self, uid: bytes, since_s: float, name: SessionClass, of: _Class, before: "_Watch | None" = None
+    ) -> None:
+        self.uid, self.since_s, self.name, self.of, self.before = uid, since_s, name, of, before
+        self.bin = 0
+
+    def went_on(self) -> None:
+        """Count that it is still away in this bin."""
+        of: _Class | None = self.of
+        while of is not None:
+            of.away[self.bin] += 1
+            of = of.parent
+
+    def came(self) -> None:
+        """Count that it returned in this bin."""
+        of: _Class | None = self.of
+        while of is not None:
+            of.came[self.bin] += 1
+            of = of.parent
+
+
 class ReturnTimes:
     """Per class and idle time, how many were still away and how many came back. `aged` hears of each new bin."""
 
     def __init__(self, aged: Callable[[bytes], None]) -> None:
         self._aged = aged
-        self._watched: OrderedDict[bytes, tuple[float, SessionClass]] = OrderedDict()
-        self._bins: list[deque[tuple[float, bytes]]] = [deque() for _ in AGES_S]
-        self._away: dict[SessionClass, list[float]] = {}
-        self._came: dict[SessionClass, list[float]] = {}
-        self._indices: dict[SessionClass, list[float]] = {}
-        self._turn_count = 0
+        self._watches: OrderedDict[bytes, _Watch] = OrderedDict()
+        self._bins: list[deque[_Watch]] = [deque() for _ in BINS]
+        self._due_s = math.inf
+        self._roots = (_Class(None), _Class(None))
+        self._classes: dict[SessionClass, _Class] = {
+            (IDLE,): self._roots[IDLE],
+            (QUEUED,): self._roots[QUEUED],
+        }
+        self._turn_count = self._refreshed = 0
+        self._wait_s = self._queued_share = 0.0
+        """How long those that returned by the queue waited, and how many of those that returned did."""
         self.now_s = 0.0
+
+    @property
+    def coming_share(self) -> float:
+        """How likely a job that is queued comes to its turn."""
+        self._roots[QUEUED].refresh(self._refreshed, 0.0)
+        return self._roots[QUEUED].chances[0]
 
     def advance(self, now_s: float) -> None:
         """Let time pass: idle sessions grow older. Amortised O(1) per session and bin."""
-        self.now_s = max(now_s, self.now_s)
-        for number in range(len(AGES_S) - 1):
-            waiting = self._bins[number]
-            while waiting and waiting[0][0] + AGES_S[number + 1] <= self.now_s:
-                since_s, uid = waiting.popleft()
-                watched = self._watched.get(uid)
-                if watched is not None and watched[0] == since_s:
-                    self._count(self._away, watched[1], number + 1)
-                    self._bins[number + 1].append((since_s, uid))
-                    self._aged(uid)
-        self._bound()
+        if now_s <= self.now_s:
+            return
+        self.now_s = now_s
+        if now_s < self._due_s:
+            return
+        self._due_s = math.inf
+        for number in BINS[:-1]:
+            waiting, age_s = self._bins[number], AGES_S[number + 1]
+            while waiting and waiting[0].since_s + age_s <= now_s:
+                self._age(waiting.popleft(), number + 1)
+            if waiting:
+                self._due_s = min(self._due_s, waiting[0].since_s + age_s)
+        self._forget()
+
+    def _age(self, watch: _Watch, number: int) -> None:
+        if self._watches.get(watch.uid) is watch:
+            watch.bin = number
+            watch.went_on()
+            self._bins[number].append(watch)
+            self._aged(watch.uid)
 
     def began(self, uid: bytes) -> None:
         """A turn of the session begins."""
-        watched = self._watched.pop(uid, None)
-        if watched is not None:
-            self._count(self._came, watched[1], self._bin(watched[0]))
+        watch = self._watches.pop(uid, None)
+        if watch is not None:
+            watch.came()
+            # A job may never come, so it counts as its session's return only now.
+            if watch.before is not None:
+                watch.before.came()
+                self._wait_s += (self.now_s - watch.since_s - self._wait_s) / WAIT_MEMORY
+            self._queued_share += ((watch.before is not None) - self._queued_share) / WAIT_MEMORY
 
     def ended(self, uid: bytes) -> None:
         """The session is gone for good; that it stayed away has been counted."""
-        self._watched.pop(uid, None)
+        self._watches.pop(uid, None)
 
     def idle(self, uid: bytes, facts: Facts) -> None:
         """A turn of the session is over."""
-        self._watched.pop(uid, None)
-        session_class = class_of(facts)
-        self._watched[uid] = (self.now_s, session_class)
-        self._bins[0].append((self.now_s, uid))
-        self._count(self._away, session_class, 0)
+        self._watches.pop(uid, None)
+        name = (IDLE, *class_of(facts))
+        self._watch(_Watch(uid, self.now_s, name, self._class(name)))
         self._turn_count += 1
         if self._turn_count % REFRESHED_EVERY == 0:
-            self._indices.clear()
+            self._refreshed += 1
         if self._turn_count % HALVED_EVERY == 0:
             self._halve()
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
         """The session has been idle for that long, unseen: it is counted from here on. The oldest come first."""
-        since_s, session_class = self.now_s - idle_s, class_of(facts)
-        if idle_s >= AGES_S[-1] + LAST_BIN_S:
-            return
-        number = self._bin(since_s)
-        self._watched[uid] = (since_s, session_class)
-        self._bins[number].append((since_s, uid))
-        self._count(self._away, session_class, number)
-        self._bound()
+        if idle_s < AGES_S[-1] + LAST_BIN_S:
+            name = (IDLE, *class_of(facts))
+            self._watch(_Watch(uid, self.now_s - idle_s, name, self._class(name)))
+
+    def queued(self, uid: bytes) -> None:
+        """A job of the session waits."""
+        before = self._watches.get(uid)
+        if before is not None and before.before is None:
+            name = (QUEUED, *before.name[1:])
+            self._watch(_Watch(uid, self.now_s, name, self._class(name), before))
+
+    def unqueued(self, uid: bytes) -> None:
+        """The job is gone although no turn began: the session is idle as it was."""
+        watch = self._watches.get(uid)
+        if watch is not None and watch.before is not None:
+            before = self._watches[uid] = watch.before
+            before.bin = self._bin(before.since_s)
+            self._bins[before.bin].append(before)
 
     def index_per_s(self, uid: bytes) -> float:
         """The best rate, in returns per second kept, that keeping the session for some time promises.
 
         It is the Gittins index of its class at its idle time: max over h of P(return within h) / E[time kept].
+        Whoever returns waits in the queue, which is time kept, too.
         """
-        watched = self._watched.get(uid)
-        if watched is None:
+        watch = self._watches.get(uid)
+        if watch is None:
             return 0.0
-        since_s, session_class = watched
-        if session_class not in self._indices:
-            self._indices[session_class] = self._indices_of(session_class)
-        return self._indices[session_class][self._bin(since_s)]
+        of = watch.of
+        if of.refreshed != self._refreshed:
+            of.refresh(self._refreshed, self._queue_wait_s(watch))
+        return of.indices[watch.bin]
+
+    def chance(self, uid: bytes) -> float:
+        """How likely the session returns at all, within what is learned; 0 for one that is not watched."""
+        watch = self._watches.get(uid)
+        if watch is None:
+            return 0.0
+        watch.of.refresh(self._refreshed, self._queue_wait_s(watch))
+        return watch.of.chances[watch.bin]
+
+    def _queue_wait_s(self, watch: _Watch) -> float:
+        """How long it will wait in the queue once it returns: no time if its job is there, or returns go by none."""
+        return 0.0 if watch.before is not None else WAIT_TIMES * self._wait_s * self._queued_share
+
+    def _class(self, name: SessionClass) -> _Class:
+        found = self._classes.get(name)
+        if found is None:
+            found = self._classes[name] = _Class(self._class(name[:-1]))
+        return found
 
     def _bin(self, since_s: float) -> int:
         return bisect_right(AGES_S, self.now_s - since_s) - 1
 
-    def _count(
-        self, counts: dict[SessionClass, list[float]], session_class: SessionClass, number: int
-    ) -> None:
-        for end in range(len(session_class) + 1):
-            counts.setdefault(session_class[:end], [0.0] * len(AGES_S))[number] += 1
-
-    def _hazard(self, session_class: SessionClass, number: int) -> float:
-        """How likely one that is in the bin returns in it; few counts lean on the class above."""
-        hazard = 0.25
-        for end in range(len(session_class) + 1):
-            part = session_class[:end]
-            came = self._came[part][number] if part in self._came else 0.0
-            away = self._away[part][number] if part in self._away else 0.0
-            hazard = (
-                (came + PRIOR_COUNT * hazard) / (away + PRIOR_COUNT) if end else (came + 0.5) / (away + 2)
-            )
-        return min(hazard, 0.95)
-
-    def _indices_of(self, session_class: SessionClass) -> list[float]:
-        hazards = [self._hazard(session_class, number) for number in range(len(AGES_S))]
-        lengths_s = [b - a for a, b in zip(AGES_S, (*AGES_S[1:], AGES_S[-1] + LAST_BIN_S), strict=True)]
-        return [_index(hazards[number:], lengths_s[number:]) for number in range(len(AGES_S))]
+    def _watch(self, watch: _Watch) -> None:
+        self._watches[watch.uid] = watch
+        if len(self._watches) > WATCHED:
+            self._watches.popitem(last=False)
+        watch.bin = self._bin(watch.since_s)
+        self._bins[watch.bin].append(watch)
+        watch.went_on()
+        if watch.bin + 1 < len(AGES_S):
+            self._due_s = min(self._due_s, watch.since_s + AGES_S[watch.bin + 1])
 
     def _halve(self) -> None:
-        for counts in (self._away, self._came):
-            for values in counts.values():
+        for one in self._classes.values():
+            for values in (one.away, one.came):
                 values[:] = [value / 2 for value in values]
 
-    def _bound(self) -> None:
-        """Stop watching who is away for longer than is learned, and the oldest when there are too many."""
+    def _forget(self) -> None:
+        """Stop watching who is away for longer than is learned."""
         last = self._bins[-1]
-        while last and last[0][0] + AGES_S[-1] + LAST_BIN_S <= self.now_s:
-            self._unwatch(*last.popleft())
-        while len(self._watched) > WATCHED:
-            oldest = next(iter(self._watched))
-            del self._watched[oldest]
-
-    def _unwatch(self, since_s: float, uid: bytes) -> None:
-        watched = self._watched.get(uid)
-        if watched is not None and watched[0] == since_s:
-            del self._watched[uid]
+        while last and last[0].since_s + AGES_S[-1] + LAST_BIN_S <= self.now_s:
+            watch = last.popleft()
+            # A job may wait for longer; the number of watches bounds those.
+            if self._watches.get(watch.uid) is watch and watch.before is None:
+                del self._watches[watch.uid]
 
 
-def _index(hazards: list[float], lengths_s: list[int]) -> float:
+def _index(hazards: list[float], first: int, wait_s: float) -> float:
     away, came, kept_s, best = 1.0, 0.0, 0.0, 0.0
-    for hazard, length_s in zip(hazards, lengths_s, strict=True):
-        now = away * hazard
-        kept_s += length_s * (away - now / 2)
+    for number in range(first, len(AGES_S)):
+        now = away * hazards[number]
+        kept_s += LENGTHS_S[number] * (away - now / 2)
         came += now
         away -= now
-        best = max(best, came / kept_s)
+        best = max(best, came / (kept_s + came * wait_s))
     return best

@@ -1,88 +1,126 @@
 """Ours: what keeping a session promises per byte, from learned return times and from hints as far as they hold.
 
 value = returns per second kept x cost of a miss / bytes. Sessions of least value leave first, straight from
-DRAM too, so that what will not return is never written to SSD. A queue decides as in LookAhead while its
-order comes true. Worst case: a load whose classes say nothing; then idle time alone ranks, which is LRU by size.
+DRAM too, so that what will not return is never written to SSD. What hints say replaces what is learned as far as
+hints of their kind came true. Worst case: a load whose classes say nothing; then idle time alone ranks.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ctxcache.core.placement.look_ahead import LookAhead
-from ctxcache.core.placement.policy import Accepts, Capacities, Facts
+from ctxcache.core.placement.cost import MissCost
+from ctxcache.core.placement.forecast import Forecast
+from ctxcache.core.placement.order import Key, Keyed
+from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Tier
+from ctxcache.core.placement.queue import Window
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.returns import WATCHED, ReturnTimes
 from ctxcache.core.placement.trust import Trust
 
-QUEUE_LEFT_BELOW, QUEUE_TAKEN_ABOVE = 0.4, 0.6
+PREFETCHED_BELOW, PREFETCHED_ABOVE = 0.2, 0.4
+"""Where trust in the queue's order falls so low that nothing is fetched by it, and where it is again."""
 LEAST_WAIT_S = 1.0
 TOLERANCE_S, TOLERANCE_SHARE = 10.0, 0.25
-RANKED_AGAIN = 16
-"""Sessions whose value is looked up anew before one of them is given up."""
+SURE = 3.0
+"""Who is known to return counts so much more than who may: what left for a gamble does not come back."""
 
-MissCost = Callable[[int], float]
-
-
-def a_turn(size_bytes: int) -> float:  # noqa: ARG001
-    """Every miss costs the same: what the hit rate counts."""
-    return 1.0
+MissSeconds = Callable[[int], float]
+MISS_S: MissSeconds = MissCost().seconds
 
 
-def its_bytes(size_bytes: int) -> float:
-    """A miss costs by what has to be computed again: what GPU time counts."""
-    return float(size_bytes)
+class ReturnValue(Ranked):
+    """Value per byte. `miss_s` is what a miss of so many bytes costs, in any unit. Amortised O(log n) an event."""
 
-
-class ReturnValue(LookAhead):
-    """Value per byte. `miss_cost` is any measure of a miss of so many bytes."""
-
-    def __init__(self, capacities: Capacities, miss_cost: MissCost = a_turn) -> None:
-        super().__init__(capacities)
-        self._miss_cost = miss_cost
+    def __init__(self, capacities: Capacities, miss_s: MissSeconds = MISS_S) -> None:
+        super().__init__()
+        self._capacities = capacities
+        self._miss_s = miss_s
+        self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
+        self._sizes: dict[bytes, int] = {}
+        self._worth: dict[bytes, float] = {}
+        """Cost of a miss per byte."""
+        self._held: dict[bytes, Tier] = {}
+        self._held_bytes = 0
+        self._fetched = Window(self._rank_fetch)
         self._returns = ReturnTimes(self._rank)
+        self._queue = Forecast()
+        self._follows_order = True
         self._expected: OrderedDict[bytes, tuple[float, float | None]] = OrderedDict()
         """When the client said it, and the return that it said; kept past eviction, since a lie shows at the return."""
-        self._ends, self._waits, self._order = Trust(), Trust(), Trust()
-        self._believes_queue = True
+        self._ends, self._waits = Trust(), Trust()
 
     @property
-    def follows_queue(self) -> bool:
-        """See LookAhead."""
-        return self._believes_queue
-
-    def score(self, uid: bytes) -> float:
-        """See LookAhead."""
-        size_bytes = max(self._sizes[uid], 1)
-        return self._index_per_s(uid) * self._miss_cost(size_bytes) / size_bytes
+    def follows_order(self) -> bool:
+        """Whether sessions are fetched in the queue's order."""
+        return self._follows_order
 
     def arrived(self, uid: bytes, now_s: float) -> None:
         """See Policy."""
         self._returns.advance(now_s)
         self._returns.began(uid)
-        self._judge_promise(uid, now_s)
-        # A queue names only what the store has: who is new, or was evicted, proves nothing about it.
-        if self._queue and uid in self._held:
-            self._judge_queue(uid)
+        if self._expected:
+            self._judge_promise(uid, now_s)
+        if uid in self._queue:
+            self._queue.started(uid, now_s)
+            share = self._queue.order_share
+            self._follows_order = share > (PREFETCHED_BELOW if self._follows_order else PREFETCHED_ABOVE)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """See Policy."""
         self._returns.advance(now_s)
         self._returns.idle(uid, facts)
-        super().idle(uid, facts, now_s)
+        self._measure(uid, facts.size_bytes)
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
         """See Policy."""
         self._returns.recalled(uid, facts, idle_s)
-        super().idle(uid, facts, 0.0)
+        self._measure(uid, facts.size_bytes)
 
     def passed(self, now_s: float) -> None:
         """See Policy."""
         self._returns.advance(now_s)
 
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        if uid not in self._held:
+            self._held_bytes += self._sizes[uid]
+        self._held[uid] = tier
+        self._rank(uid)
+        if self._queue:
+            self._resize()
+            self._rank_fetch(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        if self._held.pop(uid, None) is not None:
+            self._held_bytes -= self._sizes[uid]
+        self._sizes.pop(uid, None)
+        self._worth.pop(uid, None)
+        self._all.discard(uid)
+        self._dram.discard(uid)
+        self._fetchable.discard(uid)
+
     def ended(self, uid: bytes) -> None:
         """See Policy."""
         self._expected.pop(uid, None)
         self._returns.ended(uid)
-        super().ended(uid)
+        self.evicted(uid)
+        self.withdrawn(uid)
+
+    def hinted(self, uid: bytes, order: float) -> None:
+        """See Policy."""
+        self._queue.put(uid, order, self._returns.now_s)
+        self._returns.queued(uid)
+        self._resize()
+        self._fetched.put(uid, order)
+        self._rank(uid)
+
+    def withdrawn(self, uid: bytes) -> None:
+        """See Policy."""
+        if self._queue.discard(uid):
+            self._fetched.discard(uid)
+            self._returns.unqueued(uid)
+            self._rank(uid)
 
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """See Policy."""
@@ -91,44 +129,101 @@ class ReturnValue(LookAhead):
         self._expected.pop(uid, None)
         self._expected[uid] = (self._returns.now_s, return_s)
         if len(self._expected) > WATCHED:
-            del self._expected[next(iter(self._expected))]
+            self._expected.popitem(last=False)
         if return_s is None:
             self._ends.made()
         self._rank(uid)
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self._least(super().evict, accepts)
+        return self._least(self._all, accepts)
 
     def demote(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self._least(super().demote, accepts)
+        return self._least(self._dram, accepts)
 
-    def _least(self, first: Callable[[Accepts], bytes | None], accepts: Accepts) -> bytes | None:
-        """The first whose value is still what it was when it was ranked."""
-        uid = first(accepts)
-        for _ in range(RANKED_AGAIN):
-            if uid is None:
-                break
-            before = self._all.key(uid)
+    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
+        """See Policy."""
+        return self._fetchable.first(accepts) if self._follows_order else None
+
+    def is_needed_soon(self, uid: bytes) -> bool:
+        """See Policy."""
+        return self._follows_order and uid in self._fetched
+
+    def rank(self, uid: bytes) -> Key | None:
+        """See Ranked."""
+        if uid in self._held:
             self._rank(uid)
-            if self._all.key(uid) == before:
+            return self._all.key(uid)
+        return self._key(uid) if uid in self._sizes else None
+
+    def _measure(self, uid: bytes, size_bytes: int) -> None:
+        size_bytes = max(size_bytes, 1)
+        if uid in self._held:
+            self._held_bytes += size_bytes - self._sizes[uid]
+        self._sizes[uid] = size_bytes
+        self._worth[uid] = self._miss_s(size_bytes) / size_bytes
+        self._rank(uid)
+
+    def _resize(self) -> None:
+        average_bytes = max(self._held_bytes // max(len(self._held), 1), 1)
+        self._fetched.resize(self._capacities.dram_bytes // average_bytes)
+
+    def _rank(self, uid: bytes) -> None:
+        tier = self._held.get(uid)
+        if tier is None:
+            return
+        before, key = self._all.key(uid), self._key(uid)
+        self._all.put(uid, key)
+        if tier is Tier.DRAM:
+            self._dram.put(uid, key)
+        else:
+            self._dram.discard(uid)
+        if before is None or key < before:
+            self._fallen(uid)
+
+    def _key(self, uid: bytes) -> Key:
+        return (self._index_per_s(uid) * self._worth[uid],)
+
+    def _rank_fetch(self, uid: bytes) -> None:
+        if uid in self._fetched and self._held.get(uid) is Tier.SSD:
+            self._fetchable.put(uid, (self._fetched.order(uid),))
+        else:
+            self._fetchable.discard(uid)
+
+    def _least(self, keyed: Keyed, accepts: Accepts) -> bytes | None:
+        """The first by what it is worth now. Keys only rise unseen, so each is looked up once at most."""
+        uid = keyed.first(accepts)
+        while uid is not None:
+            before = keyed.key(uid)
+            self._rank(uid)
+            if before is None or self._key(uid) <= before:
                 break
-            uid = first(accepts)
+            uid = keyed.first(accepts)
         return uid
 
     def _index_per_s(self, uid: bytes) -> float:
         learned = self._returns.index_per_s(uid)
-        promise = self._expected.get(uid)
+        if self._queue and uid in self._queue:
+            return self._queued_index_per_s(uid, learned)
+        promise = self._expected.get(uid) if self._expected else None
         if promise is None:
             return learned
-        _, return_s = promise
+        said_s, return_s = promise
         if return_s is None:
             return learned * (1 - self._ends.share)
         now_s, share = self._returns.now_s, self._waits.share
-        if now_s > return_s + _tolerance_s(promise[0], return_s):
+        if now_s > return_s + _tolerance_s(said_s, return_s):
             return learned
-        return share / max(return_s - now_s, LEAST_WAIT_S) + (1 - share) * learned
+        return share * SURE / max(return_s - now_s, LEAST_WAIT_S) + (1 - share) * learned
+
+    def _queued_index_per_s(self, uid: bytes, learned: float) -> float:
+        share = self._queue.order_share
+        if not share or self._queue.is_late(uid, self._returns.now_s):
+            return SURE * learned
+        wait_s = self._queue.wait_s(uid) * self._returns.coming_share
+        by_order = self._returns.chance(uid) / max(wait_s, LEAST_WAIT_S)
+        return SURE * (share * by_order + (1 - share) * learned)
 
     def _judge_promise(self, uid: bytes, now_s: float) -> None:
         promise = self._expected.pop(uid, None)
@@ -141,18 +236,6 @@ class ReturnValue(LookAhead):
         self._waits.made()
         if abs(now_s - return_s) > _tolerance_s(said_s, return_s):
             self._waits.broke()
-
-    def _judge_queue(self, uid: bytes) -> None:
-        """Whoever starts must have been near the head; where that seldom holds, the queue is left aside."""
-        self._order.made()
-        if uid not in self._fetched:
-            self._order.broke()
-        limit = QUEUE_LEFT_BELOW if self._believes_queue else QUEUE_TAKEN_ABOVE
-        if (self._order.share > limit) is not self._believes_queue:
-            self._believes_queue = not self._believes_queue
-            # Once in dozens of turns at most, by the distance of the two limits.
-            for waiting in tuple(self._queue):
-                self._rank(waiting)
 
 
 def _tolerance_s(said_s: float, return_s: float) -> float:
