@@ -37,6 +37,8 @@ class ReturnValue(Ranked):
         self._miss_s = miss_s
         self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
         self._sizes: dict[bytes, int] = {}
+        self._last_use: dict[bytes, int] = {}
+        self._use_count = 0
         self._worth: dict[bytes, float] = {}
         """Cost of a miss per byte."""
         self._held: dict[bytes, Tier] = {}
@@ -96,6 +98,7 @@ class ReturnValue(Ranked):
             self._held_bytes -= self._sizes[uid]
         self._sizes.pop(uid, None)
         self._worth.pop(uid, None)
+        self._last_use.pop(uid, None)
         self._all.discard(uid)
         self._dram.discard(uid)
         self._fetchable.discard(uid)
@@ -146,9 +149,11 @@ class ReturnValue(Ranked):
         """See Policy."""
         return self._fetchable.first(accepts) if self._follows_order else None
 
-    def is_needed_soon(self, uid: bytes) -> bool:
-        """See Policy."""
-        return self._follows_order and uid in self._fetched
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
+        """See Policy. Whoever is needed later gives way, as in LookAhead."""
+        if not self._follows_order or uid not in self._fetched:
+            return False
+        return fetched not in self._fetched or self._fetched.order(uid) <= self._fetched.order(fetched)
 
     def rank(self, uid: bytes) -> Key | None:
         """See Ranked."""
@@ -162,6 +167,8 @@ class ReturnValue(Ranked):
         if uid in self._held:
             self._held_bytes += size_bytes - self._sizes[uid]
         self._sizes[uid] = size_bytes
+        self._use_count += 1
+        self._last_use[uid] = self._use_count
         self._worth[uid] = self._miss_s(size_bytes) / size_bytes
         self._rank(uid)
 
@@ -183,7 +190,8 @@ class ReturnValue(Ranked):
             self._fallen(uid)
 
     def _key(self, uid: bytes) -> Key:
-        return (self._index_per_s(uid) * self._worth[uid],)
+        # Of equals the least recently used leaves first, not the one whose name comes first.
+        return (self._index_per_s(uid) * self._worth[uid], self._last_use[uid])
 
     def _rank_fetch(self, uid: bytes) -> None:
         if uid in self._fetched and self._held.get(uid) is Tier.SSD:
