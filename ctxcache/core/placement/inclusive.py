@@ -55,8 +55,8 @@ class InclusiveLedger(Ledger):
         if needed_bytes > self._limits[tier]:
             return False
         while self._free_bytes(tier) < needed_bytes:
-            victim = self._demoted() if tier is Tier.DRAM else self.policy.evict(self._may_move)
-            if victim is None or not may_leave(victim):
+            victim = self._first(tier, may_leave)
+            if victim is None:
                 return False
             leave = self._drop if tier is Tier.DRAM else self._evict
             leave(victim, moves)

@@ -173,9 +173,8 @@ class Ledger:
             return False
 
         while self._free_bytes(tier) < needed_bytes:
-            victim = self._demoted() if tier is Tier.DRAM else self.policy.evict(self._may_move)
-            # The first that may leave decides: whoever stands behind it is worth no less.
-            if victim is None or not may_leave(victim):
+            victim = self._first(tier, may_leave)
+            if victim is None:
                 return False
             held = self._held[victim]
             if tier is Tier.DRAM and held.size_bytes <= self._free_bytes(Tier.SSD):
@@ -183,14 +182,19 @@ class Ledger:
                 moves.append(Move(Act.DEMOTE, victim, held.size_bytes, Tier.SSD))
                 continue
             if tier is Tier.DRAM and held.size_bytes <= self._limits[Tier.SSD]:
-                victim = self.policy.evict(self._may_move)
-                if victim is None or not may_leave(victim):
+                victim = self._first(Tier.SSD, may_leave)
+                if victim is None:
                     return False
             self._evict(victim, moves)
         return True
 
-    def _demoted(self) -> bytes | None:
-        return self.policy.demote(lambda uid: self._may_move(uid) and self._held[uid].tier is Tier.DRAM)
+    def _first(self, tier: Tier, may_leave: Callable[[bytes], bool]) -> bytes | None:
+        """Who leaves the tier first, of those that may; out of SSD means out of the store, from either tier."""
+        if tier is Tier.SSD:
+            return self.policy.evict(lambda uid: self._may_move(uid) and may_leave(uid))
+        return self.policy.demote(
+            lambda uid: self._may_move(uid) and self._held[uid].tier is Tier.DRAM and may_leave(uid)
+        )
 
     def _place(self, uid: bytes, tier: Tier) -> None:
         held = self._held[uid]

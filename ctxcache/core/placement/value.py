@@ -101,6 +101,7 @@ class ReturnValue(Ranked):
         self._last_use.pop(uid, None)
         self._all.discard(uid)
         self._dram.discard(uid)
+        self.withdrawn(uid)
         self._fetchable.discard(uid)
 
     def ended(self, uid: bytes) -> None:
@@ -108,10 +109,11 @@ class ReturnValue(Ranked):
         self._expected.pop(uid, None)
         self._returns.ended(uid)
         self.evicted(uid)
-        self.withdrawn(uid)
 
     def hinted(self, uid: bytes, order: float) -> None:
-        """See Policy."""
+        """See Policy. Of sessions that are not there nobody hears in a store, so nobody does here."""
+        if uid not in self._held:
+            return
         self._queue.put(uid, order, self._returns.now_s)
         self._returns.queued(uid)
         self._resize()
@@ -139,11 +141,11 @@ class ReturnValue(Ranked):
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self._least(self._all, accepts)
+        return self._all.first(accepts)
 
     def demote(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self._least(self._dram, accepts)
+        return self._dram.first(accepts)
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
@@ -158,7 +160,6 @@ class ReturnValue(Ranked):
     def rank(self, uid: bytes) -> Key | None:
         """See Ranked."""
         if uid in self._held:
-            self._rank(uid)
             return self._all.key(uid)
         return self._key(uid) if uid in self._sizes else None
 
@@ -198,17 +199,6 @@ class ReturnValue(Ranked):
             self._fetchable.put(uid, (self._fetched.order(uid),))
         else:
             self._fetchable.discard(uid)
-
-    def _least(self, keyed: Keyed, accepts: Accepts) -> bytes | None:
-        """The first by what it is worth now. Keys only rise unseen, so each is looked up once at most."""
-        uid = keyed.first(accepts)
-        while uid is not None:
-            before = keyed.key(uid)
-            self._rank(uid)
-            if before is None or self._key(uid) <= before:
-                break
-            uid = keyed.first(accepts)
-        return uid
 
     def _index_per_s(self, uid: bytes) -> float:
         learned = self._returns.index_per_s(uid)
