@@ -245,6 +245,7 @@ class Placement:
         if known is not None:
             known.is_order_used = known.is_order_used and known.order is not None
             known.is_set_aside, known.order, known.rank = False, order, None
+            self.policy.passed(self._now_s())
             self.policy.hinted(known.name, order)
             self.is_wanted.set()
 

@@ -86,3 +86,17 @@ async def test_a_job_said_to_run_after_its_turn_is_withdrawn_at_once(rig: Memory
     rig.cache.queues.gone(queue, "job", is_started=True)
 
     assert heard.events == ["withdrawn"]
+
+
+async def test_a_job_waits_from_the_moment_at_which_it_was_put(rig: MemoryRig, queue: Queue) -> None:
+    """Not from that of the last event before it, which may be long ago: when it is due follows."""
+    await rig.create("b")
+    await rig.append("b", Writer(1).make(SEGMENT_TOKENS))
+    policy = rig.cache.placement.policy
+    passed: list[float] = []
+    hear = policy.passed
+    policy.passed = lambda now_s: (passed.append(now_s), hear(now_s))[1]  # type: ignore[method-assign,func-returns-value]
+    rig.clock.advance(seconds=30)
+    rig.cache.queues.put(queue, "b", Job("next", None, position=2.0))
+
+    assert passed == [rig.clock.monotonic_ns() / 1e9]

@@ -356,11 +356,13 @@ def _serve_queue(ledger: Ledger, pick: Callable[[int], int], rounds: int, *, sta
     """Keep 20 jobs in the queue, in the order of their numbers, and start the one that `pick` says of them."""
     waiting = [start * 100 + number for number in range(20)]
     for number in waiting:
+        _turn(ledger, b"%d" % number, start * 1000, size_bytes=1)
         ledger.policy.hinted(b"%d" % number, number)
     for done in range(rounds):
         started = waiting.pop(pick(done) % len(waiting))
-        _turn(ledger, b"%d" % started, start * 1000 + done)
+        _turn(ledger, b"%d" % started, start * 1000 + done, size_bytes=1)
         waiting.append(start * 100 + 20 + done)
+        _turn(ledger, b"%d" % waiting[-1], start * 1000 + done, size_bytes=1)
         ledger.policy.hinted(b"%d" % waiting[-1], waiting[-1])
     for number in waiting:
         ledger.policy.withdrawn(b"%d" % number)

@@ -6,7 +6,7 @@ never comes is `returns`' to learn. Worst case: an order that turns false; it is
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
 from ctxcache.core.placement.trust import Trust
@@ -48,7 +48,13 @@ class Forecast:
         return max(2 * self._trust.share - 1 - CHANCE, 0.0) / (1 - CHANCE)
 
     def put(self, uid: bytes, order: float, now_s: float) -> None:
-        """A job waits at `order`, wherever it waited before."""
+        """A job waits at `order`, wherever it waited before. One that keeps its place is the job that it was."""
+        before = self._orders.get(uid)
+        if before is not None and self._has_place(before, order):
+            self._orders[uid] = order
+            del self._places[bisect_left(self._places, before)]
+            insort(self._places, order)
+            return
         self.discard(uid)
         self._orders[uid] = order
         insort(self._places, order)
@@ -96,6 +102,11 @@ class Forecast:
     def wait_s(self, uid: bytes) -> float:
         """How long the job will wait if all before it come, at the late pace."""
         return self._interval_s * (bisect_left(self._places, self._orders[uid]) - self._overtaken_count())
+
+    def _has_place(self, before: float, order: float) -> bool:
+        """Whether nobody else waits between the two."""
+        low, high = sorted((before, order))
+        return bisect_right(self._places, high) - bisect_left(self._places, low) == 1
 
     def _overtaken_count(self) -> int:
         return bisect_left(self._places, self._front)

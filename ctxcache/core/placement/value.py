@@ -101,7 +101,9 @@ class ReturnValue(Ranked):
         self._last_use.pop(uid, None)
         self._all.discard(uid)
         self._dram.discard(uid)
-        self.withdrawn(uid)
+        # Whether such a job comes is learned all the same: its session is watched on.
+        self._queue.discard(uid)
+        self._fetched.discard(uid)
         self._fetchable.discard(uid)
 
     def ended(self, uid: bytes) -> None:
