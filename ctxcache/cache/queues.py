@@ -19,7 +19,7 @@ from ctxcache.errors import CacheError, EngineTakenOver, TooManyRequests
 
 SECOND_NS = 10**9
 JOBS_PER_SLICE = 32
-"""Jobs that are withdrawn before others get their turn of the event loop."""
+"""Jobs that are withdrawn, or put off, before others get their turn of the event loop."""
 
 
 class Change(enum.Flag):
@@ -162,18 +162,26 @@ class Queues:
         await self._forget_jobs()
 
     async def expire_due(self) -> None:
-        """Withdraw the queues of engines that have not come back."""
+        """Withdraw the queues of engines that have not come back, and put off jobs that should have started."""
         now_ns = self._state.clock.monotonic_ns()
         for queue in list(self._queues.values()):
             if queue.lost_until_ns is not None and queue.lost_until_ns <= now_ns:
                 await self.withdraw(queue)
         await self._forget_jobs()
-        while self._starting:
-            uid, until_ns = next(iter(self._starting.items()))
-            if until_ns > now_ns:
-                return
+        is_more = True
+        while is_more:
+            is_withdrawn = self._withdraw_started(now_ns)
+            is_more = self._schedule.passed(now_ns / SECOND_NS, JOBS_PER_SLICE) > 0 or is_withdrawn
+            await asyncio.sleep(0)
+
+    def _withdraw_started(self, now_ns: int) -> bool:
+        """Of jobs that run and were not followed by an access, withdraw some; whether there were any."""
+        first = itertools.islice(self._starting.items(), JOBS_PER_SLICE)
+        due = [uid for uid, until_ns in first if until_ns <= now_ns]
+        for uid in due:
             del self._starting[uid]
             self._reordered(uid, self._schedule.order(uid))
+        return bool(due)
 
     async def _forget_jobs(self) -> None:
         """Also what others began and were cancelled at."""

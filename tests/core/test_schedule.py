@@ -1,10 +1,12 @@
 """The merged queue against one that looks at everything each time; ranks against a sorted list."""
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ from ctxcache.core.placement.start_rate import DEFAULT_PER_S, StartRate
 ENGINES = ("a", "b", "c")
 DELTAS = st.lists(
     st.tuples(
-        st.sampled_from(("put", "put", "put", "put at", "started", "cancelled", "drop")),
+        st.sampled_from(("put", "put", "put", "put at", "started", "cancelled", "drop", "passed")),
         st.sampled_from(ENGINES),
         st.integers(0, 9),
         st.one_of(st.none(), st.integers(0, 4)),
@@ -33,6 +35,9 @@ class _Naive:
         self.jobs: dict[str, dict[str, tuple[Job, int, float]]] = {}
         self.rates: dict[str, StartRate] = {}
         self.passes: dict[str, tuple[bool, tuple[float, ...]]] = {}
+        self.dues: dict[tuple[str, str], tuple[float, float, float]] = {}
+        """From when it is late, its patience, and by how much it is put off."""
+        self.started: dict[str, float] = {}
         self.number = 0
 
     def put(self, engine: str, job: Job, now_s: float) -> None:
@@ -42,29 +47,59 @@ class _Naive:
         self.number += 1
         start_s = self._start(engine, job, now_s) if job.start_s is None else job.start_s
         jobs[job.job_id] = job, self.number, start_s
+        patience_s = min(max(start_s - now_s, 8 / self.rates[engine].per_s, 60.0), 600.0)
+        self.dues[engine, job.job_id] = start_s, patience_s, 0.0
         self._fit(engine, now_s)
+
+    def passed(self, now_s: float) -> None:
+        late = [
+            (self.dues[engine, job_id][0] + max(self.dues[engine, job_id][1:]), engine, job_id)
+            for engine, jobs in self.jobs.items()
+            for job_id in jobs
+            if self.dues[engine, job_id][2] < inf
+        ]
+        for look_s, engine, job_id in sorted(late):
+            from_s, patience_s, _ = self.dues[engine, job_id]
+            if look_s > now_s:
+                continue
+            if job_id in [job.job_id for job, *_ in self.line(engine)[8:]]:
+                from_s = max(from_s, self.started.get(engine, -inf))
+            steps = (patience_s * 2**n for n in range(5))
+            put_off_s = next((step_s for step_s in steps if from_s + step_s > now_s), inf)
+            self.dues[engine, job_id] = (
+                from_s,
+                patience_s,
+                put_off_s if now_s >= from_s + patience_s else 0.0,
+            )
 
     def gone(self, engine: str, job_id: str, now_s: float, *, is_started: bool) -> None:
         jobs = self.jobs.get(engine, {})
         if job_id in jobs:
             self.rates[engine].passed(now_s, is_waiting=True, started=int(is_started))
+            if is_started:
+                self.started[engine] = now_s
             del jobs[job_id]
             self._fit(engine, now_s)
 
     def drop(self, engine: str) -> None:
-        for facts in (self.jobs, self.rates, self.passes):
+        for facts in (self.jobs, self.rates, self.passes, self.started):
             facts.pop(engine, None)
 
     def line(self, engine: str) -> list[tuple[Job, int, float]]:
-        placed = (entry for entry in self.jobs.get(engine, {}).values() if entry[0].start_s is None)
+        placed = (
+            entry
+            for entry in self.jobs.get(engine, {}).values()
+            if entry[0].start_s is None and self.dues[engine, entry[0].job_id][2] < inf
+        )
         return sorted(placed, key=lambda entry: self.place(entry[0], entry[1]))
 
     def starts(self, uid: bytes) -> list[tuple[Job, float]]:
         return [
-            (job, start_s)
-            for jobs in self.jobs.values()
+            (job, start_s + late_s)
+            for engine, jobs in self.jobs.items()
             for job, _, start_s in jobs.values()
-            if job.uid == uid
+            for _, _, late_s in (self.dues[engine, job.job_id],)
+            if job.uid == uid and late_s < inf
         ]
 
     def _start(self, engine: str, job: Job, now_s: float) -> float:
@@ -113,6 +148,12 @@ class _Naive:
         return high - min(step_s, (high - low) / 2) if start_s >= high else start_s
 
 
+def let_pass(merged: Schedule, now_s: float) -> None:
+    """Put off whatever is overdue."""
+    while merged.passed(now_s, 3):
+        pass
+
+
 @given(DELTAS)
 @settings(max_examples=300, deadline=None)
 def test_the_merged_order_is_that_of_a_model_that_looks_at_everything(deltas: list[Any]) -> None:
@@ -128,6 +169,10 @@ def test_the_merged_order_is_that_of_a_model_that_looks_at_everything(deltas: li
         if kind.startswith("put"):
             merged.put(engine, job, now_s)
             naive.put(engine, job, now_s)
+        elif kind == "passed":
+            now_s += 40 * passed_s
+            let_pass(merged, now_s)
+            naive.passed(now_s)
         elif kind == "drop":
             while merged.drop(engine, 3):
                 pass
@@ -148,6 +193,66 @@ def test_the_merged_order_is_that_of_a_model_that_looks_at_everything(deltas: li
             assert merged.job_count(name) == len(naive.jobs.get(name, {}))
             line = [start_s for *_, start_s in naive.line(name)]
             assert line == sorted(line)
+
+
+def late(merged: Schedule, until_s: int) -> Iterator[tuple[int, list[float | None]]]:
+    """Look twice a second; when something has changed, and the orders of sessions 0 to 9."""
+    before: list[float | None] = []
+    for half_s in range(2 * until_s):
+        let_pass(merged, half_s / 2)
+        orders = [merged.order(bytes([i])) for i in range(10)]
+        if orders != before:
+            yield half_s // 2, orders
+        before = orders
+
+
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_a_stuck_engines_jobs_lose_their_places(*, has_positions: bool) -> None:
+    """They are behind whatever starts soon, in their order, each as far off as it is late; and in the end nowhere."""
+    merged = Schedule(lambda *_: None)
+    for i in range(10):
+        start_s = None if has_positions else float(i)
+        merged.put("a", Job(f"{i}", bytes([i]), position=float(i), start_s=start_s), 0.0)
+    settled = {
+        now_s: [round(order) for order in orders if order is not None] for now_s, orders in late(merged, 1000)
+    }
+
+    assert [settled[now_s] for now_s in (0, 69, 129, 249, 489)] == [
+        [at + i for i in range(10)] for at in (0, 120, 240, 480, 960)
+    ]
+    assert settled[969] == []
+    assert merged.job_count("a") == 10
+
+
+def test_a_job_that_was_forgotten_holds_up_nobody() -> None:
+    """One that never ends, before others that do: it is given up, and they are expected in their turn."""
+    merged = Schedule(lambda *_: None)
+    merged.put("a", Job("forgotten", b"f", position=-1.0), 0.0)
+    for i in range(2000):
+        merged.put("a", Job(f"{i}", b"%d" % i, position=float(i)), float(i))
+        merged.put("a", Job(f"x{i}", None, position=float(i)), float(i))
+        merged.gone("a", f"{i}", i + 0.5, is_started=True)
+        merged.gone("a", f"x{i}", i + 1.0, is_started=True)
+        merged.passed(i + 1.0, 10)
+    merged.put("a", Job("next", b"n", position=2000.0), 2000.0)
+
+    assert merged.order(b"f") is None
+    assert merged.order(b"n") == 2000.0
+    merged.put("a", Job("forgotten", b"f", position=3000.0), 2000.0)
+    assert merged.order(b"f") is not None
+
+
+def test_who_waits_for_a_slow_engine_is_not_overdue() -> None:
+    """Jobs of an engine that takes a minute for each, which nobody could know when they were put, keep their order."""
+    merged = Schedule(lambda *_: None)
+    for i in range(100):
+        merged.put("a", Job(f"{i}", b"%d" % i, position=float(i)), 0.0)
+    for i in range(100):
+        for half_s in range(120):
+            merged.passed(60.0 * i + half_s / 2, 1000)
+        orders = [merged.order(b"%d" % j) for j in range(i, 100)]
+        assert None not in orders
+        merged.gone("a", f"{i}", 60.0 * (i + 1), is_started=True)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30))))

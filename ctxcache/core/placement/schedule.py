@@ -4,7 +4,8 @@ A job says when it starts, or where it stands among the jobs of its engine: then
 before it, at the rate at which that engine was seen to start them. The estimate is made when the job is
 put, between those of its neighbours; when an engine's first job is due far too early or too late, its jobs
 are estimated anew, some with each delta, in the direction in which they stay in order: O(log n) per delta.
-A session that several jobs name starts with the earliest of them.
+A session that several jobs name starts with the earliest of them. Jobs that do not start when they should
+are put off and given up (`overdue`), so that an engine that is stuck keeps nothing from others for ever.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from itertools import islice
 from math import inf
 
 from ctxcache.core.placement.order import Keyed
+from ctxcache.core.placement.overdue import Due, due
 from ctxcache.core.placement.ranks import Place, Ranks
 from ctxcache.core.placement.start_rate import StartRate
 
@@ -57,6 +59,13 @@ class _Queue:
     """The job that was estimated anew last; None while there is no need."""
     is_later: bool = False
     """Whether that goes from the last job to the first, each to a later start; else the other way."""
+    started_s: float = -inf
+    """When one of its jobs started last."""
+    dues: dict[str, Due] = field(default_factory=dict)
+    put_off_s: dict[str, float] = field(default_factory=dict)
+    """By how much overdue jobs are put off."""
+    looks: Keyed = field(default_factory=Keyed)
+    """Jobs by when they are to be put off, or further."""
 
 
 class Schedule:
@@ -103,7 +112,10 @@ class Schedule:
         if before is not None and before.uid != job.uid:
             self._set(before.uid, engine, before.job_id, None)
         queue.jobs[job.job_id] = job
-        self._set(job.uid, engine, job.job_id, self._order(queue, job, now_s))
+        order = self._order(queue, job, now_s)
+        queue.dues[job.job_id] = foreseen = due(order, now_s, SLIP_JOBS / queue.rate.per_s)
+        queue.looks.put(job.job_id.encode(), (foreseen.next_look_s(0.0),))
+        self._set(job.uid, engine, job.job_id, order)
         self._refit(engine, queue, now_s)
 
     def gone(self, engine: str, job_id: str, now_s: float, *, is_started: bool) -> Job | None:
@@ -112,11 +124,22 @@ class Schedule:
         if queue is None or job_id not in queue.jobs:
             return None
         queue.rate.passed(now_s, is_waiting=True, started=int(is_started))
+        if is_started:
+            queue.started_s = now_s
         job = self._take(queue, job_id)
         if job is not None:
             self._set(job.uid, engine, job_id, None)
         self._refit(engine, queue, now_s)
         return job
+
+    def passed(self, now_s: float, limit: int) -> int:
+        """Put off, or give up, jobs that are overdue, `limit` at most; how many there were."""
+        count = 0
+        for engine, queue in self._queues.items():
+            while count < limit and (name := _overdue(queue, now_s)) is not None:
+                self._put_off(engine, queue, name, now_s)
+                count += 1
+        return count
 
     def drop(self, engine: str, limit: int) -> list[Job]:
         """Take up to `limit` of an engine's jobs away, and after the last one forget the engine; returns them."""
@@ -137,10 +160,10 @@ class Schedule:
         return self._queues[engine]
 
     def _take(self, queue: _Queue, job_id: str) -> Job | None:
-        place = queue.places.pop(job_id, None)
-        if place is not None:
-            queue.ranks.discard(place)
-            del queue.starts[place], queue.job_ids[place]
+        _unplace(queue, job_id)
+        queue.dues.pop(job_id, None)
+        queue.put_off_s.pop(job_id, None)
+        queue.looks.discard(job_id.encode())
         return queue.jobs.pop(job_id, None)
 
     def _order(self, queue: _Queue, job: Job, now_s: float) -> float:
@@ -177,9 +200,42 @@ class Schedule:
             queue.cursor = place = before if queue.is_later else after
             if place is None:
                 return
-            queue.starts[place] = _estimate(queue, place, now_s)
+            queue.starts[place] = start_s = _estimate(queue, place, now_s)
             job = queue.jobs[queue.job_ids[place]]
-            self._set(job.uid, engine, job.job_id, queue.starts[place])
+            self._set(job.uid, engine, job.job_id, start_s + queue.put_off_s.get(job.job_id, 0.0))
+
+    def _put_off(self, engine: str, queue: _Queue, name: bytes, now_s: float) -> None:
+        job = queue.jobs[name.decode()]
+        place, foreseen = queue.places.get(job.job_id), queue.dues[job.job_id]
+        start_s = foreseen.start_s if place is None else queue.starts[place]
+        if place is not None and queue.ranks.find(place).rank >= SLIP_JOBS:
+            # It is late because those before it are: that counts from when one of them started.
+            foreseen = Due(max(foreseen.start_s, queue.started_s), foreseen.patience_s)
+            queue.dues[job.job_id] = foreseen
+        put_off_s = queue.put_off_s[job.job_id] = foreseen.put_off_s(now_s)
+        if put_off_s < inf:
+            queue.looks.put(name, (foreseen.next_look_s(put_off_s),))
+            self._set(job.uid, engine, job.job_id, start_s + put_off_s)
+        else:
+            # Until it is put again; and nobody waits behind it.
+            queue.looks.discard(name)
+            _unplace(queue, job.job_id)
+            self._set(job.uid, engine, job.job_id, None)
+
+
+def _overdue(queue: _Queue, now_s: float) -> bytes | None:
+    """The job that is to be looked at next, if it is time."""
+    name = queue.looks.first()
+    key = None if name is None else queue.looks.key(name)
+    return name if key is not None and key[0] <= now_s else None
+
+
+def _unplace(queue: _Queue, job_id: str) -> None:
+    """The job stands before and behind nobody."""
+    place = queue.places.pop(job_id, None)
+    if place is not None:
+        queue.ranks.discard(place)
+        del queue.starts[place], queue.job_ids[place]
 
 
 def _begin_pass(queue: _Queue, now_s: float) -> bool:
