@@ -15,6 +15,7 @@ from ctxcache.cli.simulate_machine import Machine
 from ctxcache.cli.units import parse_duration_s
 
 if TYPE_CHECKING:
+    from ctxcache.simulate.lies import Lie
     from ctxcache.simulate.load import Hint, Load
     from ctxcache.simulate.study import Capacity
 
@@ -86,9 +87,17 @@ class Options(Machine):
     hints: Annotated[
         str, typer.Option(help="What clients say after a turn: ends, returns.", metavar="HINT,...")
     ] = ""
-    wrong_hints: Annotated[
-        float, typer.Option(help="Share of hints and queue places that lie.", min=0, max=1)
-    ] = 0.0
+    wrong_hints: Annotated[float, typer.Option(help="Share of what is said that is false.", min=0, max=1)] = (
+        0.0
+    )
+    lies: Annotated[
+        str,
+        typer.Option(
+            help="What is false of it: order (a job's place), phantom (a job that never comes), missing (one that is"
+            " not told), hint.",
+            metavar="LIE,...",
+        ),
+    ] = "order,hint"
     warm_up: Annotated[
         int | None,
         typer.Option(help="Turns before counting begins.", min=0, show_default="0; a sweep's own"),
@@ -131,7 +140,7 @@ class Options(Machine):
             self.of_model(preset), dram_bytes=_size(self.dram, "--dram"), buffer_share=self.buffer_share,
             ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
             dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
-            hints=_hints(self.hints), wrong_hint_share=self.wrong_hints,
+            hints=_hints(self.hints), wrong_hint_share=self.wrong_hints, lies=_lies(self.lies),
             **{name: value for name, value in said.items() if value is not None},
         )  # fmt: skip
         return self.on_machine(load, ssd_write)
@@ -182,6 +191,17 @@ def _hints(names: str) -> "frozenset[Hint]":
         return frozenset(Hint(name) for name in names.split(",") if names)
     except ValueError as error:
         raise typer.BadParameter(f"{error}; there are ends, returns", param_hint="--hints") from error
+
+
+def _lies(names: str) -> "frozenset[Lie]":
+    from ctxcache.simulate.lies import Lie  # noqa: PLC0415  as above
+
+    try:
+        return frozenset(Lie(name) for name in names.split(",") if names)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{error}; there are {', '.join(each.value for each in Lie)}", param_hint="--lies"
+        ) from error
 
 
 def _rate(value: float, option: str) -> float:

@@ -298,3 +298,14 @@ def test_first_layers_alone_need_an_inclusive_store_of_layers(trace: Path, optio
 
     assert ran.exit_code == ExitCode.USAGE
     assert "--resident-layers" in ran.stderr
+
+
+def test_what_is_false_has_a_name(trace: Path) -> None:
+    """Kinds of lies are named one by one; another name is refused with those that there are."""
+    options = ("--policies", "look-ahead", "--slots", "1", "--wrong-hints", "1", "--json")
+    ran = ctxcache("simulate", str(trace), *options, "--lies", "phantom,missing")
+    assert ran.exit_code == ExitCode.OK
+
+    ran = ctxcache("simulate", str(trace), *options, "--lies", "phantoms")
+    assert ran.exit_code == ExitCode.USAGE
+    assert "missing" in ran.stderr
