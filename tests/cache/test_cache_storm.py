@@ -433,7 +433,7 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
         shares=SHARES,
     )
     capacities = Capacities(rig.arena_segments * SLOT_BYTES, sum(rig.ssd_segments) * SLOT_BYTES)
-    rig.make_policy = lambda: RANKED[("look-ahead", "value-by-tokens", "value")[seed % 3]](capacities)
+    rig.make_policy = lambda: RANKED[("look-ahead", "value")[seed % 2]](capacities)
     rig.ssd = SlowTier([count * SLOT_BYTES for count in rig.ssd_segments], dice)
     rig.metadata = SlowMetadata(dice)
     await rig.open()
