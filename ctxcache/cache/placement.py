@@ -10,13 +10,14 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
+from ctxcache.cache.ahead import Ahead
+from ctxcache.cache.known import Known
 from ctxcache.cache.retaining import Retaining
+from ctxcache.cache.watchers import Watcher, Watchers
 from ctxcache.clock import Clock
 from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.core.placement.policy import Tier
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.residence import Kin
 from ctxcache.core.segment import Segment
@@ -30,57 +31,6 @@ IN_USE: Key = (math.inf,)
 SECOND_NS = 10**9
 
 
-class Watcher(Protocol):
-    """Who asked about a session. Called on the event loop; must not wait."""
-
-    def promoted(self, uid: bytes) -> None:
-        """All of it is in DRAM now."""
-
-    def demoted(self, uid: bytes) -> None:
-        """Some of it is only on SSD now."""
-
-    def evicted(self, uid: bytes) -> None:
-        """It was given up for others. The last that is heard of it."""
-
-    def ended(self, uid: bytes) -> None:
-        """It has expired or was deleted. The last that is heard of it."""
-
-
-@dataclass(slots=True)
-class Prefetched:
-    """Segments promoted ahead of need since the start; of those, read since, and dropped unread."""
-
-    prefetched_segment_count: int = 0
-    prefetch_used_segment_count: int = 0
-    prefetch_unused_segment_count: int = 0
-
-
-@dataclass(slots=True)
-class _Known:
-    name: bytes
-    turn_count: int = 0
-    rested_end: int = 0
-    """Where its log ended when it last rested."""
-    use_count: int = 0
-    has_rested: bool = False
-    coming_count: int = 0
-    is_order_used: bool = False
-    """Whether it was accessed since its job came."""
-    is_leaving: bool = False
-    """Something of it has left DRAM since it was last used: half of it hastens no turn that waits for all."""
-    is_set_aside: bool = False
-    """Not to be promoted ahead of need before its next hint or rest: that failed."""
-    tier: Tier | None = None
-    rank: Key | None = None
-    """As the policy last said; None where something has happened since."""
-    order: float | None = None
-    """When its next job starts, while one waits."""
-
-    @property
-    def is_in_use(self) -> bool:
-        return bool(self.use_count or self.coming_count or not self.has_rested)
-
-
 class Placement:
     """The policy, and what it is told. Owned by the event loop."""
 
@@ -92,18 +42,20 @@ class Placement:
         self.retention = retention
         self.is_wanted = asyncio.Event()
         """Set when somebody may have come to be worth promoting ahead of need, or may have become so easily."""
-        self.prefetched = Prefetched()
         self._clock = clock
         self._by_uid = by_uid
         self._fallen = fallen
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, Known] = {}
         self._uids: dict[bytes, bytes] = {}
         self._ghosts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._kin_in_dram: dict[bytes, set[bytes]] = {}
         """Sessions that share segments and are all in DRAM, by their kin's uid."""
-        self._watchers: dict[bytes, list[Watcher]] = {}
-        self._ahead: set[Segment] = set()
-        """Promoted ahead of need, and not read since."""
+        self._watchers = Watchers()
+        self._ahead = Ahead()
+        self.prefetched = self._ahead.counts
+        self.promoting = self._ahead.promoting
+        self.promoted = self._ahead.promoted
+        self.used = self._ahead.used
         self._looks_left = LOOKS
         policy.watch(self._fell_by_name)
         policy.passed(self._now_s())
@@ -155,15 +107,14 @@ class Placement:
         """The session is created; it is in use, in a way, until it first rests."""
         name = f"{session.tenant}\0{session.session_id}".encode()
         turn_count, token_count = self._ghosts.pop(name, (0, 0))
-        self._known[session.uid] = _Known(name, turn_count, token_count)
+        self._known[session.uid] = Known(name, turn_count, token_count)
         self._uids[name] = session.uid
 
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
         self.appeared(session)
         known = self._known[session.uid]
-        known.has_rested, known.turn_count, known.rested_end = True, 1, session.log_end
-        self.policy.recalled(known.name, _facts(session, 1, session.log_end), idle_s)
+        self.policy.recalled(known.name, known.recall(session), idle_s)
         self.settled(session)
 
     def accessed(self, session: Session) -> None:
@@ -204,9 +155,7 @@ class Placement:
 
     def dropped(self, segment: Segment) -> None:
         """The segment left DRAM."""
-        if segment in self._ahead:
-            self._ahead.discard(segment)
-            self.prefetched.prefetch_unused_segment_count += 1
+        self._ahead.dropped(segment)
         home = segment.home
         if isinstance(home, Kin):
             # Who does not list it is found to be in DRAM when it is next looked at.
@@ -274,16 +223,11 @@ class Placement:
     def watch(self, uid: bytes, watcher: Watcher) -> None:
         """Let `watcher` hear of a session that is there, until it is gone."""
         if uid in self._known:
-            self._watchers.setdefault(uid, []).append(watcher)
+            self._watchers.add(uid, watcher)
 
     def unwatch(self, uid: bytes, watcher: Watcher) -> None:
         """Take back one `watch`; one that is over is none."""
-        watchers = self._watchers.get(uid, [])
-        number = next((i for i, other in enumerate(watchers) if other is watcher), None)
-        if number is not None:
-            del watchers[number]
-            if not watchers:
-                del self._watchers[uid]
+        self._watchers.discard(uid, watcher)
 
     # -- promotion ahead of need -------------------------------------------------------------------
 
@@ -320,27 +264,9 @@ class Placement:
         known = self._known.get(session.uid)
         return known is not None and known.tier is Tier.DRAM
 
-    def promoting(self, segment: Segment) -> None:
-        """The segment is being promoted ahead of need."""
-        self._ahead.add(segment)
-
-    def promoted(self, segment: Segment, *, is_there: bool) -> None:
-        """Its promotion ahead of need is over; not `is_there`: it failed."""
-        self.prefetched.prefetched_segment_count += is_there
-        if not is_there:
-            self._ahead.discard(segment)
-
-    def used(self, segments: Iterable[Segment]) -> None:
-        """These are read."""
-        if self._ahead:
-            for segment in segments:
-                if segment in self._ahead:
-                    self._ahead.discard(segment)
-                    self.prefetched.prefetch_used_segment_count += 1
-
     # -- parts -------------------------------------------------------------------------------------
 
-    def _policy_rank(self, known: _Known) -> Key | None:
+    def _policy_rank(self, known: Known) -> Key | None:
         """What the policy says, or said: all its ranks may rise at once, and who looks at all must not wait."""
         if known.rank is None or self._looks_left > 0:
             self._looks_left -= known.rank is not None
@@ -350,17 +276,11 @@ class Placement:
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / SECOND_NS
 
-    def _rest(self, session: Session, known: _Known) -> None:
-        appended = session.log_end - known.rested_end
-        if appended < 0:
-            # Made anew, and shorter than it was when it was evicted.
-            appended = session.log_end
-        known.turn_count += appended > 0
-        known.rested_end = session.log_end
-        known.has_rested, known.is_set_aside = True, False
+    def _rest(self, session: Session, known: Known) -> None:
+        facts = known.rest(session)
         self.retention.rested(session)
         # In use until the policy has heard of it: no rank of its falls, and nobody needs to look.
-        self.policy.idle(known.name, _facts(session, known.turn_count, appended), self._now_s())
+        self.policy.idle(known.name, facts, self._now_s())
         if known.order is not None:
             # Not the job that waits has used it, but the turn before, or another engine's.
             self.policy.hinted(known.name, known.order)
@@ -370,7 +290,7 @@ class Placement:
         # What has just become idle may leave for others, and may be wanted itself.
         self.is_wanted.set()
 
-    def _place(self, session: Session, known: _Known, tier: Tier) -> None:
+    def _place(self, session: Session, known: Known, tier: Tier) -> None:
         kin = session.residence.kin
         if kin and tier is Tier.DRAM:
             # Perhaps it has become kin to somebody since it came there.
@@ -380,7 +300,7 @@ class Placement:
         before, known.tier = known.tier, tier
         self.policy.placed(known.name, tier)
         if before is not None:
-            for watcher in tuple(self._watchers.get(session.uid, ())):
+            for watcher in self._watchers.of(session.uid):
                 (watcher.promoted if tier is Tier.DRAM else watcher.demoted)(session.uid)
 
     def _left_dram(self, uid: bytes) -> None:
@@ -408,7 +328,7 @@ class Placement:
             if not known.is_in_use:
                 self._fallen(session)
 
-    def _forget(self, session: Session, known: _Known) -> Iterable[Watcher]:
+    def _forget(self, session: Session, known: Known) -> Iterable[Watcher]:
         """Forget a session; returns who is to hear of it for the last time."""
         del self._known[session.uid]
         self.retention.release(session.uid)
@@ -419,10 +339,4 @@ class Placement:
             self._kin_in_dram[kin.uid].discard(session.uid)
             if not self._kin_in_dram[kin.uid]:
                 del self._kin_in_dram[kin.uid]
-        return self._watchers.pop(session.uid, ())
-
-
-def _facts(session: Session, turn_count: int, appended_tokens: int) -> Facts:
-    slot_bytes = session.layout.size_bytes
-    appended_bytes = appended_tokens * slot_bytes // session.layout.segment_tokens
-    return Facts(len(session.segments) * slot_bytes, turn_count, appended_bytes)
+        return self._watchers.take(session.uid)

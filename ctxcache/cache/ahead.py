@@ -1,0 +1,53 @@
+"""Ahead: segments that were promoted ahead of need, and what became of them. Counts; moves nothing."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ctxcache.core.segment import Segment
+
+
+@dataclass(slots=True)
+class Prefetched:
+    """Segments promoted ahead of need since the start; of those, read since, and dropped unread."""
+
+    prefetched_segment_count: int = 0
+    prefetch_used_segment_count: int = 0
+    prefetch_unused_segment_count: int = 0
+
+
+class Ahead:
+    """Segments promoted ahead of need, or being so, and not read since. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self.counts = Prefetched()
+        self._segments: set[Segment] = set()
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def promoting(self, segment: Segment) -> None:
+        """The segment is being promoted ahead of need."""
+        self._segments.add(segment)
+
+    def promoted(self, segment: Segment, *, is_there: bool) -> None:
+        """Its promotion ahead of need is over; not `is_there`: it failed."""
+        self.counts.prefetched_segment_count += is_there
+        if not is_there:
+            self._segments.discard(segment)
+
+    def used(self, segments: Iterable[Segment]) -> None:
+        """These are read."""
+        if self._segments:
+            for segment in segments:
+                if segment in self._segments:
+                    self._segments.discard(segment)
+                    self.counts.prefetch_used_segment_count += 1
+
+    def dropped(self, segment: Segment) -> None:
+        """The segment left DRAM."""
+        if segment in self._segments:
+            self._segments.discard(segment)
+            self.counts.prefetch_unused_segment_count += 1
