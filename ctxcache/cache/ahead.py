@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ctxcache.core.segment import Segment
+from ctxcache.core.session import Piece
 
 
 @dataclass(slots=True)
@@ -38,12 +39,12 @@ class Ahead:
         if not is_there:
             self._segments.discard(segment)
 
-    def used(self, segments: Iterable[Segment]) -> None:
+    def used(self, pieces: Iterable[Piece]) -> None:
         """These are read."""
         if self._segments:
-            for segment in segments:
-                if segment in self._segments:
-                    self._segments.discard(segment)
+            for piece in pieces:
+                if piece.segment in self._segments:
+                    self._segments.discard(piece.segment)
                     self.counts.prefetch_used_segment_count += 1
 
     def dropped(self, segment: Segment) -> None:

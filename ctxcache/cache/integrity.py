@@ -80,6 +80,11 @@ def _placement(cache: Cache) -> Iterator[str]:
         is_in_dram = session.amounts().dram_segment_count == len(session.segments)
         if placement.is_in_dram(session) and not is_in_dram:
             yield f"{session.name} is taken to be in DRAM and is not"
+    rankings = (cache.state.resident, cache.state.evictable, cache.state.unwritten.ranking)
+    late = {uid for ranking in rankings for uid in ranking.overtaken()}
+    # One without a segment has nothing that could leave, and is placed nowhere.
+    if any(uid not in by_uid or by_uid[uid].segments for uid in late):
+        yield "sessions leave too late: nobody told that their ranks fell"
     if any(not segment.dram or segment.is_discarded for segment in placement.unread()):
         yield "something promoted ahead of need is not there, and may still be used"
 

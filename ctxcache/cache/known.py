@@ -22,6 +22,8 @@ class Known:
     """Whether it was accessed since its job came."""
     is_leaving: bool = False
     """Something of it has left DRAM since it was last used: half of it hastens no turn that waits for all."""
+    has_fallen: bool = False
+    """Its rank may be lower than when somebody looked, once it rests, and nobody was told."""
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
     tier: Tier | None = None
@@ -37,7 +39,7 @@ class Known:
 
     def recall(self, session: Session) -> Facts:
         """It was there when the store was opened: all that it has came in one turn."""
-        self.has_rested, self.turn_count, self.rested_end = True, 1, session.log_end
+        self.turn_count, self.rested_end = 1, session.log_end
         return _facts(session, 1, session.log_end)
 
     def rest(self, session: Session) -> Facts:

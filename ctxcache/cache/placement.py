@@ -77,6 +77,7 @@ class Placement:
             return None, None
         rank = None if known.is_in_use else self._policy_rank(known)
         if rank is None:
+            known.has_fallen = True
             return IN_USE, IN_USE
         retention = self.retention
         return (retention.store_level(uid), *rank), (retention.dram_level(uid), not known.is_leaving, *rank)
@@ -115,6 +116,8 @@ class Placement:
         self.appeared(session)
         known = self._known[session.uid]
         self.policy.recalled(known.name, known.recall(session), idle_s)
+        # Until now in use, in a way: of a session that nobody has looked at yet nobody needs to be told.
+        known.has_rested = True
         self.settled(session)
 
     def accessed(self, session: Session) -> None:
@@ -129,6 +132,8 @@ class Placement:
             kin = session.residence.kin
             if kin:
                 kin.accessed(session.uid)
+                # What they share ranks as this one from now on, and may have ranked higher.
+                known.has_fallen = True
 
     def rested(self, session: Session) -> None:
         """An access is over. Of one that is gone nothing is said."""
@@ -150,8 +155,7 @@ class Placement:
         known = self._known.get(session.uid)
         if known is None or not known.has_rested or not (session.segments or known.tier):
             return
-        is_in_dram = session.amounts().dram_segment_count == len(session.segments)
-        self._place(session, known, Tier.DRAM if is_in_dram else Tier.SSD)
+        self._place(session, known, Tier.DRAM if session.is_in_dram else Tier.SSD)
 
     def dropped(self, segment: Segment) -> None:
         """The segment left DRAM."""
@@ -279,16 +283,19 @@ class Placement:
     def _rest(self, session: Session, known: Known) -> None:
         facts = known.rest(session)
         self.retention.rested(session)
-        # In use until the policy has heard of it: no rank of its falls, and nobody needs to look.
+        # In use until the policy has heard of it: that its rank falls is told once, at the end.
         self.policy.idle(known.name, facts, self._now_s())
         if known.order is not None:
             # Not the job that waits has used it, but the turn before, or another engine's.
             self.policy.hinted(known.name, known.order)
         self.settled(session)
         known.use_count = 0
-        self._fallen(session)
+        if known.has_fallen:
+            known.has_fallen = False
+            self._fallen(session)
         # What has just become idle may leave for others, and may be wanted itself.
-        self.is_wanted.set()
+        if self.policy.prefetch(self._may_come) is not None:
+            self.is_wanted.set()
 
     def _place(self, session: Session, known: Known, tier: Tier) -> None:
         kin = session.residence.kin
@@ -325,7 +332,9 @@ class Placement:
         if session is not None:
             known = self._known[session.uid]
             known.rank = None
-            if not known.is_in_use:
+            if known.is_in_use:
+                known.has_fallen = True
+            else:
                 self._fallen(session)
 
     def _forget(self, session: Session, known: Known) -> Iterable[Watcher]:

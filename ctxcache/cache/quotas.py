@@ -68,6 +68,10 @@ class Quotas:
         limit_bytes = self._limit_bytes(tenant)
         return 0 if limit_bytes is None else self._usage.of(tenant).kept_bytes + size_bytes - limit_bytes
 
+    def is_limited(self, tenant: str) -> bool:
+        """Whether anything but the capacity bounds what the tenant may have."""
+        return bool(self._shares) and self._limit_bytes(tenant) is not None
+
     def check(self, session: Session, new_bytes: int) -> None:
         """Raise CapacityExceeded unless the session's tenant may have all that it has, and so much more."""
         needed_bytes = len(session.segments) * session.layout.size_bytes + new_bytes

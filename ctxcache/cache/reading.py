@@ -240,7 +240,7 @@ class Reading:
         self._state.counters.dram_hit_token_count += sum(
             p.row_end - p.row_begin for p in asked.pieces if p.segment.dram
         )
-        self._state.placement.used(piece.segment for piece in asked.pieces)
+        self._state.placement.used(asked.pieces)
 
     async def _promote(self, lease: Lease) -> None:
         unique = {p.segment.segment_id: p.segment for p in lease.pieces}

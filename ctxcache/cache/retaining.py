@@ -55,7 +55,7 @@ class Retaining:
 
     def rested(self, session: Session) -> None:
         """The session may have grown."""
-        if self._retention.store_level(session.uid):
+        if not self._retention.is_empty and self._retention.store_level(session.uid):
             self._retention.resized(session.uid, _size_bytes(session), self._now_s())
 
     def passed(self) -> None:

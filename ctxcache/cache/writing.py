@@ -254,8 +254,9 @@ class Writing:
             return len(reservation.runs) * slot_bytes + reservation.promised_bytes
 
         # First: what can never fit makes nothing leave.
-        new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
-        self._residency.quotas.check(reservation.session, new_bytes)
+        if self._residency.quotas.is_limited(reservation.session.tenant):
+            new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
+            self._residency.quotas.check(reservation.session, new_bytes)
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
             reservation.promised_bytes += await self._residency.dirty_bound.admit(missing_bytes, own_bytes)

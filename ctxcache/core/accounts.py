@@ -64,6 +64,10 @@ class Rankings:
                 return uid
         return None
 
+    def overtaken(self) -> list[bytes]:
+        """See Ranking."""
+        return [uid for ranking in self._by_account.values() for uid in ranking.overtaken()]
+
     def _known_rank(self, uid: bytes) -> tuple[float, ...]:
         return self._rank(uid) or ()
 

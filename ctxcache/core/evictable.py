@@ -37,6 +37,10 @@ class Evictable:
         """Its rank, which is this now, may be lower than it was."""
         self._ranking.fell(uid, rank)
 
+    def overtaken(self) -> list[bytes]:
+        """See Ranking."""
+        return self._ranking.overtaken()
+
     def discard(self, uid: bytes) -> None:
         """It is gone."""
         self._aside.discard(uid)

@@ -61,6 +61,10 @@ class Ranking:
             heappush(self._heap, item)
         return found
 
+    def overtaken(self) -> list[bytes]:
+        """Those that would leave too late, as nobody told that they fell: none. Looks at all, for checks."""
+        return [uid for uid in self._entered if (self._rank(uid) or self._entered[uid]) < self._entered[uid]]
+
     def _pop(self) -> tuple[Key, bytes] | None:
         """The first entry that says how it is, taken out of the heap."""
         while self._heap:

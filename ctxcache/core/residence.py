@@ -114,6 +114,10 @@ class Residence:
         self._kin = kin
         kin.uids[self.uid] = None
 
+    def dram_segment_count(self, segments: Iterable[Counted]) -> int:
+        """How many of the session's segments, which these are, are in DRAM."""
+        return self._dram_count if self._kin is None else self.amounts(segments).dram_segment_count
+
     def amounts(self, segments: Iterable[Counted]) -> Amounts:
         """How much of the session lies where, whose segments these are."""
         kin, own = self.kin, Amounts(self._dram_count, self._dram_bytes, self._ssd_bytes)

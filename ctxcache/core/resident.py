@@ -55,6 +55,10 @@ class Resident:
         if kin and kin.last_uid == session.uid:
             self._ranking.fell(kin.uid, rank)
 
+    def overtaken(self) -> list[bytes]:
+        """See Ranking."""
+        return self._ranking.overtaken()
+
     def discard(self, segment: Segment, session: Session) -> None:
         """The session was the last to list the segment."""
         kin = session.residence.kin

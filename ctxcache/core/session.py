@@ -96,6 +96,11 @@ class Session:
             return None
         return None if tail.row_count == self.layout.segment_tokens else tail
 
+    @property
+    def is_in_dram(self) -> bool:
+        """Whether none of its segments is missing there."""
+        return self.residence.dram_segment_count(self.segments) == len(self.segments)
+
     def amounts(self) -> Amounts:
         """How much of it lies where, what it shares included."""
         return self.residence.amounts(self.segments)

@@ -182,6 +182,46 @@ async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dra
     noted.cache.reading.release(lease.lease_id)
 
 
+async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
+    noted: MemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank rises, which rankings find when it comes up; one that was looked up while in use has fallen since."""
+    await noted.create("a")
+    await noted.append("a", Writer(1).make(64), is_durable=True)
+    looks: list[bytes] = []
+    rank = policy_of(noted).rank
+
+    def counted(uid: bytes) -> Key | None:
+        looks.append(uid)
+        return rank(uid)
+
+    monkeypatch.setattr(policy_of(noted), "rank", counted)
+    for _ in range(10):
+        noted.cache.reading.release((await noted.acquire("a")).lease_id)
+    assert not looks
+    lease = await noted.acquire("a")
+    assert noted.cache.state.evictable.first(lambda _: Verdict.LEAVES)
+    noted.cache.reading.release(lease.lease_id)
+    assert looks
+    await noted.check()
+
+
+async def test_what_forks_share_falls_with_the_one_that_is_read(
+    noted: MemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody looked meanwhile: it ranks as the one accessed last, which may rank lower than the one before."""
+    await noted.create("a")
+    await noted.append("a", Writer(1).make(64), is_durable=True)
+    await noted.fork("a", "b")
+    uid = {name: noted.cache.state.sessions[TENANT, name].uid for name in ("a", "b")}
+    monkeypatch.setattr(policy_of(noted), "rank", lambda name: (5.0 if name.endswith(b"a") else 3.0,))
+    await noted.read("a")
+    assert noted.cache.placement.rank(uid["a"]) == (0, 5.0)
+    assert noted.cache.state.resident._ranking.first()
+    await noted.read("b")
+    await noted.check()
+
+
 class Tide(Ranked):
     """Ranks that rise together, as those of a policy that learns may at any moment."""
 

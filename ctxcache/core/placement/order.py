@@ -12,11 +12,14 @@ Key = tuple[float, ...]
 
 
 class Keyed:
-    """Sessions by key, the lowest first. Every operation takes amortised O(log n), `first` per refusal."""
+    """Sessions by key, the lowest first. Every operation takes amortised O(log n), `first` per refusal.
+
+    Put in order when `first` is first asked: who never asks pays for a dictionary.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[bytes, Key] = {}
-        self._heap: list[tuple[Key, bytes]] = []
+        self._heap: list[tuple[Key, bytes]] | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -33,31 +36,37 @@ class Keyed:
         if self._keys.get(uid) == key:
             return
         self._keys[uid] = key
-        heappush(self._heap, (key, uid))
-        self._tidy()
+        if self._heap is not None:
+            heappush(self._heap, (key, uid))
+            self._tidy(self._heap)
 
     def discard(self, uid: bytes) -> None:
         """It is none of them any more."""
-        if self._keys.pop(uid, None) is not None:
-            self._tidy()
+        if self._keys.pop(uid, None) is not None and self._heap is not None:
+            self._tidy(self._heap)
 
     def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """The lowest that `accepts` takes; None when it takes none. It stays in here."""
+        heap = self._in_order() if self._heap is None else self._heap
         passed, found = [], None
-        while self._heap and found is None:
-            key, uid = heappop(self._heap)
+        while heap and found is None:
+            key, uid = heappop(heap)
             if self._keys.get(uid) != key:
                 continue
             passed.append((key, uid))
             found = uid if accepts(uid) else None
         for entry in passed:
-            heappush(self._heap, entry)
+            heappush(heap, entry)
         return found
 
-    def _tidy(self) -> None:
-        if len(self._heap) > 2 * len(self._keys) + SLACK:
-            self._heap = [(key, uid) for uid, key in self._keys.items()]
-            heapify(self._heap)
+    def _tidy(self, heap: list[tuple[Key, bytes]]) -> None:
+        if len(heap) > 2 * len(self._keys) + SLACK:
+            self._in_order()
+
+    def _in_order(self) -> list[tuple[Key, bytes]]:
+        self._heap = [(key, uid) for uid, key in self._keys.items()]
+        heapify(self._heap)
+        return self._heap
 
 
 class Line:
@@ -79,9 +88,13 @@ class Line:
 
     def put(self, uid: bytes, size_bytes: int = 0) -> None:
         """Put the session last, wherever it stood."""
-        self.discard(uid)
+        self.size_bytes += size_bytes - self._sizes.pop(uid, 0)
         self._sizes[uid] = size_bytes
-        self.size_bytes += size_bytes
+
+    def renew(self, uid: bytes) -> None:
+        """Put the session last if it is in here."""
+        if uid in self._sizes:
+            self._sizes.move_to_end(uid)
 
     def resize(self, uid: bytes, size_bytes: int) -> None:
         """Change its size and let it stand where it is."""

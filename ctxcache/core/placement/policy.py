@@ -7,6 +7,7 @@ Worst case of a bad policy: misses. Capacities and pins are the ledger's, not th
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Accepts = Callable[[bytes], bool]
 
@@ -17,9 +18,11 @@ class Tier(enum.Enum):
     DRAM = "dram"
     SSD = "ssd"
 
+    # Enum's own hashes the name anew, in Python.
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+
+class Facts(NamedTuple):
     """What is known of a session at the end of a turn. `appended_bytes` came in the turn, asked or answered."""
 
     size_bytes: int

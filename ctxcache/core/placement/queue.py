@@ -51,8 +51,10 @@ class Window:
 
     def resize(self, length: int) -> None:
         """Let the window be so long, at least one job."""
-        self._length = max(length, 1)
-        self._settle()
+        length = max(length, 1)
+        if length != self._length:
+            self._length = length
+            self._settle()
 
     def _settle(self) -> None:
         """Move the border until the window has the earliest jobs and is as long as it may be."""

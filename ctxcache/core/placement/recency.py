@@ -16,8 +16,7 @@ class Recency(Policy):
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
         self.all.put(uid)
-        if uid in self.dram:
-            self.dram.put(uid)
+        self.dram.renew(uid)
 
     def placed(self, uid: bytes, tier: Tier) -> None:
         """See Policy."""

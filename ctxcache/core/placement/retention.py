@@ -155,6 +155,11 @@ class Retention:
         """Let the session leave DRAM, and the store, after all that are not pinned. See `Grants.ask`."""
         return self.pinned.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is granted."""
+        return not (self.retained or self.pinned)
+
     def release(self, uid: bytes) -> None:
         """Neither retained nor pinned any more, or gone."""
         self.retained.release(uid)
