@@ -111,22 +111,69 @@ def run_all(arguments: argparse.Namespace) -> None:
             out.flush()
 
 
-def print_tables(rows: Sequence[dict[str, object]]) -> None:
-    """Markdown, one table per trace and setting: hits by turns / by tokens, and GPU seconds saved."""
-    groups: dict[tuple[object, object], dict[str, dict[float, dict[str, float]]]] = {}
-    for row in rows:
-        group = groups.setdefault((row["trace"], row["setting"]), {})
-        group.setdefault(str(row["policy"]), {})[row["footprint_multiple"]] = row  # type: ignore[index,assignment]
-    for (trace, name), policies in groups.items():
-        print(f"\n**{trace}, {name}**\n\n| policy |" + "".join(f" {each:g}x |" for each in CAPACITIES))
-        print("|---|" + "---|" * len(CAPACITIES))
-        for policy in sorted(policies, key=ALL.index):
-            print(f"| `{policy}` |" + "".join(f" {cell(policies[policy][each])} |" for each in CAPACITIES))
+class Results:
+    """Lines of results by trace, setting, policy and capacity."""
+
+    def __init__(self, rows: Sequence[dict[str, object]]) -> None:
+        self._rows = {
+            (row["trace"], row["setting"], row["policy"], row["footprint_multiple"]): row for row in rows
+        }
+
+    def rate(self, trace: str, setting: str, policy: str, multiple: float, figure: str) -> float | None:
+        """One figure in per cent; None where it was not run."""
+        row = self._rows.get((trace, setting, policy, multiple))
+        value = row and row[figure]
+        return 100 * value if isinstance(value, float) else None
+
+    def cell(self, trace: str, setting: str, policy: str, multiple: float) -> str:
+        """Turns / tokens."""
+        rates = [self.rate(trace, setting, policy, multiple, figure) for figure in FIGURES]
+        return " / ".join("-" if rate is None else f"{rate:.1f}" for rate in rates)
+
+    def lead(self, trace: str, setting: str, usual: str, multiple: float, figure: str) -> float | None:
+        """By how many points ours is ahead of the best baseline; of those that hear nothing as it `usual`ly is."""
+        ours = self.rate(trace, setting, OURS, multiple, figure)
+        heard = self.rate(trace, setting, "look-ahead", multiple, figure)
+        others = [
+            self.rate(trace, usual, each, multiple, figure) for each in BASELINES if each != "look-ahead"
+        ]
+        known = [rate for rate in (heard, *others) if rate is not None]
+        return None if ours is None or not known else ours - max(known)
+
+    def leads(self, trace: str, setting: str, usual: str) -> str:
+        """Turns / tokens, at each capacity."""
+        cells = []
+        for multiple in CAPACITIES:
+            leads = [self.lead(trace, setting, usual, multiple, figure) for figure in FIGURES]
+            cells.append(" / ".join("-" if lead is None else f"{lead:+.1f}" for lead in leads))
+        return " | ".join(cells)
 
 
-def cell(row: dict[str, float]) -> str:
-    """Turns / tokens in per cent; GPU seconds saved."""
-    return f"{row['hit_rate']:.1%} / {row['token_hit_rate']:.1%}; {row['gpu_saved_s']:.0f}".replace("%", "")
+FIGURES = ("hit_rate", "token_hit_rate")
+
+
+def print_tables(results: Results) -> None:
+    """Markdown: per trace every policy, then hints, then by how much ours is ahead, told the truth and lied to."""
+    header = "".join(f" {each:g}x |" for each in CAPACITIES)
+    for trace in TRACES:
+        print(f"\n{trace}, turns / tokens:\n\n| policy |{header * 2}\n|---|{'---|' * 2 * len(CAPACITIES)}")
+        for policy in ALL:
+            cells = (
+                results.cell(trace, name, policy, multiple)
+                for name in ("no queue", "queue")
+                for multiple in CAPACITIES
+            )
+            print(f"| `{policy}` | " + " | ".join(cells) + " |")
+    print(f"\nHints:\n\n| trace | policy |{header}\n|---|---|{'---|' * len(CAPACITIES)}")
+    for trace in TRACES:
+        for policy in (OURS, BOUND):
+            cells = (results.cell(trace, "hints", policy, multiple) for multiple in CAPACITIES)
+            print(f"| {trace} | `{policy}` | " + " | ".join(cells) + " |")
+    print(f"\nAhead:\n\n| trace | told |{header}\n|---|---|{'---|' * len(CAPACITIES)}")
+    for setting in sorted(settings(), key=lambda each: list(TRACES).index(each.trace)):
+        usual = "queue" if "--slots" in setting.options else "no queue"
+        usual = setting.name if setting.name == "turns of no length" else usual
+        print(f"| {setting.trace} | {setting.name} | {results.leads(setting.trace, setting.name, usual)} |")
 
 
 def main() -> None:
@@ -143,7 +190,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="print the tables of the results")
     arguments = parser.parse_args()
     if arguments.tables:
-        print_tables(read(arguments.results))
+        print_tables(Results(read(arguments.results)))
     else:
         run_all(arguments)
 

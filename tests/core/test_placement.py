@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from documented_policy import documented_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policies import POLICIES, RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
 from ctxcache.core.placement.queue import Window
+from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.recency import LeastRecentlyUsed, TailOptimised
 from ctxcache.core.placement.value import ReturnValue
 
@@ -20,6 +22,7 @@ CAPACITIES = Capacities(dram_bytes=100, ssd_bytes=300)
 BUFFER_BYTES = 10
 MAKERS: dict[str, Callable[[Capacities], Policy]] = {
     **POLICIES,
+    "the document's": documented_policy,
     "t-lru of small sessions": lambda _: TailOptimised(40),
     "belady": lambda capacities: Belady(capacities, lambda uid: float(uid[0] * 37 % 11)),
 }
@@ -407,12 +410,12 @@ def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
     assert policy.evict(lambda uid: uid in (b"phantom 399", b"loyal 1")) == b"phantom 399"
 
 
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("make", [*RANKED.values(), documented_policy], ids=[*RANKED, "the document's"])
 @settings(max_examples=60)
 @given(events=EVENTS)
-def test_who_is_evicted_is_whose_rank_is_lowest(name: str, events: Events) -> None:
+def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ranked], events: Events) -> None:
     """The order of ranks is the order in which sessions leave, for the ledger and for whoever asks for ranks."""
-    policy = RANKED[name](CAPACITIES)
+    policy = make(CAPACITIES)
     checked = _Checked(policy)
     for event, number, size_bytes, passed_s in events:
         checked.play(event, bytes([number]), size_bytes, passed_s)
