@@ -108,10 +108,10 @@ class Prefetching:
 
     async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> Outcome:
         while segments:
-            await self._residency.wait_for_others()
+            await self._residency.promotions.wait_for_others()
             if not self._placement.is_idle(session):
                 return Outcome.NOT_WANTED
-            has_room = await self._residency.promote_ahead(
+            has_room = await self._residency.promotions.promote_ahead(
                 segments,
                 may_give=lambda uid: not self._placement.is_needed_soon(uid, session.uid),
                 is_wanted=lambda: self._placement.is_idle(session),

@@ -245,7 +245,7 @@ class Reading:
     async def _promote(self, lease: Lease) -> None:
         unique = {p.segment.segment_id: p.segment for p in lease.pieces}
         try:
-            await self._residency.promote(list(unique.values()))
+            await self._residency.promotions.promote(list(unique.values()))
         except CorruptSegment as error:
             await self._bad(error)
             raise

@@ -7,14 +7,15 @@ a device's hands. Worst case: making room waits for a flush, and a flush for an 
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.dirty_bound import DirtyBound
-from ctxcache.cache.moves import Moves, in_window
+from ctxcache.cache.moves import Moves
+from ctxcache.cache.promotions import Promotions
 from ctxcache.cache.quotas import Quotas
 from ctxcache.cache.segment_io import SegmentIO, Written
 from ctxcache.cache.ssd_room import SsdRoom
@@ -25,7 +26,6 @@ from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.residence import Residence
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
-from ctxcache.core.throughput import Throughput
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded, SessionNotFound
 from ctxcache.format.slot import Slot
@@ -36,7 +36,6 @@ WINDOW_BYTES = 32 << 20
 moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
 DROPS_PER_SLICE = 256
 """Segments dropped before others get their turn of the event loop."""
-SECOND_NS = 10**9
 FLUSHES_WAITED_FOR = 64
 """Flushes that one request for room waits for: others may take what they free."""
 
@@ -68,13 +67,7 @@ class Residency:
         self.quotas = Quotas(state.usage, dram, ssd, watermarks)
         self._victims = Victims(state, io, self.quotas)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
-        self._promotions: dict[int, asyncio.Task[None]] = {}
-        self.promotions = Throughput()
-        """How fast segments come from SSD."""
-        self._awaited_count = 0
-        """Promotions of several segments that callers wait for."""
-        self._is_none_awaited = asyncio.Event()
-        self._is_none_awaited.set()
+        self.promotions = Promotions(state, io, self, self._moves)
         self.dirty_bound = DirtyBound(state, io, self)
         self.departures = Departures(state, metadata, self, self._moves)
         unstage = self._write_back.unstage_something
@@ -252,55 +245,8 @@ class Residency:
         """Whether nobody but its own write holds it."""
         return self._hold_count_in_dram(segment) == self._write_back.is_under_way(segment)
 
-    async def promote(self, segments: Sequence[Segment]) -> None:
-        """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
-        missing = [s for s in segments if not s.dram]
-        if missing:
-            count = self.window(missing[0].layout.size_bytes)
-            self._awaited_count += 1
-            self._is_none_awaited.clear()
-            try:
-                await in_window((partial(self._promotion, s) for s in missing), count)
-            finally:
-                self._awaited_count -= 1
-                if not self._awaited_count:
-                    self._is_none_awaited.set()
-
-    async def wait_for_others(self) -> None:
-        """Wait until no caller waits for a promotion."""
-        await self._is_none_awaited.wait()
-
-    async def promote_ahead(
-        self, segments: deque[Segment], *, may_give: Callable[[bytes], bool], is_wanted: Callable[[], bool]
-    ) -> bool:
-        """Promote segments of one session with what is free beyond the watermark, or clean of whom `may_give` takes.
-
-        Each is taken off the left when it begins; none begins while a caller waits for others, or it is wanted
-        no more. False when there was no room. Raises CorruptSegment, TierFailure.
-        """
-        has_room = True
-
-        def moves() -> Iterator[Callable[[], asyncio.Task[None]]]:
-            nonlocal has_room
-            while segments and not self._awaited_count and is_wanted():
-                segment = segments.popleft()
-                if segment.dram or not segment.ssd or segment.is_discarded:
-                    continue
-                slot = None
-                if segment.segment_id not in self._promotions:
-                    slot = self._take_ahead(segment, may_give)
-                    if slot is None:
-                        has_room = False
-                        return
-                    self._state.placement.promoting(segment)
-                yield partial(self._promotion, segment, slot)
-
-        if segments:
-            await in_window(moves(), self.window(segments[0].layout.size_bytes))
-        return has_room
-
-    def _take_ahead(self, segment: Segment, may_give: Callable[[bytes], bool]) -> Slot | None:
-        """A slot that leaves as much free as shall be."""
+    def take_ahead(self, segment: Segment, may_give: Callable[[bytes], bool]) -> Slot | None:
+        """A slot that leaves as much free as shall be, and costs nobody but whom `may_give` takes. None when there is none."""
         size_bytes = segment.layout.size_bytes
         for _ in range(DROPS_PER_SLICE):
             free_bytes = self.dram.free_bytes - size_bytes
@@ -314,44 +260,6 @@ class Residency:
                 return None
             self._drop(cold)
         return None
-
-    def _promotion(self, segment: Segment, slot: Slot | None = None) -> "asyncio.Task[None]":
-        """The promotion of a segment, begun now if need be: into that slot, or one that is made free."""
-        task = self._promotions.get(segment.segment_id)
-        if task is None:
-            self.hold(segment)
-            task = self._moves.start(self._promote(segment, slot))
-            self._promotions[segment.segment_id] = task
-        return task
-
-    async def _promote(self, segment: Segment, slot: Slot | None) -> None:
-        is_ahead = slot is not None
-        try:
-            # Two readers may have found it missing, one after the other.
-            if not segment.dram:
-                slot = slot or await self.place(segment.layout.size_bytes, segment.tenant)
-                with self._measured(segment.layout.size_bytes):
-                    segment.checksums = await self._io.read(segment, slot)
-                segment.dram, slot = slot, None
-                self._state.counters.promoted_segment_count += 1
-        finally:
-            # Now, not when the loop calls back: what comes to DRAM now may leave it in this very turn.
-            del self._promotions[segment.segment_id]
-            if slot:
-                self.dram.give(slot)
-            if is_ahead:
-                self._state.placement.promoted(segment, is_there=segment.dram is not None)
-            self.release(segment)
-
-    @contextmanager
-    def _measured(self, size_bytes: int) -> Iterator[None]:
-        self.promotions.begun(self._state.clock.monotonic_ns() / SECOND_NS)
-        arrived_bytes = 0
-        try:
-            yield
-            arrived_bytes = size_bytes
-        finally:
-            self.promotions.ended(self._state.clock.monotonic_ns() / SECOND_NS, arrived_bytes)
 
     async def demote(self, session: Session) -> None:
         """Flush a session and drop its segments from DRAM, held ones excepted."""

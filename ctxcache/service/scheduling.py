@@ -178,7 +178,7 @@ class Scheduling:
             session = self._cache.state.by_uid.get(uid)
             stands = None
             if session is not None:
-                stands = readiness_of(session, self._cache.state, self._cache.residency.promotions)
+                stands = readiness_of(session, self._cache.state, self._cache.residency.promotions.throughput)
             run_count += len(stands.runs) if stands else 0
             events.events.append(hint_messages.session_event(name, changes, stands))
             if part.is_over:

@@ -232,7 +232,7 @@ async def test_a_caller_that_waits_goes_first(foreseen: Foreseen) -> None:
     """While a lease waits for its rows, nothing is read ahead of need; afterwards it goes on."""
     gate = foreseen.ssd.hold(Operation.READ)
     foreground = asyncio.create_task(foreseen.acquire("a"))
-    await until(lambda: foreseen.cache.residency._awaited_count)
+    await until(lambda: foreseen.cache.residency.promotions._awaited_count)
     foreseen.hint("b")
     ahead = asyncio.create_task(foreseen.prefetch())
     for _ in range(20):

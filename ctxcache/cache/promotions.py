@@ -1,0 +1,145 @@
+"""Promotions: segments on their way from SSD into DRAM, for who waits for them and ahead of need.
+
+A segment is promoted once, whoever wants it; its promotion runs to its end, whoever stops waiting. What comes
+ahead of need gives way to callers that wait. Worst case: a device that does not answer, for which a slot and
+a hold are kept.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from ctxcache.cache.moves import Moves, in_window
+from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.state import State
+from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.segment import Segment
+from ctxcache.core.throughput import Throughput
+from ctxcache.format.slot import Slot
+
+SECOND_NS = 10**9
+MayGive = Callable[[bytes], bool]
+
+
+class Places(Protocol):
+    """Who has the slots."""
+
+    dram: SlotAllocator
+
+    def hold(self, segment: Segment) -> None:
+        """Keep the segment's slots until `release`."""
+
+    def release(self, segment: Segment) -> None:
+        """End one hold."""
+
+    def window(self, size_bytes: int) -> int:
+        """How many segments of that size one move has in flight."""
+
+    async def place(self, size_bytes: int, tenant: str) -> Slot:
+        """A DRAM slot, made free if need be. Raises CapacityExceeded, TierFailure."""
+
+    def take_ahead(self, segment: Segment, may_give: MayGive) -> Slot | None:
+        """A DRAM slot that costs nobody but whom `may_give` takes. None when there is none."""
+
+
+class Promotions:
+    """Promotions under way. Owned by the event loop."""
+
+    def __init__(self, state: State, io: SegmentIO, places: Places, moves: Moves) -> None:
+        self._state, self._io = state, io
+        self._places, self._moves = places, moves
+        self.throughput = Throughput()
+        """How fast segments come from SSD."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._awaited_count = 0
+        """Promotions of several segments that callers wait for."""
+        self._is_none_awaited = asyncio.Event()
+        self._is_none_awaited.set()
+
+    async def promote(self, segments: Sequence[Segment]) -> None:
+        """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
+        missing = [s for s in segments if not s.dram]
+        if missing:
+            count = self._places.window(missing[0].layout.size_bytes)
+            self._awaited_count += 1
+            self._is_none_awaited.clear()
+            try:
+                await in_window((partial(self._promotion, s) for s in missing), count)
+            finally:
+                self._awaited_count -= 1
+                if not self._awaited_count:
+                    self._is_none_awaited.set()
+
+    async def wait_for_others(self) -> None:
+        """Wait until no caller waits for a promotion."""
+        await self._is_none_awaited.wait()
+
+    async def promote_ahead(
+        self, segments: deque[Segment], *, may_give: MayGive, is_wanted: Callable[[], bool]
+    ) -> bool:
+        """Promote segments of one session with what is free beyond the watermark, or clean of whom `may_give` takes.
+
+        Each is taken off the left when it begins; none begins while a caller waits for others, or it is wanted
+        no more. False when there was no room. Raises CorruptSegment, TierFailure.
+        """
+        has_room = True
+
+        def moves() -> Iterator[Callable[[], asyncio.Task[None]]]:
+            nonlocal has_room
+            while segments and not self._awaited_count and is_wanted():
+                segment = segments.popleft()
+                if segment.dram or not segment.ssd or segment.is_discarded:
+                    continue
+                slot = None
+                if segment.segment_id not in self._tasks:
+                    slot = self._places.take_ahead(segment, may_give)
+                    if slot is None:
+                        has_room = False
+                        return
+                    self._state.placement.promoting(segment)
+                yield partial(self._promotion, segment, slot)
+
+        if segments:
+            await in_window(moves(), self._places.window(segments[0].layout.size_bytes))
+        return has_room
+
+    def _promotion(self, segment: Segment, slot: Slot | None = None) -> "asyncio.Task[None]":
+        """The promotion of a segment, begun now if need be: into that slot, or one that is made free."""
+        task = self._tasks.get(segment.segment_id)
+        if task is None:
+            self._places.hold(segment)
+            task = self._moves.start(self._promote(segment, slot))
+            self._tasks[segment.segment_id] = task
+        return task
+
+    async def _promote(self, segment: Segment, slot: Slot | None) -> None:
+        is_ahead = slot is not None
+        try:
+            # Two readers may have found it missing, one after the other.
+            if not segment.dram:
+                slot = slot or await self._places.place(segment.layout.size_bytes, segment.tenant)
+                with self._measured(segment.layout.size_bytes):
+                    segment.checksums = await self._io.read(segment, slot)
+                segment.dram, slot = slot, None
+                self._state.counters.promoted_segment_count += 1
+        finally:
+            # Now, not when the loop calls back: what comes to DRAM now may leave it in this very turn.
+            del self._tasks[segment.segment_id]
+            if slot:
+                self._places.dram.give(slot)
+            if is_ahead:
+                self._state.placement.promoted(segment, is_there=segment.dram is not None)
+            self._places.release(segment)
+
+    @contextmanager
+    def _measured(self, size_bytes: int) -> Iterator[None]:
+        self.throughput.begun(self._state.clock.monotonic_ns() / SECOND_NS)
+        arrived_bytes = 0
+        try:
+            yield
+            arrived_bytes = size_bytes
+        finally:
+            self.throughput.ended(self._state.clock.monotonic_ns() / SECOND_NS, arrived_bytes)
