@@ -23,6 +23,7 @@ from ctxcache.errors import CacheError, CapacityExceeded, SessionAlreadyExists, 
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
+from tests.faults.foresight import Foresight
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
 from tests.faults.rows import first_difference, rows_of
@@ -67,9 +68,11 @@ class Churn:
         self._server, self._owner, self._report = server, owner, report
         self._draw = random.Random(seed)
         self._is_gone = False
+        self._foresight: Foresight
         self._steps: list[Callable[[Client, str], object]] = [
             self._append, self._append, self._append, self._read, self._read, self._read, self._half_read,
             self._give_up_writing, self._truncate, self._fork, self._delete, self._touch, self._flush, self._look,
+            self._foretell, self._foretell,
         ]  # fmt: skip
 
     def run(self, operation_count: int) -> int:
@@ -78,6 +81,7 @@ class Churn:
         while done < operation_count:
             self._is_gone, life = False, 0
             with Client(self._server.unix_target, access=self._draw.choice(WAYS)) as client:
+                self._foresight = Foresight(client, f"soak-{self._owner}", self._draw)
                 while done < operation_count and life < CLIENT_LIFE and not self._is_gone:
                     refused += self._one(client)
                     done, life = done + 1, life + 1
@@ -162,6 +166,9 @@ class Churn:
 
     def _flush(self, client: Client, name: str) -> None:
         (client.demote_session if self._draw.random() < 0.3 else client.flush_session)(name)
+
+    def _foretell(self, _: Client, name: str) -> None:
+        self._foresight.tell(name)
 
     def _look(self, client: Client, name: str) -> None:
         client.lookup([(name, model(0).fingerprint())])

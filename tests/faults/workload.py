@@ -29,6 +29,7 @@ from ctxcache.errors import (
 )
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.expected import Change, Expected
+from tests.faults.foresight import Foresight
 from tests.faults.ledger import Ledger
 
 SESSIONS_PER_CLIENT = 5
@@ -56,12 +57,14 @@ class Worker(threading.Thread):
         self._target, self._access, self._ledger = target, access, ledger
         self._random = random.Random(seed)
         self._terms = terms
+        self._engine = f"crash-{seed}"
+        self._foresight: Foresight
         self._deleted: list[Expected] = []
         self._stopping = threading.Event()
         self._acts: dict[Callable[[Client, Expected], None], int] = {
             self._append: 6, self._append_durably: 6, self._write_in_parts: 3, self._abandon: 2, self._keep_first: 2,
             self._keep_recent: 2, self._drop: 1, self._fork: 2, self._remove: 1, self._flush: 2, self._demote: 2,
-            self._read: 3, self._expire: 1,
+            self._read: 3, self._expire: 1, self._foretell: 4,
         }  # fmt: skip
 
     def stop(self) -> None:
@@ -72,6 +75,7 @@ class Worker(threading.Thread):
         """Work until stopped, or until the server is gone."""
         try:
             with Client(self._target, access=self._access, timeout_s=TIMEOUT_S) as client:
+                self._foresight = Foresight(client, self._engine, self._random)
                 while not self._stopping.is_set():
                     self._turn(client)
         except (Unavailable, Draining):
@@ -263,6 +267,11 @@ class Worker(threading.Thread):
         self._ledger.find(problem)
         if problem is None and tags != session.live:
             self._ledger.find(f"{session.name}: other tokens were read than were left there")
+
+    def _foretell(self, _: Client, session: Expected) -> None:
+        if self._foresight.tell(session.name):
+            session.flushed()
+        self._ledger.count("foretold_count")
 
     def _expire(self, client: Client, session: Expected) -> None:
         expire_time_ns = time.time_ns() // 1000 * 1000 + self._random.randint(10, 1000) * 10**6
