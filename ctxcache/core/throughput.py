@@ -6,6 +6,8 @@ DEFAULT_BYTES_PER_S = 1e9
 """Before anything was measured: about what one SSD reads."""
 DEFAULT_WEIGHT_S = 0.05
 """How much time of measurements the default is worth."""
+LEAST_BYTES_PER_S = 50.0
+"""Where nothing arrives at all: what is 10 TB away has a time that the wire can say."""
 MEMORY_S = 5.0
 """What arrived so much busy time ago counts for 1/e."""
 
@@ -42,4 +44,5 @@ class Throughput:
         passed_s, self._since_s = max(now_s - self._since_s, 0.0), now_s
         if self._under_way:
             kept = exp(-passed_s / MEMORY_S)
-            self._bytes, self._busy_s = max(self._bytes * kept, 1.0), self._busy_s * kept + passed_s
+            self._busy_s = self._busy_s * kept + passed_s
+            self._bytes = max(self._bytes * kept, self._busy_s * LEAST_BYTES_PER_S)

@@ -56,3 +56,12 @@ def test_failures_bring_nothing_and_never_a_rate_of_nothing() -> None:
     assert 0 < throughput.bytes_per_s < 100
     play(throughput, (5.0, None), (5.0, 10**9), (1.0, None), (0.0, 10**9))
     assert throughput.bytes_per_s > 0
+
+
+def test_while_a_read_hangs_times_stay_such_as_can_be_told() -> None:
+    """The longest span of protobuf's Duration is 10,000 years."""
+    throughput = Throughput()
+    throughput.begun(0.0)
+    for now_s in (200.0, 3600.0, 86400.0):
+        throughput.begun(now_s)
+        assert 1e6 < throughput.time_s(10 << 40) < 315_576_000_000
