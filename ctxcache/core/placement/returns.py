@@ -22,6 +22,8 @@ WATCHED = 1 << 17
 HALVED_EVERY = 1 << 15
 """Turns after which counts are halved: what was long ago says little."""
 REFRESHED_EVERY = 256
+AGED_AT_ONCE = 256
+"""Sessions that grow older, or are forgotten, in one call: whoever calls must not wait, however long the gap was."""
 PRIOR_COUNT = 12.0
 """How many sessions of a class outweigh what its parent class says."""
 MOST_TURNS = 6
@@ -102,6 +104,8 @@ class ReturnTimes:
         self._watches: OrderedDict[bytes, _Watch] = OrderedDict()
         self._bins: list[deque[_Watch]] = [deque() for _ in BINS]
         self._due_s = math.inf
+        self._is_behind = False
+        """Whether the last call left some for the next."""
         self._roots = (_Class(None), _Class(None))
         self._classes: dict[SessionClass, _Class] = {
             (IDLE,): self._roots[IDLE],
@@ -119,26 +123,36 @@ class ReturnTimes:
         return self._roots[QUEUED].chances[0]
 
     def advance(self, now_s: float) -> None:
-        """Let time pass: idle sessions grow older. Amortised O(1) per session and bin."""
-        if now_s <= self.now_s:
+        """Let time pass: idle sessions grow older, or some of them when many do, and others at the next call.
+
+        Amortised O(1) per session and bin.
+        """
+        self.now_s = max(now_s, self.now_s)
+        if self.now_s < self._due_s:
             return
-        self.now_s = now_s
-        if now_s < self._due_s:
-            return
-        self._due_s = math.inf
-        for number in BINS[:-1]:
+        self._due_s, left = math.inf, AGED_AT_ONCE
+        # Who is late goes where it belongs at once; the oldest first, so that each bin stays in order.
+        for number in reversed(BINS[:-1]) if self._is_behind else BINS[:-1]:
             waiting, age_s = self._bins[number], AGES_S[number + 1]
-            while waiting and waiting[0].since_s + age_s <= now_s:
+            while left and waiting and waiting[0].since_s + age_s <= self.now_s:
                 self._age(waiting.popleft(), number + 1)
+                left -= 1
             if waiting:
                 self._due_s = min(self._due_s, waiting[0].since_s + age_s)
-        self._forget()
+        left = self._forget(left)
+        self._is_behind = not left
+        if self._is_behind:
+            self._due_s = -math.inf
 
     def _age(self, watch: _Watch, number: int) -> None:
         if self._watches.get(watch.uid) is watch:
-            watch.bin = number
-            watch.went_on()
-            self._bins[number].append(watch)
+            last = max(self._bin(watch.since_s), number) if self._is_behind else number
+            for watch.bin in range(number, last + 1):
+                watch.went_on()
+            self._bins[last].append(watch)
+            if last + 1 < len(AGES_S):
+                # Of a bin that this call has been at, or comes to.
+                self._due_s = min(self._due_s, watch.since_s + AGES_S[last + 1])
             self._aged(watch.uid)
 
     def began(self, uid: bytes) -> None:
@@ -238,14 +252,16 @@ class ReturnTimes:
             for values in (one.away, one.came):
                 values[:] = [value / 2 for value in values]
 
-    def _forget(self) -> None:
-        """Stop watching who is away for longer than is learned."""
+    def _forget(self, left: int) -> int:
+        """Stop watching so many of those that are away for longer than is learned; returns how many less there were."""
         last = self._bins[-1]
-        while last and last[0].since_s + AGES_S[-1] + LAST_BIN_S <= self.now_s:
+        while left and last and last[0].since_s + AGES_S[-1] + LAST_BIN_S <= self.now_s:
+            left -= 1
             watch = last.popleft()
             # A job may wait for longer; the number of watches bounds those.
             if self._watches.get(watch.uid) is watch and watch.before is None:
                 del self._watches[watch.uid]
+        return left
 
 
 def _index(hazards: list[float], first: int, wait_s: float) -> float:
