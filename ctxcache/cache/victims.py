@@ -23,7 +23,7 @@ class Victims:
     def in_memory(self, among: Sequence[str] | None) -> Session | None:
         """The coldest of these accounts that gives room in DRAM; what is clean has left already. None when there is none."""
         by_uid = self._state.by_uid
-        uid = self._state.unwritten.ranking.first(lambda uid: _is_removable(by_uid[uid]), among)
+        uid = self._state.unwritten.ranking.first(lambda uid: self._is_removable(by_uid[uid]), among)
         return None if uid is None else by_uid[uid]
 
     def on_ssd(self, for_session: Session, size_bytes: int) -> Session | None:
@@ -49,7 +49,7 @@ class Victims:
             session = self._state.by_uid[uid]
             if session.is_pinned or not session.amounts().ssd_bytes:
                 return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
-            leaves = session is not for_session and _is_removable(session) and is_of_use(session)
+            leaves = session is not for_session and self._is_removable(session) and is_of_use(session)
             return Verdict.LEAVES if leaves else Verdict.NOT_NOW
 
         found = self._state.evictable.first(judge, among)
@@ -59,7 +59,8 @@ class Victims:
         closed = self._io.refusals
         return any(s.ssd and s.ssd.path_index not in closed for s in session.segments)
 
-
-def _is_removable(session: Session) -> bool:
-    is_in_use = session.is_writing or any(s.hold_count for s in session.segments)
-    return not session.is_pinned and not is_in_use
+    def _is_removable(self, session: Session) -> bool:
+        if session.is_pinned or session.is_writing or not self._state.placement.is_idle(session):
+            return False
+        # What others list too stays with them, whoever reads it.
+        return not any(s.hold_count for s in session.segments if s.session_count == 1)

@@ -34,8 +34,11 @@ class Evictable:
         self._ranking.add(uid)
 
     def fell(self, uid: bytes, rank: Key | None) -> None:
-        """Its rank, which is this now, may be lower than it was."""
-        self._ranking.fell(uid, rank)
+        """Its rank, which is this now, may be lower than it was; who was passed over may leave by now."""
+        if uid in self._aside:
+            self.add(uid)
+        else:
+            self._ranking.fell(uid, rank)
 
     def overtaken(self) -> list[bytes]:
         """See Ranking."""

@@ -2,10 +2,12 @@
 
 import gc
 import sys
+from pathlib import Path
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, counted_lines, expected
 
+from ctxcache.core.evictable import Evictable, Verdict
 from ctxcache.core.segment import Segment
 
 FORKS = 200
@@ -124,3 +126,43 @@ async def test_what_is_shared_leaves_when_no_one_else_is_left(rig: MemoryRig, wr
 
     assert left == [True, True, False]
     assert rig.cache.sessions.get(TENANT, "fork").dram_bytes == 0
+
+
+async def test_whose_fork_is_read_leaves_in_its_turn(tmp_path: Path) -> None:
+    """A lease keeps the session that is read, not all that share its rows; and the rows stay."""
+    rig = MemoryRig(tmp_path, arena_segments=12, ssd_segments=(8,))
+    await rig.open()
+    rows = Writer(1).make(2 * SEGMENT_TOKENS)
+    for name in ("a", "c", "d", "e"):
+        await rig.create(name)
+        await rig.append(name, rows, is_durable=True)
+    await rig.fork("a", "fork", SEGMENT_TOKENS)
+    for name in ("c", "d", "e"):
+        await rig.read(name)
+
+    lease = await rig.acquire("fork")
+    await rig.create("f")
+    await rig.append("f", Writer(2).make(SEGMENT_TOKENS), is_durable=True)
+    assert rig.names() == {"fork", "c", "d", "e", "f"}
+    assert rig.leased(lease) == expected(rows[:SEGMENT_TOKENS])
+    rig.cache.reading.release(lease.lease_id)
+    assert await rig.read("fork") == expected(rows[:SEGMENT_TOKENS])
+    await rig.check()
+    rig.arena.close()
+
+
+def test_who_was_passed_over_comes_up_when_it_rests() -> None:
+    """Word of its rank is enough: nobody else has to be gone first."""
+    ranks = {b"a": (1.0,), b"b": (2.0,)}
+    evictable = Evictable(ranks.get)
+    for uid in ranks:
+        evictable.add(uid)
+    held = {b"a"}
+
+    def judge(uid: bytes) -> Verdict:
+        return Verdict.NOT_NOW if uid in held else Verdict.LEAVES
+
+    assert evictable.first(judge) == b"b"
+    held.clear()
+    evictable.fell(b"a", ranks[b"a"])
+    assert evictable.first(judge) == b"a"
