@@ -55,6 +55,7 @@ def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.const
 def load_rows(
     values_at,
     scales_at,
+    zeros_at,
     token,
     column,
     mask,
@@ -68,13 +69,14 @@ def load_rows(
     if BITS == 4:
         byte = tl.load(values_at + token[:, None] * value_stride + column[None, :] // 2, mask=mask, other=0)
         shift = (column % 2 * 4)[None, :]
-        rows = ((byte.to(tl.int32) >> shift) & 0xF).to(tl.float32) - 8.0
+        rows = ((byte.to(tl.int32) >> shift) & 0xF).to(tl.float32)
     else:
         place = token[:, None] * value_stride + column[None, :]
         rows = tl.load(values_at + place, mask=mask, other=0).to(tl.float32)
     if BITS:
         place = token[:, None] * scale_stride + column[None, :] // GROUP
-        rows *= tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
+        rows = rows * scale + tl.load(zeros_at + place, mask=mask, other=0.0).to(tl.float32)
     return rows
 
 

@@ -49,17 +49,19 @@ def half(dtype: torch.dtype) -> Rounding:
 
 
 def few_bits(bits: int, group_size: int) -> Rounding:
-    """Rows in `bits` with a float16 scale per token and group."""
+    """Rows in `bits` with a least value and a step in float16 per token and group."""
 
     def rounding(rows: Tensor) -> tuple[Tensor, int]:
         stored = quantize(rows, bits=bits, group_size=group_size)
-        return dequantize(stored).to(rows.dtype), stored.values.nbytes + stored.scales.nbytes
+        return dequantize(stored).to(
+            rows.dtype
+        ), stored.values.nbytes + stored.scales.nbytes + stored.zeros.nbytes
 
     return rounding
 
 
 def one_scale(bits: int) -> Rounding:
-    """Rows in `bits` with one scale a token."""
+    """Rows in `bits` with one step a token."""
     return lambda rows: few_bits(bits, 1 << (rows.shape[1] - 1).bit_length())(rows)
 
 

@@ -34,14 +34,14 @@ def _launch(
     hidden: Rows, layer: LayerWeights, projection: Projection, rotation: Rotation | None, pages: Pages,
     cache: torch.Tensor, *, is_key: bool,
 ) -> None:  # fmt: skip
-    values, scales, bits, group = parts_of(hidden)
+    values, scales, zeros, bits, group = parts_of(hidden)
     cos, sin, pairs, pairing = tables_of(rotation, values)
     norm, weight = layer.norm, projection.weight
     head_norm = layer.key_norm if is_key else None
     size = weight.shape[1]
     # Heads are the faster axis: those of one block of tokens run together and find it in L2.
     _kv_projection[projection.head_count, triton.cdiv(len(hidden), BLOCK_TOKENS)](
-        values, scales, weight, _or(projection.bias, weight), _or(norm.weight, weight), _or(norm.bias, weight),
+        values, scales, zeros, weight, _or(projection.bias, weight), _or(norm.weight, weight), _or(norm.bias, weight),
         head_norm.weight if head_norm else weight, cos, sin, pages.slots, cache, len(hidden),
         norm.epsilon, head_norm.epsilon if head_norm else 0.0,
         values.stride(0), scales.stride(0), weight.stride(0), *cache.stride(),
@@ -129,7 +129,7 @@ def _norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, 
 
 @triton.jit
 def _kv_projection(
-    values_at, scales_at, weight_at, bias_at, norm_weight_at, norm_bias_at, head_norm_at, cos_at, sin_at, slots_at,
+    values_at, scales_at, zeros_at, weight_at, bias_at, norm_weight_at, norm_bias_at, head_norm_at, cos_at, sin_at, slots_at,
     cache, token_count, epsilon, head_epsilon, value_stride, scale_stride, weight_stride,
     page_stride, row_stride, head_stride, size_stride,
     SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, IS_RMS: tl.constexpr,
@@ -153,14 +153,25 @@ def _kv_projection(
     if IS_LAYER:
         column = tl.zeros((1,), tl.int32)
         x = load_rows(
-            values_at, scales_at, token, column, is_token[:, None], value_stride, scale_stride, BITS, GROUP
+            values_at,
+            scales_at,
+            zeros_at,
+            token,
+            column,
+            is_token[:, None],
+            value_stride,
+            scale_stride,
+            BITS,
+            GROUP,
         )
         shift += tl.sum(x, 1)
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         is_column = column < SIZE
         mask = is_token[:, None] & is_column[None, :]
-        x = load_rows(values_at, scales_at, token, column, mask, value_stride, scale_stride, BITS, GROUP)
+        x = load_rows(
+            values_at, scales_at, zeros_at, token, column, mask, value_stride, scale_stride, BITS, GROUP
+        )
         total, squares = _row_sums(x, shift, mask, total, squares, IS_LAYER, IS_RMS)
         scale, norm_bias = tl.full((BLOCK,), 1.0, tl.float32), tl.zeros((BLOCK,), tl.float32)
         if HAS_NORM_WEIGHT:

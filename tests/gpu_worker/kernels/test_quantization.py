@@ -20,8 +20,8 @@ def test_no_element_is_off_by_more_than_half_a_step(
     rows = layers.normal(token_count, 2 * half_size, seed=seed) * 2.0**exponent
     quantized = quantize(rows, bits=bits)
     steps = quantized.scales.float().repeat_interleave(32, dim=1)[:, : 2 * half_size]
-    # Half a step, and what the rounding of the scale itself, to float16, takes from the largest.
-    most = (1 << (bits - 1)) - 1
+    # Half a step, and what the rounding of the step itself, to float16, takes from the largest.
+    most = (1 << bits) - 1
     bound = steps * (0.5 + most * 2.0**-11) + most * 2.0**-25
     assert ((dequantize(quantized) - rows).abs() <= bound * 1.001).all()
 
@@ -49,24 +49,24 @@ def test_what_no_scale_holds_is_refused(value: float) -> None:
     """Infinite, no number, or too large for the scale."""
     rows = layers.normal(2, 64)
     rows[1, 3] = value
-    with pytest.raises(ValueError, match="a scale of"):
+    with pytest.raises(ValueError, match="are none that"):
         quantize(rows, bits=8)
 
 
 def test_bytes_per_element() -> None:
-    """8 bits and 1/32 of a scale of 16, or 4 and the same."""
+    """8 bits, and 1/32 of a step and a least value of 16 each; or 4 and the same."""
     rows = layers.normal(10, 4096)
     taken = {bits: quantize(rows, bits=bits) for bits in (8, 4)}
-    sizes = {bits: q.values.nbytes + q.scales.nbytes for bits, q in taken.items()}
-    assert sizes == {8: 10 * 4096 * 34 // 32, 4: 10 * 4096 * 18 // 32}
+    sizes = {bits: q.values.nbytes + q.scales.nbytes + q.zeros.nbytes for bits, q in taken.items()}
+    assert sizes == {8: 10 * 4096 * 36 // 32, 4: 10 * 4096 * 20 // 32}
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     """With a sentence."""
-    values, scales = torch.zeros(2, 64, dtype=torch.int8), torch.zeros(2, 2)
+    values, scales = torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 2)
     with pytest.raises(ValueError, match="5 bits are neither"):
-        Quantized(values, scales, 32, 5)
+        Quantized(values, scales, scales, 32, 5)
     with pytest.raises(ValueError, match="group of 24"):
-        Quantized(values, scales, 24, 8)
+        Quantized(values, scales, scales, 24, 8)
     with pytest.raises(ValueError, match="do not belong together"):
-        Quantized(values, scales[:1], 32, 8)
+        Quantized(values, scales[:1], scales, 32, 8)
