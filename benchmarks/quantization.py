@@ -3,7 +3,7 @@
 
     python benchmarks/quantization.py --text wikitext2_test.txt.gz --json
 
-Exits with 1 where hidden states in 8 bits with groups of 32 are further from the kept cache than --bound.
+Exits with 1 where hidden states in 8 bits with groups of 32 and outliers are further from the kept cache than --bound.
 """
 
 import gzip
@@ -27,15 +27,17 @@ from gpu_worker.families import adapt
 from gpu_worker.quality.divergence import Form, divergences, few_bits, half, one_scale
 
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV
-DEFAULT = "hidden states, 8 bits, groups of 32"
+DEFAULT = "hidden states, 8 bits, groups of 32, 4 outliers"
 FORMS = (
     Form("K/V, bfloat16", KV, half(torch.bfloat16)),
     Form("hidden states, bfloat16", HIDDEN, half(torch.bfloat16)),
-    Form("K/V, 8 bits, groups of 64", KV, few_bits(8, 64)),
+    Form("K/V, 8 bits, groups of 64, 4 outliers", KV, few_bits(8, 64)),
     Form(DEFAULT, HIDDEN, few_bits(8, 32)),
-    Form("hidden states, 8 bits, one scale a token", HIDDEN, one_scale(8)),
-    Form("K/V, 4 bits, groups of 32", KV, few_bits(4, 32)),
-    Form("hidden states, 4 bits, groups of 32", HIDDEN, few_bits(4, 32)),
+    Form("hidden states, 8 bits, groups of 64, 4 outliers", HIDDEN, few_bits(8, 64)),
+    Form("hidden states, 8 bits, groups of 32", HIDDEN, few_bits(8, 32, 0)),
+    Form("hidden states, 8 bits, one step a token", HIDDEN, one_scale(8)),
+    Form("K/V, 4 bits, groups of 32, 4 outliers", KV, few_bits(4, 32)),
+    Form("hidden states, 4 bits, groups of 32, 4 outliers", HIDDEN, few_bits(4, 32)),
 )
 
 

@@ -139,12 +139,15 @@ class Quantized:
     """Rows in 8 or 4 bits with a least value and a step per token and group: x = zero + q * scale.
 
     `values` [T, D] uint8, or [T, D/2] with element 2i in the low bits of byte i; `scales`, `zeros`
-    [T, D / group_size], of one floating type.
+    [T, D / group_size]. In the place of K elements of each token, `places` [T, K] int16, stand `outliers`
+    [T, K]. All three are of one floating type; all are contiguous.
     """
 
     values: Tensor
     scales: Tensor
     zeros: Tensor
+    outliers: Tensor
+    places: Tensor
     group_size: int
     bits: int
 
@@ -156,11 +159,18 @@ class Quantized:
         groups = (len(self.values), -(-self.row_size // self.group_size))
         if self.values.dtype is not torch.uint8 or not self.scales.shape == self.zeros.shape == groups:
             raise ValueError("values, scales and zeros do not belong together")
+        if self.outliers.shape != self.places.shape or len(self.places) != len(self.values):
+            raise ValueError("outliers and places do not belong together")
 
     @property
     def row_size(self) -> int:
         """Elements of a row, D."""
         return self.values.shape[1] * (MOST_BITS // self.bits)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the rows take."""
+        return sum(part.nbytes for part in (self.values, self.scales, self.zeros, self.outliers, self.places))
 
     def __len__(self) -> int:
         return len(self.values)

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter
-from gpu_worker.kernels.quantization import dequantize, quantize
+from gpu_worker.kernels.quantization import OUTLIERS, dequantize, quantize
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.restore import restore_cache
 
@@ -48,21 +48,19 @@ def half(dtype: torch.dtype) -> Rounding:
     return lambda rows: (rows.to(dtype).to(rows.dtype), 2 * rows.numel())
 
 
-def few_bits(bits: int, group_size: int) -> Rounding:
-    """Rows in `bits` with a least value and a step in float16 per token and group."""
+def few_bits(bits: int, group_size: int, outlier_count: int = OUTLIERS) -> Rounding:
+    """Rows in `bits` with a least value and a step in float16 per token and group, and a token's outliers."""
 
     def rounding(rows: Tensor) -> tuple[Tensor, int]:
-        stored = quantize(rows, bits=bits, group_size=group_size)
-        return dequantize(stored).to(
-            rows.dtype
-        ), stored.values.nbytes + stored.scales.nbytes + stored.zeros.nbytes
+        stored = quantize(rows, bits=bits, group_size=group_size, outlier_count=outlier_count)
+        return dequantize(stored).to(rows.dtype), stored.size_bytes
 
     return rounding
 
 
 def one_scale(bits: int) -> Rounding:
-    """Rows in `bits` with one step a token."""
-    return lambda rows: few_bits(bits, 1 << (rows.shape[1] - 1).bit_length())(rows)
+    """Rows in `bits` with one step a token, and no outliers."""
+    return lambda rows: few_bits(bits, 1 << (rows.shape[1] - 1).bit_length(), 0)(rows)
 
 
 def divergences(

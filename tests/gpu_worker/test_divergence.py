@@ -16,8 +16,8 @@ def test_fewer_bits_diverge_more_and_take_less() -> None:
         forms = [
             Form("as it is", kind, lambda rows: (rows, rows.nbytes)),
             Form("16", kind, half(torch.bfloat16)),
-            Form("8", kind, few_bits(8, 32)),
-            Form("4", kind, few_bits(4, 32)),
+            Form("8", kind, few_bits(8, 32, 0)),
+            Form("4", kind, few_bits(4, 32, 0)),
         ]
         found = divergences(adapter, ids, forms, context_count=40)
         assert found["kept"].kl_nats == 0
