@@ -9,6 +9,7 @@ may be done in pieces (`--only`, `--policies`). About half an hour on one core; 
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -34,6 +35,8 @@ TIMED = f"--timed --decode 60 {SERVER}"
 """At that rate LRU hits on Mooncake what it does in an independent simulation."""
 SLOTS = {"mooncake": 20, "mooncake-synthetic": 20, "sharegpt-ca": 40, "sharegpt-hcache": 40}
 HINTS = "--hints ends,returns"
+LIES = {"order": "queue", "phantom": "queue", "missing": "queue", "false hints": "no queue"}
+"""Kinds, and the settings in which the baselines that hear nothing were run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,11 @@ class Results:
         value = row and row[figure]
         return 100 * value if isinstance(value, float) else None
 
+    def row(self, trace: str, setting: str, policy: str, figure: str) -> str:
+        """One figure at every capacity."""
+        rates = (self.rate(trace, setting, policy, multiple, figure) for multiple in CAPACITIES)
+        return ", ".join("-" if rate is None else f"{rate:.1f}" for rate in rates)
+
     def cell(self, trace: str, setting: str, policy: str, multiple: float) -> str:
         """Turns / tokens."""
         rates = [self.rate(trace, setting, policy, multiple, figure) for figure in FIGURES]
@@ -140,40 +148,40 @@ class Results:
         known = [rate for rate in (heard, *others) if rate is not None]
         return None if ours is None or not known else ours - max(known)
 
-    def leads(self, trace: str, setting: str, usual: str) -> str:
-        """Turns / tokens, at each capacity."""
+    def least_lead(self, trace: str, setting: str, usual: str) -> str:
+        """Turns / tokens, where they are least of all capacities."""
         cells = []
-        for multiple in CAPACITIES:
-            leads = [self.lead(trace, setting, usual, multiple, figure) for figure in FIGURES]
-            cells.append(" / ".join("-" if lead is None else f"{lead:+.1f}" for lead in leads))
-        return " | ".join(cells)
+        for figure in FIGURES:
+            leads = [self.lead(trace, setting, usual, multiple, figure) for multiple in CAPACITIES]
+            known = [lead for lead in leads if lead is not None]
+            cells.append(f"{min(known):+.1f}" if known else "-")
+        return " / ".join(cells)
 
 
 FIGURES = ("hit_rate", "token_hit_rate")
 
 
 def print_tables(results: Results) -> None:
-    """Markdown: per trace every policy, then hints, then by how much ours is ahead, told the truth and lied to."""
-    header = "".join(f" {each:g}x |" for each in CAPACITIES)
+    """Markdown: every policy; truthful hints; and by how much ours is ahead at least, lied to."""
+    for figure in FIGURES:
+        print(f"| {figure} |" + "".join(f" `{policy}` |" for policy in ALL) + "\n|---|" + "---|" * len(ALL))
+        for trace, name in itertools.product(TRACES, ("no queue", "queue")):
+            cells = " | ".join(results.row(trace, name, policy, figure) for policy in ALL)
+            print(f"| {trace}, {name} | {cells} |")
+        print()
+    header = "".join(f" {each:g}x: `{OURS}` | `{BOUND}` |" for each in CAPACITIES)
+    print(f"| hints |{header}\n|---|" + "---|---|" * len(CAPACITIES))
     for trace in TRACES:
-        print(f"\n{trace}, turns / tokens:\n\n| policy |{header * 2}\n|---|{'---|' * 2 * len(CAPACITIES)}")
-        for policy in ALL:
-            cells = (
-                results.cell(trace, name, policy, multiple)
-                for name in ("no queue", "queue")
-                for multiple in CAPACITIES
-            )
-            print(f"| `{policy}` | " + " | ".join(cells) + " |")
-    print(f"\nHints:\n\n| trace | policy |{header}\n|---|---|{'---|' * len(CAPACITIES)}")
-    for trace in TRACES:
-        for policy in (OURS, BOUND):
-            cells = (results.cell(trace, "hints", policy, multiple) for multiple in CAPACITIES)
-            print(f"| {trace} | `{policy}` | " + " | ".join(cells) + " |")
-    print(f"\nAhead:\n\n| trace | told |{header}\n|---|---|{'---|' * len(CAPACITIES)}")
-    for setting in sorted(settings(), key=lambda each: list(TRACES).index(each.trace)):
-        usual = "queue" if "--slots" in setting.options else "no queue"
-        usual = setting.name if setting.name == "turns of no length" else usual
-        print(f"| {setting.trace} | {setting.name} | {results.leads(setting.trace, setting.name, usual)} |")
+        pairs = itertools.product(CAPACITIES, (OURS, BOUND))
+        cells = " | ".join(results.cell(trace, "hints", policy, multiple) for multiple, policy in pairs)
+        print(f"| {trace} | {cells} |")
+    print("\n| false |" + "".join(f" {trace} |" for trace in TRACES) + "\n|---|" + "---|" * len(TRACES))
+    for kind, usual in LIES.items():
+        cells = []
+        for trace in TRACES:
+            least = (results.least_lead(trace, f"{share}% {kind}", usual) for share in (30, 100))
+            cells.append("; ".join(least))
+        print(f"| {kind} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
