@@ -53,28 +53,27 @@ def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.const
 
 @triton.jit
 def load_rows(
-    values_at,
-    scales_at,
-    token,
-    column,
-    mask,
-    value_stride,
-    scale_stride,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    values_at, scales_at, zeros_at, outliers_at, places_at, token, column, mask, value_stride, scale_stride,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OUTLIERS: tl.constexpr,
+):  # fmt: skip
     """A tile [tokens, columns] of rows, dequantized to float32 where BITS says so."""
     token = token.to(tl.int64)
     if BITS == 4:
         byte = tl.load(values_at + token[:, None] * value_stride + column[None, :] // 2, mask=mask, other=0)
         shift = (column % 2 * 4)[None, :]
-        rows = ((byte.to(tl.int32) >> shift) & 0xF).to(tl.float32) - 8.0
+        rows = ((byte.to(tl.int32) >> shift) & 0xF).to(tl.float32)
     else:
         place = token[:, None] * value_stride + column[None, :]
         rows = tl.load(values_at + place, mask=mask, other=0).to(tl.float32)
     if BITS:
         place = token[:, None] * scale_stride + column[None, :] // GROUP
-        rows *= tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scales_at + place, mask=mask, other=0.0).to(tl.float32)
+        rows = rows * scale + tl.load(zeros_at + place, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(OUTLIERS):
+        is_token = tl.max(mask.to(tl.int32), 1) > 0
+        at = tl.load(places_at + token * OUTLIERS + i, mask=is_token, other=-1).to(tl.int32)
+        outlier = tl.load(outliers_at + token * OUTLIERS + i, mask=is_token, other=0.0).to(tl.float32)
+        rows = tl.where(column[None, :] == at[:, None], outlier[:, None], rows)
     return rows
 
 

@@ -136,14 +136,18 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Rows in 8 or 4 bits with a scale per token and group: x = q * scale, q symmetric around 0.
+    """Rows in 8 or 4 bits with a least value and a step per token and group: x = zero + q * scale.
 
-    `values` [T, D] int8, or [T, D/2] uint8 with element 2i in the low bits of byte i, both offset by 8;
-    `scales` [T, D / group_size], of any floating type.
+    `values` [T, D] uint8, or [T, D/2] with element 2i in the low bits of byte i; `scales`, `zeros`
+    [T, D / group_size]. In the place of K elements of each token, `places` [T, K] int16, stand `outliers`
+    [T, K]. All three are of one floating type; all are contiguous.
     """
 
     values: Tensor
     scales: Tensor
+    zeros: Tensor
+    outliers: Tensor
+    places: Tensor
     group_size: int
     bits: int
 
@@ -152,16 +156,21 @@ class Quantized:
             raise ValueError(f"{self.bits} bits are neither 4 nor 8")
         if self.group_size < 2 or self.group_size & (self.group_size - 1):
             raise ValueError(f"a group of {self.group_size} is no power of two")
-        expected = torch.int8 if self.bits == MOST_BITS else torch.uint8
-        if self.values.dtype is not expected or self.scales.shape != (
-            len(self.values), -(-self.row_size // self.group_size),
-        ):  # fmt: skip
-            raise ValueError("values and scales do not belong together")
+        groups = (len(self.values), -(-self.row_size // self.group_size))
+        if self.values.dtype is not torch.uint8 or not self.scales.shape == self.zeros.shape == groups:
+            raise ValueError("values, scales and zeros do not belong together")
+        if self.outliers.shape != self.places.shape or len(self.places) != len(self.values):
+            raise ValueError("outliers and places do not belong together")
 
     @property
     def row_size(self) -> int:
         """Elements of a row, D."""
         return self.values.shape[1] * (MOST_BITS // self.bits)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the rows take."""
+        return sum(part.nbytes for part in (self.values, self.scales, self.zeros, self.outliers, self.places))
 
     def __len__(self) -> int:
         return len(self.values)

@@ -34,21 +34,21 @@ def _launch(
     hidden: Rows, layer: LayerWeights, projection: Projection, rotation: Rotation | None, pages: Pages,
     cache: torch.Tensor, *, is_key: bool,
 ) -> None:  # fmt: skip
-    values, scales, bits, group = parts_of(hidden)
+    values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(hidden)
     cos, sin, pairs, pairing = tables_of(rotation, values)
     norm, weight = layer.norm, projection.weight
     head_norm = layer.key_norm if is_key else None
     size = weight.shape[1]
     # Heads are the faster axis: those of one block of tokens run together and find it in L2.
     _kv_projection[projection.head_count, triton.cdiv(len(hidden), BLOCK_TOKENS)](
-        values, scales, weight, _or(projection.bias, weight), _or(norm.weight, weight), _or(norm.bias, weight),
+        values, scales, zeros, outliers, places, weight, _or(projection.bias, weight), _or(norm.weight, weight), _or(norm.bias, weight),
         head_norm.weight if head_norm else weight, cos, sin, pages.slots, cache, len(hidden),
         norm.epsilon, head_norm.epsilon if head_norm else 0.0,
         values.stride(0), scales.stride(0), weight.stride(0), *cache.stride(),
         SIZE=size, HEAD_SIZE=projection.head_size, PAIRS=pairs, **_norm_of(norm),
         HAS_BIAS=projection.bias is not None, HAS_HEAD_NORM=head_norm is not None,
         ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
-        PAGE=pages.page_tokens, BITS=bits, GROUP=group, TOKENS=BLOCK_TOKENS,
+        PAGE=pages.page_tokens, BITS=bits, GROUP=group, OUTLIERS=outlier_count, TOKENS=BLOCK_TOKENS,
         BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(max(size, LEAST_HALF))), WIDEN=IS_INTERPRETED,
         HALF=max(triton.next_power_of_2(triton.cdiv(projection.head_size, 2)), LEAST_HALF),
     )  # fmt: skip
@@ -129,13 +129,13 @@ def _norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, 
 
 @triton.jit
 def _kv_projection(
-    values_at, scales_at, weight_at, bias_at, norm_weight_at, norm_bias_at, head_norm_at, cos_at, sin_at, slots_at,
+    values_at, scales_at, zeros_at, outliers_at, places_at, weight_at, bias_at, norm_weight_at, norm_bias_at, head_norm_at, cos_at, sin_at, slots_at,
     cache, token_count, epsilon, head_epsilon, value_stride, scale_stride, weight_stride,
     page_stride, row_stride, head_stride, size_stride,
     SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, IS_RMS: tl.constexpr,
     IS_LAYER: tl.constexpr, HAS_NORM_WEIGHT: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_HEAD_NORM: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OUTLIERS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -153,14 +153,40 @@ def _kv_projection(
     if IS_LAYER:
         column = tl.zeros((1,), tl.int32)
         x = load_rows(
-            values_at, scales_at, token, column, is_token[:, None], value_stride, scale_stride, BITS, GROUP
+            values_at,
+            scales_at,
+            zeros_at,
+            outliers_at,
+            places_at,
+            token,
+            column,
+            is_token[:, None],
+            value_stride,
+            scale_stride,
+            BITS,
+            GROUP,
+            OUTLIERS,
         )
         shift += tl.sum(x, 1)
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         is_column = column < SIZE
         mask = is_token[:, None] & is_column[None, :]
-        x = load_rows(values_at, scales_at, token, column, mask, value_stride, scale_stride, BITS, GROUP)
+        x = load_rows(
+            values_at,
+            scales_at,
+            zeros_at,
+            outliers_at,
+            places_at,
+            token,
+            column,
+            mask,
+            value_stride,
+            scale_stride,
+            BITS,
+            GROUP,
+            OUTLIERS,
+        )
         total, squares = _row_sums(x, shift, mask, total, squares, IS_LAYER, IS_RMS)
         scale, norm_bias = tl.full((BLOCK,), 1.0, tl.float32), tl.zeros((BLOCK,), tl.float32)
         if HAS_NORM_WEIGHT:

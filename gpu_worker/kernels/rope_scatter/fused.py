@@ -14,27 +14,32 @@ BLOCK_TOKENS = 32
 def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
     """See the reference. Rows have contiguous columns."""
     check(rows, rotation, pages)
-    values, scales, bits, group = parts_of(rows)
+    values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(rows)
     (_, _, key_heads, key_size), (_, _, value_heads, value_size) = pages.keys.shape, pages.values.shape
     cos, sin, pairs, pairing = tables_of(rotation, values)
     if not len(rows):
         return
     widest = max(key_size, value_size)
     _rope_scatter[triton.cdiv(len(rows), BLOCK_TOKENS), key_heads + value_heads](
-        values, scales, cos, sin, pages.slots, pages.keys, pages.values, len(rows),
+        values, scales, zeros, outliers, places, cos, sin, pages.slots, pages.keys, pages.values, len(rows),
         values.stride(0), scales.stride(0), *pages.keys.stride(), *pages.values.stride(),
         KEY_HEADS=key_heads, KEY_SIZE=key_size, VALUE_SIZE=value_size, PAIRS=pairs,
         ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
-        PAGE=pages.page_tokens, BITS=bits, GROUP=group, TOKENS=BLOCK_TOKENS,
+        PAGE=pages.page_tokens, BITS=bits, GROUP=group, OUTLIERS=outlier_count, TOKENS=BLOCK_TOKENS,
         HALF=triton.next_power_of_2(triton.cdiv(widest, 2)),
     )  # fmt: skip
 
 
-def parts_of(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Values, scales, bits and group of rows; those that are not quantized have 0 bits."""
+def parts_of(
+    rows: Rows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    """Parts of rows, bits, group and outliers per token; rows that are not quantized have 0 bits and no outliers."""
     if isinstance(rows, Quantized):
-        return rows.values, rows.scales, rows.bits, rows.group_size
-    return rows, rows, 0, 1
+        return (
+            rows.values, rows.scales, rows.zeros, rows.outliers, rows.places,
+            rows.bits, rows.group_size, rows.places.shape[1],
+        )  # fmt: skip
+    return rows, rows, rows, rows, rows, 0, 1, 0
 
 
 def tables_of(
@@ -48,11 +53,11 @@ def tables_of(
 
 @triton.jit
 def _rope_scatter(
-    values_at, scales_at, cos_at, sin_at, slots_at, keys, caches, token_count,
+    values_at, scales_at, zeros_at, outliers_at, places_at, cos_at, sin_at, slots_at, keys, caches, token_count,
     value_stride, scale_stride, k_page, k_row, k_head, k_size, v_page, v_row, v_head, v_size,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
     ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, OUTLIERS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
@@ -66,10 +71,34 @@ def _rope_scatter(
         mask_2 = is_token[:, None] & (pair < KEY_SIZE // 2)[None, :]
         begin = head * KEY_SIZE
         a = load_rows(
-            values_at, scales_at, token, begin + first, mask_1, value_stride, scale_stride, BITS, GROUP
+            values_at,
+            scales_at,
+            zeros_at,
+            outliers_at,
+            places_at,
+            token,
+            begin + first,
+            mask_1,
+            value_stride,
+            scale_stride,
+            BITS,
+            GROUP,
+            OUTLIERS,
         )
         b = load_rows(
-            values_at, scales_at, token, begin + second, mask_2, value_stride, scale_stride, BITS, GROUP
+            values_at,
+            scales_at,
+            zeros_at,
+            outliers_at,
+            places_at,
+            token,
+            begin + second,
+            mask_2,
+            value_stride,
+            scale_stride,
+            BITS,
+            GROUP,
+            OUTLIERS,
         )
         if PAIRS:
             a, b = turn(a, b, cos_at, sin_at, token, pair, is_token, PAIRS)
@@ -82,6 +111,20 @@ def _rope_scatter(
         dimension = tl.arange(0, 2 * HALF)
         mask = is_token[:, None] & (dimension < VALUE_SIZE)[None, :]
         column = KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + dimension
-        rows = load_rows(values_at, scales_at, token, column, mask, value_stride, scale_stride, BITS, GROUP)
+        rows = load_rows(
+            values_at,
+            scales_at,
+            zeros_at,
+            outliers_at,
+            places_at,
+            token,
+            column,
+            mask,
+            value_stride,
+            scale_stride,
+            BITS,
+            GROUP,
+            OUTLIERS,
+        )
         mask &= is_put[:, None]
         store_head(caches, rows, head, dimension, slot, mask, v_page, v_row, v_head, v_size, PAGE)
