@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
+from chatting import make_turns
 
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.simulate.future import look
@@ -13,7 +14,6 @@ from ctxcache.simulate.load import Hint, Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.study import Capacity, footprint_bytes
 from ctxcache.simulate.trace import Turn
-from tests.simulate.chatting import make_turns
 
 LIMIT = 0.02
 OURS = "value"
