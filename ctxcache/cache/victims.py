@@ -62,5 +62,9 @@ class Victims:
     def _is_removable(self, session: Session) -> bool:
         if session.is_pinned or session.is_writing or not self._state.placement.is_idle(session):
             return False
-        # What others list too stays with them, whoever reads it.
-        return not any(s.hold_count for s in session.segments if s.session_count == 1)
+        held = [s for s in session.segments if s.hold_count]
+        if not held:
+            return True
+        # What others list too stays with them, whoever reads it: then it must have something else to give.
+        is_shared = all(s.session_count > 1 for s in held)
+        return is_shared and any(s.session_count == 1 for s in session.segments)

@@ -12,7 +12,6 @@ from service_rig import Client, chunks, commit, refused, until
 
 from ctxcache.cache.hints import Answer, Hint, Hints
 from ctxcache.config import Settings
-from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.server import Server
 from ctxcache.service import turns
 from ctxcache.testing.fakes import FakeClock
@@ -38,9 +37,15 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.fixture
-def settings(settings: Settings) -> Settings:
+def policy() -> str:
     """A policy that promotes ahead."""
-    return settings.model_copy(update={"placement_policy": "look-ahead", "max_retention_s": 1000})
+    return "look-ahead"
+
+
+@pytest.fixture
+def settings(settings: Settings, policy: str) -> Settings:
+    """The policy's."""
+    return settings.model_copy(update={"placement_policy": policy, "max_retention_s": 1000})
 
 
 class Hinter:
@@ -166,15 +171,12 @@ async def test_a_batch_waits_for_its_promotions_together(
     assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
 
 
-async def test_what_would_never_come_is_not_deferred(
-    client: Client, hint: Hinter, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("policy", ["lru"])
+async def test_what_would_never_come_is_not_deferred(hint: Hinter, server: Server) -> None:
     """Under a policy that promotes nothing ahead."""
     await hint("demote")
     taken = await fill(server)
-    monkeypatch.setattr(server._cache.placement, "policy", LeastRecentlyUsed())
     result = await hint("prefetch")
-    monkeypatch.undo()
     for slot in taken:
         server._cache.residency.dram.give(slot)
 
