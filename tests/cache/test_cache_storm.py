@@ -141,6 +141,7 @@ class Storm:
         self.known: dict[str, Known] = {}
         self.tag = self.read_count = self.cut_count = 0
         self.queue: Queue | None = None
+        self.pinning = asyncio.Lock()
         self.is_over = False
 
     @property
@@ -310,11 +311,14 @@ class Storm:
             )
             await cache.hints.carry_out(hint, asyncio.get_running_loop().time() + 30)
         elif what == "pin":
-            known = self.known[name]
-            is_pinned = not known.is_pinned and sum(other.is_pinned for other in self.known.values()) < 1
-            known.is_pinned = False
-            await self.rig.cache.sessions.update(tenant, name, expiration=None, is_pinned=is_pinned)
-            known.is_pinned = is_pinned
+            # One at a time: of two that overlap, the first to be applied may be the last to be answered.
+            async with self.pinning:
+                if (known := self.known.get(name)) is None:
+                    return
+                is_pinned = not known.is_pinned and sum(other.is_pinned for other in self.known.values()) < 1
+                known.is_pinned = False
+                await self.rig.cache.sessions.update(tenant, name, expiration=None, is_pinned=is_pinned)
+                known.is_pinned = is_pinned
         else:
             if self.queue is None:
                 self.queue = cache.queues.join(tenant, "engine", grace_ns=None, fingerprint=b"")
