@@ -4,13 +4,14 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker tests scripts
+WORKER_TESTS := $(addprefix tests/,gpu_worker demo faults live bench)
 
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format proto check-proto setup setup-store test-all test-store clean
+.PHONY: help demo test lint format proto check-proto setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +19,7 @@ help: ## Say what there is to make
 demo: setup ## Show what the cache saves on a real small model (ARGS="--help" for its options)
 	@$(BIN)/ctxcache demo $(ARGS)
 
-test: lint check-proto test-all test-store ## Check everything: style, types, contract, tests with and without torch
+test: lint check-proto test-store test-worker ## Check everything: style, types, contract, and every test once
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check .
@@ -38,14 +39,15 @@ proto: setup ## Generate the Python code of proto/
 check-proto: setup
 	scripts/check_proto.sh
 
-test-all: setup
+# The store must import, serve and pass its tests where torch does not exist.
+test-store: setup-store
 	@command -v node >/dev/null || echo 'NOTICE: node is not installed: the JavaScript client test will be SKIPPED' >&2
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-# The store must import, serve and pass its tests where torch does not exist. Fault harnesses, the live store and benchmarks ran above.
-test-store: setup-store test-all
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
-	.venv-store/bin/python -m pytest --ignore=tests/gpu_worker --ignore=tests/demo --ignore=tests/faults --ignore=tests/live --ignore=tests/bench $(PYTEST_ARGS)
+	.venv-store/bin/python -m pytest $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
+
+# The worker, what drives store and worker together, and the simulator's pictures.
+test-worker: setup
+	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py $(PYTEST_ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)
 	@$(PYTHON) scripts/setup.py worker
