@@ -22,6 +22,14 @@ class StateKind(enum.IntEnum):
     """K then V before positional encoding, after biases and norms: [H*C] + [H*C_v] elements."""
     LATENT = 4
     """A model's own compressed state (MLA): [kv_lora_rank] + [rope_dim] elements, not rotated."""
+    HIDDEN_INT8 = 5
+    """HIDDEN in 8 bits, groups of 32, 4 outliers a row: close to it, never equal. See packing.py."""
+    KV_INT8 = 6
+    """KV in 8 bits, groups of 64, 4 outliers a row, likewise."""
+    HIDDEN_INT4 = 7
+    """HIDDEN in 4 bits, groups of 32, 4 outliers a row, likewise."""
+    KV_INT4 = 8
+    """KV in 4 bits, groups of 32, 4 outliers a row, likewise."""
 
 
 class DType(enum.IntEnum):
@@ -33,6 +41,8 @@ class DType(enum.IntEnum):
     BFLOAT16 = 4
     INT8 = 5
     FLOAT8_E4M3 = 6
+    PACKED = 7
+    """No elements but bytes, whose layout the kind gives."""
 
     @property
     def size_bytes(self) -> int:
@@ -47,6 +57,7 @@ _DTYPE_BYTES = {
     DType.BFLOAT16: 2,
     DType.INT8: 1,
     DType.FLOAT8_E4M3: 1,
+    DType.PACKED: 1,
 }
 
 

@@ -36,6 +36,16 @@ class _StateKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateKind.V
     """K then V before positional encoding, after biases and norms: [H*C] + [H*C_v] elements per token."""
     STATE_KIND_LATENT: _StateKind.ValueType  # 4
     """A model's own compressed state (MLA): [kv_lora_rank] + [rope_dim] elements per token, not rotated."""
+    STATE_KIND_HIDDEN_INT8: _StateKind.ValueType  # 5
+    """Layer input in 8 bits, in groups of 32 with 4 outliers a row: close to HIDDEN, never equal to it. The
+    bytes of a row are laid out in docs/chunk_format.md. Its rows have DTYPE_PACKED.
+    """
+    STATE_KIND_KV_INT8: _StateKind.ValueType  # 6
+    """K then V before positional encoding in 8 bits, in groups of 64 with 4 outliers a row, likewise."""
+    STATE_KIND_HIDDEN_INT4: _StateKind.ValueType  # 7
+    """Layer input in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
+    STATE_KIND_KV_INT4: _StateKind.ValueType  # 8
+    """K then V before positional encoding in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
 
 class StateKind(_StateKind, metaclass=_StateKindEnumTypeWrapper):
     """What the bytes of a row are."""
@@ -50,6 +60,16 @@ STATE_KIND_KV: StateKind.ValueType  # 3
 """K then V before positional encoding, after biases and norms: [H*C] + [H*C_v] elements per token."""
 STATE_KIND_LATENT: StateKind.ValueType  # 4
 """A model's own compressed state (MLA): [kv_lora_rank] + [rope_dim] elements per token, not rotated."""
+STATE_KIND_HIDDEN_INT8: StateKind.ValueType  # 5
+"""Layer input in 8 bits, in groups of 32 with 4 outliers a row: close to HIDDEN, never equal to it. The
+bytes of a row are laid out in docs/chunk_format.md. Its rows have DTYPE_PACKED.
+"""
+STATE_KIND_KV_INT8: StateKind.ValueType  # 6
+"""K then V before positional encoding in 8 bits, in groups of 64 with 4 outliers a row, likewise."""
+STATE_KIND_HIDDEN_INT4: StateKind.ValueType  # 7
+"""Layer input in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
+STATE_KIND_KV_INT4: StateKind.ValueType  # 8
+"""K then V before positional encoding in 4 bits, in groups of 32 with 4 outliers a row, likewise."""
 Global___StateKind: _TypeAlias = StateKind  # noqa: Y015
 
 class _Dtype:
@@ -72,6 +92,8 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     """Signed 8-bit integer; scales, if any, are part of the row."""
     DTYPE_FLOAT8_E4M3: _Dtype.ValueType  # 6
     """8-bit floating point, 4 exponent and 3 mantissa bits; scales, if any, are part of the row."""
+    DTYPE_PACKED: _Dtype.ValueType  # 7
+    """Bytes of several types, whose layout the state kind gives."""
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Type of the elements of a row. The store never converts; it keeps the type with the bytes."""
@@ -90,6 +112,8 @@ DTYPE_INT8: Dtype.ValueType  # 5
 """Signed 8-bit integer; scales, if any, are part of the row."""
 DTYPE_FLOAT8_E4M3: Dtype.ValueType  # 6
 """8-bit floating point, 4 exponent and 3 mantissa bits; scales, if any, are part of the row."""
+DTYPE_PACKED: Dtype.ValueType  # 7
+"""Bytes of several types, whose layout the state kind gives."""
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 @_typing.final

@@ -23,7 +23,12 @@ DOMAIN = b"ctxcache.chunk.v1"
 TENANT_OFFSET = 102
 CHECKSUM_OFFSET = 248
 STREAM_COUNT_LIMIT = 65536
-KINDS = {1: "tokens", 2: "hidden", 3: "kv", 4: "latent"}
+KINDS = {
+    1: "tokens", 2: "hidden", 3: "kv", 4: "latent",
+    5: "hidden_int8", 6: "kv_int8", 7: "hidden_int4", 8: "kv_int4",
+}  # fmt: skip
+PACKINGS = {5: (8, 32), 6: (8, 64), 7: (4, 32), 8: (4, 32)}
+"""Bits and group size by kind; four outliers in each row."""
 TOKENS = (-1, 1)
 
 
@@ -147,6 +152,23 @@ def read_log(file: bytes, session_uid: bytes) -> dict[int, dict[tuple[int, int],
                     for s in segment.streams
                 }
     return log
+
+
+def unpack_row(row: bytes, kind: int, element_count: int) -> list[float]:
+    """Return the elements of one packed row, as float32 has them."""
+    bits, group_size = PACKINGS[kind]
+    groups, outlier_count = -(-element_count // group_size), min(4, element_count)
+    begin = -(-(element_count * bits // 8) // 4) * 4
+    parts = struct.unpack_from(f"<{outlier_count}f{groups}e{groups}e{outlier_count}H", row, begin)
+    outliers, scales = parts[:outlier_count], parts[outlier_count : outlier_count + groups]
+    zeros, places = parts[outlier_count + groups : -outlier_count], parts[-outlier_count:]
+    elements = []
+    for i in range(element_count):
+        code = row[i] if bits == 8 else row[i // 2] >> i % 2 * 4 & 0xF
+        elements.append(zeros[i // group_size] + code * scales[i // group_size])
+    for place, outlier in zip(places, outliers, strict=True):
+        elements[place] = outlier
+    return list(struct.unpack(f"<{element_count}f", struct.pack(f"<{element_count}f", *elements)))
 
 
 def _place(table: bytes, segment_tokens: int) -> tuple[tuple[Stream, ...], int]:

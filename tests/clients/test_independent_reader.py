@@ -2,6 +2,7 @@
 
 import ast
 import json
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from independent_reader import (
     read_header,
     read_log,
     scan,
+    unpack_row,
 )
 from server_process import ServerProcess
 
@@ -32,8 +34,11 @@ from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 
 READER = Path(__file__).with_name("independent_reader.py")
 GOLDEN = json.loads((READER.parents[1] / "golden" / "segments.json").read_text(encoding="utf-8"))
-HIDDEN, KV = Stream(0, StateKind.HIDDEN), Stream(1, StateKind.KV)
-ROW_BYTES = {TOKENS_STREAM: 4, HIDDEN: 96, KV: 96}
+HIDDEN, KV, PACKED = (
+    Stream(layer, kind) for layer, kind in ((0, StateKind.HIDDEN), (1, StateKind.KV), (1, StateKind.KV_INT8))
+)
+ROW_BYTES = {TOKENS_STREAM: 4, HIDDEN: 96, KV: 96, PACKED: 80}
+DTYPES = {HIDDEN: DType.BFLOAT16, KV: DType.BFLOAT16, PACKED: DType.PACKED}
 TOKEN_COUNT = 200
 EARLY_COUNT = 130
 DROPPED = range(10, 30)
@@ -57,7 +62,7 @@ def saved_rows(begin: int, end: int) -> dict[Stream, npt.NDArray[np.generic]]:
     tokens = np.arange(begin, end, dtype=np.int32).reshape(-1, 1)
     numbers = np.arange(begin, end, dtype=np.int64).reshape(-1, 1)
     rows: dict[Stream, npt.NDArray[np.generic]] = {TOKENS_STREAM: tokens + 1000}
-    for stream in (HIDDEN, KV):
+    for stream in DTYPES:
         values = numbers * 7 + np.arange(ROW_BYTES[stream]) * 31 + stream.layer * 101
         rows[stream] = (values % 256).astype(np.uint8)
     return rows
@@ -89,15 +94,15 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 
 
 def new_session(client: Client) -> Session:
-    """Create a session that stores hidden states of one layer and K/V of another."""
-    specs = tuple(StreamSpec(stream, ROW_BYTES[stream], DType.BFLOAT16) for stream in (HIDDEN, KV))
+    """Create a session that stores hidden states of one layer and K/V of another, packed too."""
+    specs = tuple(StreamSpec(stream, ROW_BYTES[stream], dtype) for stream, dtype in DTYPES.items())
     model = client.register_model(
         ModelSpec(
             "tiny", "TinyForCausalLM", "", "", "", DType.BFLOAT16, 2, 48, 3, 8, "", "",
             is_relocatable=True, streams=specs,
         )
     )  # fmt: skip
-    return client.create_session(model.name, layout=[HIDDEN, KV])
+    return client.create_session(model.name, layout=list(DTYPES))
 
 
 def whole_segments(file: bytes) -> list[Segment]:
@@ -262,3 +267,13 @@ def facts_of(segment: Segment) -> dict[str, object]:
         "size_bytes": segment.size_bytes,
         "offsets": [stream.offset_bytes for stream in segment.streams],
     }
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["packed_rows"], ids=lambda case: f"{case['kind']} {case['element_count']}"
+)
+def test_golden_rows_are_unpacked_by_the_documented_layout(case: dict[str, Any]) -> None:
+    """Every packed kind, at sizes that fill no group and that have fewer elements than outliers."""
+    elements = unpack_row(bytes.fromhex(case["row_hex"]), case["kind"], case["element_count"])
+
+    assert struct.pack(f"<{len(elements)}f", *elements).hex() == case["elements_hex"]

@@ -7,18 +7,21 @@ version of it. Other implementations can be checked against the file without rea
 """
 
 import json
+import struct
 from pathlib import Path
 
 from ctxcache.format.header import SegmentHeader, header_checksum
 from ctxcache.format.identity import SegmentIdentity, chunk_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 
 GOLDEN = Path(__file__).parent / "segments.json"
 NOTE = (
     "The chunk format of ctxcache, version 1. Streams are [layer, kind, row bytes, dtype]. Bytes and hashes are hex, "
-    "hashes most significant digit first. Byte i of stream number n is (31*i + 7*n + 1) mod 256, for token_count rows."
+    "hashes most significant digit first. Byte i of stream number n is (31*i + 7*n + 1) mod 256, for token_count rows. "
+    "Elements of packed rows are those of float32 in hex, little endian."
 )
 
 
@@ -72,6 +75,55 @@ def latent_model() -> ModelSpec:
     )
 
 
+def packed_model() -> ModelSpec:
+    """Describe a model that saves every packed kind of its one layer, and hidden states as they are."""
+    row_bytes = {kind: packing.row_bytes(96) for kind, packing in PACKINGS.items()}
+    return ModelSpec(
+        model_id="", architecture="Packed", revision="", weights_digest="w", tokenizer_digest="t",
+        dtype=DType.BFLOAT16, layer_count=1, hidden_size=96, kv_head_count=3, head_size=16,
+        rope="theta=10000", norm="rms,eps=1e-05", is_relocatable=True,
+        streams=(
+            StreamSpec(Stream(0, StateKind.HIDDEN), 192, DType.BFLOAT16),
+            *(StreamSpec(Stream(0, kind), size, DType.PACKED) for kind, size in row_bytes.items()),
+        ),
+    )  # fmt: skip
+
+
+def packed_row_case(kind: StateKind, element_count: int) -> dict[str, object]:
+    """State a packed row by its bytes and its elements."""
+    packing = PACKINGS[kind]
+    layout = packing.layout(element_count)
+    codes = [(37 * i + 11) % (1 << packing.bits) for i in range(element_count)]
+    scales = [(i + 1) / 512 for i in range(layout.group_count)]
+    zeros = [-0.75 * i - 0.125 for i in range(layout.group_count)]
+    places = [
+        (element_count - 1) * i // max(layout.outlier_count - 1, 1) for i in range(layout.outlier_count)
+    ]
+    outliers = [(-1) ** i * 23_737.5 * 10 ** (9 * i) for i in range(layout.outlier_count)]
+    row = bytearray(layout.row_bytes)
+    for i, code in enumerate(codes):
+        if packing.bits == 8:
+            row[i] = code
+        else:
+            row[i // 2] |= code << i % 2 * 4
+    struct.pack_into(f"<{len(outliers)}f", row, layout.outliers, *outliers)
+    struct.pack_into(f"<{len(scales)}e", row, layout.scales, *scales)
+    struct.pack_into(f"<{len(zeros)}e", row, layout.zeros, *zeros)
+    struct.pack_into(f"<{len(places)}H", row, layout.places, *places)
+    elements = [
+        zeros[i // packing.group_size] + code * scales[i // packing.group_size]
+        for i, code in enumerate(codes)
+    ]
+    for place, outlier in zip(places, outliers, strict=True):
+        elements[place] = outlier
+    return {
+        "kind": kind,
+        "element_count": element_count,
+        "row_hex": row.hex(),
+        "elements_hex": struct.pack(f"<{element_count}f", *elements).hex(),
+    }
+
+
 def model_case(spec: ModelSpec) -> dict[str, object]:
     """State a model and its fingerprint."""
     facts = {name: getattr(spec, name) for name in ModelSpec.__slots__ if name != "streams"}
@@ -121,7 +173,7 @@ def cases() -> dict[str, list[dict[str, object]]]:
         "тенант/" + "x" * 115, b"\xff" * 16, (1 << 63) - 1, 1 << 40, 3, latent.fingerprint()
     )
     return {
-        "models": [model_case(kv), model_case(latent)],
+        "models": [model_case(kv), model_case(latent), model_case(packed_model())],
         "segments": [
             segment_case(1, full, SegmentLayout(kv.resolve(spec.stream for spec in kv.streams[1:]))),
             segment_case(0, short, SegmentLayout((TOKENS_SPEC,))),
@@ -129,6 +181,7 @@ def cases() -> dict[str, list[dict[str, object]]]:
                 (1 << 64) - 1, wide, SegmentLayout(latent.resolve(s.stream for s in latent.streams), 16)
             ),
         ],
+        "packed_rows": [packed_row_case(kind, count) for kind in PACKINGS for count in (96, 70, 2)],
     }
 
 

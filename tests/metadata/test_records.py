@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_type_hints
+from typing import cast, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -199,3 +199,15 @@ def test_a_uid_of_another_length_has_no_key() -> None:
     """Keys are of one length, so that none is the beginning of another."""
     with pytest.raises(ValueError, match="16 bytes"):
         records.session_key(b"short")
+
+
+def test_a_kind_of_a_later_version_is_named() -> None:
+    """A stream of a kind that this version does not know is refused by its number, not taken for another."""
+    later = Stream(0, cast("StateKind", 99))
+    spec = StreamSpec(later, 96, DType.PACKED)
+    session = encode(replace(make_session(), layout=(later,)))
+    model = encode(replace(make_model(), spec=replace(make_model().spec, streams=(spec,))))
+
+    for sample in (session, model):
+        with pytest.raises(CorruptMetadata, match="99 is not a valid StateKind"):
+            sample.decode(sample.key, sample.value)

@@ -1,7 +1,7 @@
 """The rpcs that move no rows: every promise of the proto, over a real socket."""
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -197,6 +197,8 @@ async def test_a_created_session_says_what_it_is(client: Client) -> None:
         {"layout": [HIDDEN, HIDDEN]},
         {"layout": [model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_UNSPECIFIED)]},
         {"layout": [model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_TOKENS)]},
+        {"layout": [model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_HIDDEN_INT8)]},
+        {"layout": [model_pb2.StreamName(layer=0, kind=cast("model_pb2.StateKind.ValueType", 99))]},
         {"layout": [model_pb2.StreamName(layer=-1, kind=model_pb2.STATE_KIND_HIDDEN)]},
         {"ttl": Duration(seconds=0, nanos=5)},
         {"ttl": Duration(seconds=3650 * 86400 + 1)},

@@ -3,7 +3,16 @@
 import { createHash } from 'node:crypto';
 
 const DOMAIN = 'ctxcache.model.v1';
-const KINDS = { STATE_KIND_TOKENS: 1, STATE_KIND_HIDDEN: 2, STATE_KIND_KV: 3, STATE_KIND_LATENT: 4 };
+const KINDS = {
+  STATE_KIND_TOKENS: 1,
+  STATE_KIND_HIDDEN: 2,
+  STATE_KIND_KV: 3,
+  STATE_KIND_LATENT: 4,
+  STATE_KIND_HIDDEN_INT8: 5,
+  STATE_KIND_KV_INT8: 6,
+  STATE_KIND_HIDDEN_INT4: 7,
+  STATE_KIND_KV_INT4: 8,
+};
 const DTYPES = {
   DTYPE_INT32: 1,
   DTYPE_FLOAT32: 2,
@@ -11,6 +20,7 @@ const DTYPES = {
   DTYPE_BFLOAT16: 4,
   DTYPE_INT8: 5,
   DTYPE_FLOAT8_E4M3: 6,
+  DTYPE_PACKED: 7,
 };
 
 /** 32 bytes. `model` is a ctxcache.v1.Model; fields left out count as empty, 0 or false. */

@@ -6,7 +6,17 @@ import { test } from 'node:test';
 import { wireChecksum } from './ctxcache.js';
 import { modelFingerprint } from './fingerprint.js';
 
-const KINDS = ['', 'STATE_KIND_TOKENS', 'STATE_KIND_HIDDEN', 'STATE_KIND_KV', 'STATE_KIND_LATENT'];
+const KINDS = [
+  '',
+  'STATE_KIND_TOKENS',
+  'STATE_KIND_HIDDEN',
+  'STATE_KIND_KV',
+  'STATE_KIND_LATENT',
+  'STATE_KIND_HIDDEN_INT8',
+  'STATE_KIND_KV_INT8',
+  'STATE_KIND_HIDDEN_INT4',
+  'STATE_KIND_KV_INT4',
+];
 const DTYPES = [
   '',
   'DTYPE_INT32',
@@ -15,6 +25,7 @@ const DTYPES = [
   'DTYPE_BFLOAT16',
   'DTYPE_INT8',
   'DTYPE_FLOAT8_E4M3',
+  'DTYPE_PACKED',
 ];
 const golden = JSON.parse(readFileSync(new URL('../../golden/segments.json', import.meta.url), 'utf8'));
 
