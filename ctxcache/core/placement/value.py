@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 from ctxcache.core.placement.cost import MissCost
 from ctxcache.core.placement.forecast import Forecast
-from ctxcache.core.placement.order import Key, Keyed
-from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Tier
-from ctxcache.core.placement.queue import Window
-from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.order import Key
+from ctxcache.core.placement.policy import Capacities, Facts
 from ctxcache.core.placement.returns import WATCHED, ReturnTimes
 from ctxcache.core.placement.trust import Trust
+from ctxcache.core.placement.windowed import Windowed
 
 PREFETCHED_BELOW, PREFETCHED_ABOVE = 0.2, 0.4
 """Where trust in the queue's order falls so low that nothing is fetched by it, and where it is again."""
@@ -28,22 +27,14 @@ MissSeconds = Callable[[int], float]
 MISS_S: MissSeconds = MissCost().seconds
 
 
-class ReturnValue(Ranked):
+class ReturnValue(Windowed):
     """Value per byte. `miss_s` is what a miss of so many bytes costs, in any unit. Amortised O(log n) an event."""
 
     def __init__(self, capacities: Capacities, miss_s: MissSeconds = MISS_S) -> None:
-        super().__init__()
-        self._capacities = capacities
+        super().__init__(capacities)
         self._miss_s = miss_s
-        self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
-        self._sizes: dict[bytes, int] = {}
-        self._last_use: dict[bytes, int] = {}
-        self._use_count = 0
         self._worth: dict[bytes, float] = {}
         """Cost of a miss per byte."""
-        self._held: dict[bytes, Tier] = {}
-        self._held_bytes = 0
-        self._fetched = Window(self._rank_fetch)
         self._returns = ReturnTimes(self._rank)
         self._queue = Forecast()
         self._follows_order = True
@@ -53,7 +44,7 @@ class ReturnValue(Ranked):
 
     @property
     def follows_order(self) -> bool:
-        """Whether sessions are fetched in the queue's order."""
+        """See Windowed. The order is false at times."""
         return self._follows_order
 
     def arrived(self, uid: bytes, now_s: float) -> None:
@@ -71,40 +62,24 @@ class ReturnValue(Ranked):
         """See Policy."""
         self._returns.advance(now_s)
         self._returns.idle(uid, facts)
-        self._measure(uid, facts.size_bytes)
+        self._weigh(uid, facts.size_bytes)
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
         """See Policy."""
         self._returns.recalled(uid, facts, idle_s)
-        self._measure(uid, facts.size_bytes)
+        self._weigh(uid, facts.size_bytes)
 
     def passed(self, now_s: float) -> None:
         """See Policy."""
         self._returns.advance(now_s)
 
-    def placed(self, uid: bytes, tier: Tier) -> None:
-        """See Policy."""
-        if uid not in self._held:
-            self._held_bytes += self._sizes[uid]
-        self._held[uid] = tier
-        self._rank(uid)
-        if self._queue:
-            self._resize()
-            self._rank_fetch(uid)
-
     def evicted(self, uid: bytes) -> None:
         """See Policy."""
-        if self._held.pop(uid, None) is not None:
-            self._held_bytes -= self._sizes[uid]
-        self._sizes.pop(uid, None)
+        super().evicted(uid)
         self._worth.pop(uid, None)
-        self._last_use.pop(uid, None)
-        self._all.discard(uid)
-        self._dram.discard(uid)
         # Whether such a job comes is learned all the same: its session is watched on.
         self._queue.discard(uid)
         self._fetched.discard(uid)
-        self._fetchable.discard(uid)
 
     def ended(self, uid: bytes) -> None:
         """See Policy."""
@@ -141,66 +116,15 @@ class ReturnValue(Ranked):
             self._ends.made()
         self._rank(uid)
 
-    def evict(self, accepts: Accepts) -> bytes | None:
-        """See Policy."""
-        return self._all.first(accepts)
-
-    def demote(self, accepts: Accepts) -> bytes | None:
-        """See Policy."""
-        return self._dram.first(accepts)
-
-    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
-        """See Policy."""
-        return self._fetchable.first(accepts) if self._follows_order else None
-
-    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
-        """See Policy. Whoever is needed later gives way, as in LookAhead."""
-        if not self._follows_order or uid not in self._fetched:
-            return False
-        return fetched not in self._fetched or self._fetched.order(uid) <= self._fetched.order(fetched)
-
-    def rank(self, uid: bytes) -> Key | None:
-        """See Ranked."""
-        if uid in self._held:
-            return self._all.key(uid)
-        return self._key(uid) if uid in self._sizes else None
-
-    def _measure(self, uid: bytes, size_bytes: int) -> None:
+    def _weigh(self, uid: bytes, size_bytes: int) -> None:
         size_bytes = max(size_bytes, 1)
-        if uid in self._held:
-            self._held_bytes += size_bytes - self._sizes[uid]
-        self._sizes[uid] = size_bytes
-        self._use_count += 1
-        self._last_use[uid] = self._use_count
+        self._measure(uid, size_bytes)
         self._worth[uid] = self._miss_s(size_bytes) / size_bytes
         self._rank(uid)
-
-    def _resize(self) -> None:
-        average_bytes = max(self._held_bytes // max(len(self._held), 1), 1)
-        self._fetched.resize(self._capacities.dram_bytes // average_bytes)
-
-    def _rank(self, uid: bytes) -> None:
-        tier = self._held.get(uid)
-        if tier is None:
-            return
-        before, key = self._all.key(uid), self._key(uid)
-        self._all.put(uid, key)
-        if tier is Tier.DRAM:
-            self._dram.put(uid, key)
-        else:
-            self._dram.discard(uid)
-        if before is None or key < before:
-            self._fallen(uid)
 
     def _key(self, uid: bytes) -> Key:
         # Of equals the least recently used leaves first, not the one whose name comes first.
         return (self._index_per_s(uid) * self._worth[uid], self._last_use[uid])
-
-    def _rank_fetch(self, uid: bytes) -> None:
-        if uid in self._fetched and self._held.get(uid) is Tier.SSD:
-            self._fetchable.put(uid, (self._fetched.order(uid),))
-        else:
-            self._fetchable.discard(uid)
 
     def _index_per_s(self, uid: bytes) -> float:
         learned = self._returns.index_per_s(uid)
