@@ -28,6 +28,13 @@ class UnsupportedDtype(CacheError):
     template = "{what}: expected {expected}, got {actual}"
 
 
+class RowNotRepresentable(CacheError):
+    """A row has numbers that few bits cannot hold; no session stores what would not come back as it was."""
+
+    reason = "ROW_NOT_REPRESENTABLE"
+    template = "{what}: row {row} {problem}"
+
+
 class UnsupportedBatch(CacheError):
     """Capture sees one sequence per forward pass; the pass had more."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ctxcache.format.streams import DType, StreamSpec
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
+from gpu_worker.packed_rows import pack
 
 BATCH_TOKENS = 512
 """Rows per batch: a projection of 64 rows takes twice as long per row as one of 512, and copying costs less."""
@@ -23,6 +24,7 @@ _TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
+    DType.PACKED: torch.uint8,
 }
 _ROW_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items()}
 
@@ -41,9 +43,11 @@ def row_dtype(dtype: torch.dtype) -> DType:
 def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
     """Rows [T, row] as `spec` stores them: T * row_bytes bytes, native (little) endian.
 
-    A view of the tensor where it is contiguous and on the host, else of a copy.
-    Raises ShapeMismatch, UnsupportedDtype.
+    A view of the tensor where it is contiguous and on the host, else of a copy. For a packed kind rows are wide,
+    or [T, row_bytes] uint8 that were packed before. Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable.
     """
+    if spec.dtype is DType.PACKED and rows.dtype is not torch.uint8:
+        rows = pack(rows, spec.stream.kind)
     element_count = spec.row_bytes // spec.dtype.size_bytes
     if rows.ndim != 2 or rows.shape[1] != element_count:
         raise ShapeMismatch(
@@ -59,7 +63,7 @@ def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
 def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
     """Bytes of whole rows -> [T, row] on the host, a view of `data`: read it, never write to it.
 
-    Raises ShapeMismatch where `data` is no whole number of rows, UnsupportedDtype for a type that
+    Packed rows stay packed, [T, row_bytes] uint8: they are made wide where they are used. Raises ShapeMismatch where `data` is no whole number of rows, UnsupportedDtype for a type that
     torch cannot hold here.
     """
     if spec.dtype not in _TORCH_DTYPES:

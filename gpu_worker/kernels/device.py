@@ -54,7 +54,7 @@ def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.const
 @triton.jit
 def load_rows(
     values_at, scales_at, zeros_at, outliers_at, places_at, token, column, mask, value_stride, scale_stride,
-    BITS: tl.constexpr, GROUP: tl.constexpr, OUTLIERS: tl.constexpr,
+    outlier_stride, place_stride, BITS: tl.constexpr, GROUP: tl.constexpr, OUTLIERS: tl.constexpr,
 ):  # fmt: skip
     """A tile [tokens, columns] of rows, dequantized to float32 where BITS says so."""
     token = token.to(tl.int64)
@@ -71,8 +71,8 @@ def load_rows(
         rows = rows * scale + tl.load(zeros_at + place, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(OUTLIERS):
         is_token = tl.max(mask.to(tl.int32), 1) > 0
-        at = tl.load(places_at + token * OUTLIERS + i, mask=is_token, other=-1).to(tl.int32)
-        outlier = tl.load(outliers_at + token * OUTLIERS + i, mask=is_token, other=0.0).to(tl.float32)
+        at = tl.load(places_at + token * place_stride + i, mask=is_token, other=-1).to(tl.int32)
+        outlier = tl.load(outliers_at + token * outlier_stride + i, mask=is_token, other=0.0).to(tl.float32)
         rows = tl.where(column[None, :] == at[:, None], outlier[:, None], rows)
     return rows
 

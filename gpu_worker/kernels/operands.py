@@ -139,8 +139,8 @@ class Quantized:
     """Rows in 8 or 4 bits with a least value and a step per token and group: x = zero + q * scale.
 
     `values` [T, D] uint8, or [T, D/2] with element 2i in the low bits of byte i; `scales`, `zeros`
-    [T, D / group_size]. In the place of K elements of each token, `places` [T, K] int16, stand `outliers`
-    [T, K]. All three are of one floating type; all are contiguous.
+    [T, D / group_size] of one floating type. In the place of K elements of each token, `places` [T, K] int16,
+    stand `outliers` [T, K]. Columns are contiguous, rows need not be; scales and zeros lie equally far apart.
     """
 
     values: Tensor
@@ -159,6 +159,8 @@ class Quantized:
         groups = (len(self.values), -(-self.row_size // self.group_size))
         if self.values.dtype is not torch.uint8 or not self.scales.shape == self.zeros.shape == groups:
             raise ValueError("values, scales and zeros do not belong together")
+        if self.scales.stride() != self.zeros.stride():
+            raise ValueError("rows of scales and of zeros do not lie equally far apart")
         if self.outliers.shape != self.places.shape or len(self.places) != len(self.values):
             raise ValueError("outliers and places do not belong together")
 

@@ -22,7 +22,7 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
     widest = max(key_size, value_size)
     _rope_scatter[triton.cdiv(len(rows), BLOCK_TOKENS), key_heads + value_heads](
         values, scales, zeros, outliers, places, cos, sin, pages.slots, pages.keys, pages.values, len(rows),
-        values.stride(0), scales.stride(0), *pages.keys.stride(), *pages.values.stride(),
+        values.stride(0), scales.stride(0), outliers.stride(0), places.stride(0), *pages.keys.stride(), *pages.values.stride(),
         KEY_HEADS=key_heads, KEY_SIZE=key_size, VALUE_SIZE=value_size, PAIRS=pairs,
         ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
         PAGE=pages.page_tokens, BITS=bits, GROUP=group, OUTLIERS=outlier_count, TOKENS=BLOCK_TOKENS,
@@ -54,7 +54,7 @@ def tables_of(
 @triton.jit
 def _rope_scatter(
     values_at, scales_at, zeros_at, outliers_at, places_at, cos_at, sin_at, slots_at, keys, caches, token_count,
-    value_stride, scale_stride, k_page, k_row, k_head, k_size, v_page, v_row, v_head, v_size,
+    value_stride, scale_stride, outlier_stride, place_stride, k_page, k_row, k_head, k_size, v_page, v_row, v_head, v_size,
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
     ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, OUTLIERS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
@@ -81,6 +81,8 @@ def _rope_scatter(
             mask_1,
             value_stride,
             scale_stride,
+            outlier_stride,
+            place_stride,
             BITS,
             GROUP,
             OUTLIERS,
@@ -96,6 +98,8 @@ def _rope_scatter(
             mask_2,
             value_stride,
             scale_stride,
+            outlier_stride,
+            place_stride,
             BITS,
             GROUP,
             OUTLIERS,
@@ -122,6 +126,8 @@ def _rope_scatter(
             mask,
             value_stride,
             scale_stride,
+            outlier_stride,
+            place_stride,
             BITS,
             GROUP,
             OUTLIERS,

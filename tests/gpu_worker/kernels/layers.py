@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from ctxcache.format.streams import StateKind
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import (
+    MOST_BITS,
     NO_NORM,
     HeadNorm,
     Norm,
@@ -16,7 +18,7 @@ from gpu_worker.kernels.operands import (
     Rotation,
     Rows,
 )  # fmt: skip
-from gpu_worker.kernels.quantization import quantize
+from gpu_worker.packed_rows import pack, quantized
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -62,8 +64,11 @@ def rotation_of(token_count: int, pair_count: int, pairing: Pairing, *, first: i
 
 
 def rows_of(rows: Tensor, bits: int, dtype: torch.dtype) -> Rows:
-    """The rows in their type, or quantized."""
-    return quantize(rows, bits=bits) if bits else rows.to(dtype)
+    """The rows in their type, or quantized: views of packed rows, as they come from the store."""
+    if not bits:
+        return rows.to(dtype)
+    kind = StateKind.HIDDEN_INT8 if bits == MOST_BITS else StateKind.HIDDEN_INT4
+    return quantized(pack(rows, kind), kind, rows.shape[1])
 
 
 def poisoned(

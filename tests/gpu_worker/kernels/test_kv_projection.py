@@ -54,6 +54,21 @@ def test_quantized_hidden_states(bits: int, kind: NormKind) -> None:
     _compare(kind, torch.float32, bits=bits)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [2, 62, 100, 130])
+def test_quantized_rows_that_fill_no_group(bits: int, size: int) -> None:
+    """Outliers in a last group that is not full, in fewer elements than outliers, and in rows of zeros."""
+    layer = layers.layer_of(NormKind.RMS, torch.float32, size=size, heads=(2, 16), value_heads=(3, 20))
+    rows = layers.normal(20, size)
+    rows[:, -1], rows[3, 0], rows[5] = 23_737, -900, 0.0
+    hidden = layers.rows_of(rows, bits, torch.float32)
+    expected = layers.poisoned(20, (2, 16), (3, 20), torch.float32)
+    found = layers.like(expected)
+    reference.kv_projection(hidden, layer, None, expected)
+    fused.kv_projection(hidden, layer, None, found)
+    layers.assert_same(found, expected)
+
+
 @pytest.mark.parametrize(("token_count", "size"), [(1, 96), (64, 64), (65, 100), (37, 32)])
 def test_sizes_that_fill_no_block(token_count: int, size: int) -> None:
     """One token, a block, a block and one more; hidden sizes beside the block's."""
