@@ -54,3 +54,31 @@ class RowsOutOfOrder(CacheError):
 
     reason = "ROWS_OUT_OF_ORDER"
     template = "layer {layer} continues at token {expected}, the piece starts at {actual}"
+
+
+class RestoreTooLate(CacheError):
+    """A restore, or a part of it, was not there by its deadline."""
+
+    reason = "RESTORE_TOO_LATE"
+    template = "{what} was not there by the deadline"
+
+
+class RestoreCancelled(CacheError):
+    """Whoever asked for a restore does not want it any more."""
+
+    reason = "RESTORE_CANCELLED"
+    template = "the restore was cancelled"
+
+
+class RestoreFailed(CacheError):
+    """Something that is no error of the store's broke a restore: memory, a device, a model's own code."""
+
+    reason = "RESTORE_FAILED"
+    template = "the restore broke: {problem}"
+
+
+class LaneStuck(CacheError):
+    """Work on a lane did not end in time: what it writes to must not be used, nor the lane."""
+
+    reason = "LANE_STUCK"
+    template = "the {lane} lane did not come to rest"

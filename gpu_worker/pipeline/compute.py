@@ -1,0 +1,79 @@
+"""Computing: rows on the device into keys and values where the engine keeps them.
+
+Called on the computing lane alone. `Modules` runs the model's own modules, equal to the engine bit for
+bit; `kernels.py` has the fused kernels. Worst case: a prefill of the recomputed layers.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import Stream
+from gpu_worker.errors import IncompleteRestore
+from gpu_worker.families import Adapter
+from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.target import Room, Target
+from gpu_worker.plan import Method
+from gpu_worker.recompute import recompute_layers
+from gpu_worker.restore import Restorer
+
+Decode = Callable[[Stream, Tensor], Tensor]
+"""(stream, bytes [t, row_bytes] on the device) -> rows [t, D] in the model's element type."""
+
+
+class Compute(Protocol):
+    """One model's way from rows to its cache, for one session's positions."""
+
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+        """Rows [t, row_bytes] uint8 of tokens [begin, begin + t) into `room`. Raises ShapeMismatch, UnsupportedDtype."""
+        ...
+
+    def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
+        """Run the layers that the schedule recomputes over `token_ids` [T], into the target."""
+        ...
+
+
+class Modules:
+    """The model's own modules."""
+
+    def __init__(self, adapter: Adapter, positions: Tensor, *, decode: Decode | None = None) -> None:
+        """`positions` [T] int64; `decode` for rows that are stored otherwise than the model computes."""
+        self._adapter, self._positions = adapter, positions
+        self._restorer = Restorer(adapter, positions)
+        self._decode = decode or (lambda _stream, data: data.view(adapter.model.dtype))
+
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+        """See Compute."""
+        rows = self._decode(Stream(layer, method.kind), data)
+        keys, values = self._restorer.layer(layer, method, rows, begin=begin)
+        room.put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
+
+    def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
+        """See Compute."""
+        scratch = target.scratch()
+        is_apart = scratch is None
+        cache = DynamicCache(config=self._adapter.model.config) if scratch is None else scratch
+        cut, count = schedule.recomputed_tokens, schedule.recomputed_layers
+        if cut and not is_apart:
+            raise InvalidArgument(
+                field="plan", problem="this cache takes no layer of which a part is recomputed"
+            )
+        recompute_layers(self._adapter, cache, token_ids[:cut], self._positions[:cut], count + 1)
+        recompute_layers(self._adapter, cache, token_ids[cut:], self._positions[cut:], count)
+        for layer in range(count + (cut > 0)) if is_apart else ():
+            _take(cache, layer, cut if layer == count else schedule.token_count, target)
+
+
+def _take(cache: Cache, layer: int, end: int, target: Target) -> None:
+    """Copy what a cache holds of tokens before `end` into the target; a window keeps the last ones only."""
+    held = cache.layers[layer]
+    if not isinstance(held, CacheLayerMixin) or held.keys is None or held.values is None:
+        raise IncompleteRestore(layer=layer, row_count=0, token_count=end)
+    keys, values = held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)
+    begin = max(target.first_token(layer), end - len(keys))
+    if begin < end:
+        target.room(layer, begin, end).put(keys[begin - end :], values[begin - end :])

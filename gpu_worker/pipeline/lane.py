@@ -1,0 +1,169 @@
+"""Lanes and events: work that is done in the order it was submitted, and the moments when it has passed.
+
+A lane is a thread that issues work; on a GPU it issues into a stream of its own (`cuda.py`). Work of
+different lanes is ordered by events alone. Worst case: work that never ends; whoever waits for it does
+so until its deadline, and the lane is not used again.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from ctxcache.errors import CacheError
+from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
+from gpu_worker.pipeline.deadline import Deadline
+
+Work = Callable[[], None]
+OnError = Callable[[CacheError], object]
+
+
+class Event(ABC):
+    """The end of a piece of work. Any thread may wait for it."""
+
+    @abstractmethod
+    def settle_by(self, deadline: Deadline) -> bool:
+        """Wait until the work has ended on its device, well or not; False once the deadline has passed."""
+
+    @property
+    @abstractmethod
+    def error(self) -> CacheError | None:
+        """What the work raised; known once it was issued."""
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds that the work took on its device, waits not counted; known once it has ended."""
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until the work has ended on its device. Raises what it raised, and RestoreTooLate."""
+        if not self.settle_by(deadline):
+            raise RestoreTooLate(what="work on a lane")
+        if self.error is not None:
+            raise self.error
+
+
+class Lane(ABC):
+    """Work in order. Any thread may submit."""
+
+    name: str
+
+    @abstractmethod
+    def submit(
+        self, work: Work, *, after: Sequence[Event] = (), deadline: Deadline, on_error: OnError | None = None
+    ) -> Event:
+        """Have `work` done behind all that was submitted before, and behind the events `after`.
+
+        If one of them failed, `work` is not done and the event fails alike. `on_error` hears of it before
+        anybody who waits does. Never waits itself.
+        """
+
+    @abstractmethod
+    def close(self, deadline: Deadline) -> None:
+        """End the lane behind what was submitted. Raises LaneStuck if that takes longer."""
+
+    def fence(self, deadline: Deadline) -> None:
+        """Wait until all that was submitted has ended. Raises LaneStuck if that takes longer."""
+        if not self.submit(_nothing, deadline=deadline).settle_by(deadline):
+            raise LaneStuck(lane=self.name)
+
+
+class HostEvent(Event):
+    """The end of work that a thread does itself."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: CacheError | None = None
+        self._busy_s = 0.0
+
+    def end(self, error: CacheError | None, busy_s: float) -> None:
+        """The work has ended: said once, by the lane."""
+        self._error, self._busy_s = error, busy_s
+        self._ended.set()
+
+    def settle_by(self, deadline: Deadline) -> bool:
+        """See Event."""
+        return self._ended.wait(deadline.left_s)
+
+    @property
+    def error(self) -> CacheError | None:
+        """See Event."""
+        return self._error
+
+    @property
+    def busy_s(self) -> float:
+        """See Event."""
+        return self._busy_s
+
+
+def passed() -> Event:
+    """An event that has passed already."""
+    event = HostEvent()
+    event.end(None, 0.0)
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Work
+    after: Sequence[Event]
+    deadline: Deadline
+    on_error: OnError | None
+    event: HostEvent
+
+
+class HostLane(Lane):
+    """A thread that does its work itself: reading, announcing, and everything where the device is the host."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"ctxcache-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, work: Work, *, after: Sequence[Event] = (), deadline: Deadline, on_error: OnError | None = None
+    ) -> Event:
+        """See Lane."""
+        job = _Job(work, after, deadline, on_error, HostEvent())
+        self._jobs.put(job)
+        return job.event
+
+    def close(self, deadline: Deadline) -> None:
+        """See Lane."""
+        self._jobs.put(None)
+        self._thread.join(deadline.left_s)
+        if self._thread.is_alive():
+            raise LaneStuck(lane=self.name)
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # a thread's own setting
+        while (job := self._jobs.get()) is not None:
+            _do(job)
+            del job  # what the work holds must not outlive it here until the next one comes
+
+
+def _do(job: _Job) -> None:
+    begin_ns = time.perf_counter_ns()
+    error: CacheError | None = None
+    try:
+        for event in job.after:
+            event.wait(job.deadline)
+        begin_ns = time.perf_counter_ns()
+        job.work()
+    except CacheError as raised:
+        error = raised
+    except Exception as raised:  # noqa: BLE001  # the lane's supervisor: whatever it is, it is a miss
+        error = RestoreFailed(problem=f"{type(raised).__name__}: {raised}")
+        error.__cause__ = raised
+    if error is not None and job.on_error is not None:
+        job.on_error(error)
+    job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
+
+
+def _nothing() -> None:
+    return

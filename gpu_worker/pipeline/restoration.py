@@ -1,0 +1,250 @@
+"""A restoration: one session on its way into one target, from its first read to its last layer.
+
+The reading lane drives: it takes a staging buffer, fills it, and hands it to the lanes behind. Every piece
+of work first looks whether the restore still goes on, so that a failure empties all lanes at once.
+Worst case: work that is stuck in a device or in the store; `drain` says so at its deadline, and then
+neither the target nor the pipeline may be used again.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from ctxcache.errors import CacheError, InvalidArgument
+from gpu_worker.errors import LaneStuck, RestoreCancelled
+from gpu_worker.pipeline.compute import Compute
+from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.lane import Event, Lane, Work
+from gpu_worker.pipeline.ring import Ring
+from gpu_worker.pipeline.schedule import Part, Schedule
+from gpu_worker.pipeline.source import Source
+from gpu_worker.pipeline.states import LayerState, LayerStates
+from gpu_worker.pipeline.target import Target
+from gpu_worker.plan import Method
+from gpu_worker.planning.profile import Stage
+
+DRAIN_TIMEOUT_S = 30.0
+_STAGES = {Method.HIDDEN: Stage.PROJECT, Method.TOKENS: Stage.RECOMPUTE}
+
+
+class Lanes(NamedTuple):
+    """In the order in which rows pass them."""
+
+    read: Lane
+    copy: Lane
+    compute: Lane
+    announce: Lane
+
+
+class Rings(NamedTuple):
+    """Buffers; both belong to the reading lane. No landing: the device reads the host's memory."""
+
+    staging: Ring
+    landing: Ring | None
+
+
+class Restoration:
+    """Made by Pipeline.start. A context manager: leaving it cancels what is not done, and drains."""
+
+    def __init__(
+        self, *, schedule: Schedule, source: Source, target: Target, compute: Compute, token_ids: Tensor | None,
+        lanes: Lanes, rings: Rings, batch_tokens: int, deadline: Deadline, on_stuck: Callable[[Lane], None],
+    ) -> None:  # fmt: skip
+        self.schedule, self.target, self.deadline = schedule, target, deadline
+        self._source, self._compute, self._token_ids = source, compute, token_ids
+        self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
+        self._on_stuck = on_stuck
+        self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
+        self._events: list[tuple[Stage, Event]] = []
+        self._fill_s = 0.0
+        self._begin_ns = time.perf_counter_ns()
+        self._restored_ns = 0
+
+    # -- for the engine ----------------------------------------------------------------------------
+
+    @property
+    def error(self) -> CacheError | None:
+        """Why the restore failed; None while it goes on and when it is whole."""
+        return self._states.error
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer is usable."""
+        return self._states.is_whole
+
+    def state(self, layer: int) -> LayerState:
+        """What the target holds of a layer."""
+        return self._states.of(layer)
+
+    def wait(self, layer: int, deadline: Deadline | None = None) -> None:
+        """Wait until a layer is usable. Raises why it never will be; a deadline that passes fails the restore."""
+        self._states.wait(layer, self.deadline.earlier(deadline))
+
+    def wait_all(self, deadline: Deadline | None = None) -> None:
+        """Wait until every layer is usable; see `wait`."""
+        for layer in range(self.target.layer_count):
+            self.wait(layer, deadline)
+
+    def cancel(self) -> None:
+        """Stop; nothing becomes usable any more unless all is. Writes may go on until it is drained."""
+        self._states.fail(RestoreCancelled())
+
+    def drain(self, deadline: Deadline | None = None) -> None:
+        """Wait until no lane reads or writes anything of this restore, and all its buffers are free.
+
+        Raises LaneStuck; then the target must not be used, nor the pipeline.
+        """
+        until = deadline or Deadline.after_s(DRAIN_TIMEOUT_S)
+        if self._states.error is not None:
+            self._source.abort()
+        # In this order: a lane submits only to those behind it.
+        for lane in self._lanes:
+            self._fence(lane, until)
+        swept = self._lanes.read.submit(lambda: self._sweep(until), deadline=until)
+        if not swept.settle_by(until) or swept.error is not None:
+            self._on_stuck(self._lanes.read)
+            raise LaneStuck(lane=self._lanes.read.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+        self.drain()
+
+    @property
+    def restored_s(self) -> float:
+        """Seconds from its begin until the last layer was usable; 0 where that did not happen."""
+        return max(0.0, (self._restored_ns - self._begin_ns) / 1e9) if self._states.is_whole else 0.0
+
+    def observed_s(self) -> Mapping[Stage, float]:
+        """What each stage took, waits not counted. Of a restore that is whole and drained."""
+        seconds: dict[Stage, float] = defaultdict(float)
+        # Where rows are used in place, filling a buffer is the copy.
+        seconds[Stage.COPY if self._rings.landing is None else Stage.READ] += self._fill_s
+        for stage, event in self._events:
+            seconds[stage] += event.busy_s
+        return dict(seconds)
+
+    # -- on the lanes ------------------------------------------------------------------------------
+
+    def begin(self, *, behind: Event) -> None:
+        """Submit everything; `behind` is what the target's memory must wait for. Called once, by the pipeline."""
+        schedule = self.schedule
+        # Whatever had the target's memory before has ended when the first work writes to it.
+        self._submit(self._lanes.compute, lambda: None, behind)
+        if schedule.needs_token_ids:
+            event = self._submit(self._lanes.compute, self._recompute)
+            self._events.append((Stage.RECOMPUTE, event))
+        for layer in range(schedule.recomputed_layers):
+            self._close_layer(layer)
+        for layer in range(schedule.recomputed_layers, self.target.layer_count):
+            for part in schedule.parts[layer]:
+                for begin, end in part.batches(self._batch(part)):
+                    self._submit(self._lanes.read, self._feeding(part, begin, end))
+            self._submit(self._lanes.read, self._checking(layer))
+
+    def _batch(self, part: Part) -> int:
+        """Tokens that one buffer takes."""
+        row_bytes = self._source.row_bytes(part.stream)
+        tokens = min(self._batch_tokens, self._rings.staging.size_bytes // row_bytes)
+        if not tokens:
+            problem = f"{self._rings.staging.size_bytes} B hold no row of {row_bytes} B"
+            raise InvalidArgument(field="slot_bytes", problem=problem)
+        return tokens
+
+    def _submit(self, lane: Lane, work: Work, *after: Event) -> Event:
+        def if_it_goes_on() -> None:
+            self._go_on()
+            work()
+
+        return lane.submit(if_it_goes_on, after=after, deadline=self.deadline, on_error=self._states.fail)
+
+    def _go_on(self) -> None:
+        if self._states.error is not None:
+            raise self._states.error
+        self.deadline.check("the restore")
+
+    def _recompute(self) -> None:
+        if self._token_ids is None:
+            raise InvalidArgument(field="token_ids", problem="the plan recomputes layers")
+        for layer in range(self.schedule.recomputed_layers):
+            self._states.fill(layer)
+        self._compute.recompute(self.schedule, self._token_ids, self.target)
+
+    def _feeding(self, part: Part, begin: int, end: int) -> Work:
+        return lambda: self._feed(part, begin, end)
+
+    def _feed(self, part: Part, begin: int, end: int) -> None:
+        """Read rows [begin, end) and hand them on. On the reading lane."""
+        self._states.fill(part.layer)
+        size_bytes = (end - begin) * self._source.row_bytes(part.stream)
+        slot = self._rings.staging.take(self.deadline)
+        try:
+            rows = slot[:size_bytes].view(end - begin, -1)
+            begin_ns = time.perf_counter_ns()
+            self._source.fill(part.stream, begin, end, rows.numpy())
+            self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
+            self._carry(part, begin, slot, rows)
+        except BaseException:
+            self._rings.staging.drop(slot)
+            raise
+
+    def _carry(self, part: Part, begin: int, slot: Tensor, rows: Tensor) -> None:
+        landing = self._rings.landing
+        if landing is None:
+            self._rings.staging.bind(slot, self._project(part, begin, rows))
+            return
+        place = landing.take(self.deadline)
+        landed = place[: rows.nbytes].view(rows.shape)
+        copied = self._submit(self._lanes.copy, lambda: _copy(rows, landed))
+        self._events.append((Stage.COPY, copied))
+        self._rings.staging.bind(slot, copied)
+        landing.bind(place, self._project(part, begin, landed, copied))
+
+    def _project(self, part: Part, begin: int, rows: Tensor, *after: Event) -> Event:
+        def work() -> None:
+            room = self.target.room(part.layer, begin, begin + len(rows))
+            self._compute.restore(part.layer, part.method, rows, begin, room)
+
+        event = self._submit(self._lanes.compute, work, *after)
+        self._events.append((_STAGES.get(part.method, Stage.EMBED), event))
+        return event
+
+    def _checking(self, layer: int) -> Work:
+        def work() -> None:
+            # Behind the layer's last read: what was read was the session's, or the layer never becomes usable.
+            self._source.check()
+            self._close_layer(layer)
+
+        return work
+
+    def _close_layer(self, layer: int) -> None:
+        finished = self._submit(self._lanes.compute, lambda: self.target.finish(layer))
+        self._submit(self._lanes.announce, lambda: self._announce(layer), finished)
+
+    def _announce(self, layer: int) -> None:
+        self._restored_ns = time.perf_counter_ns()
+        self._states.announce(layer)
+
+    def _fence(self, lane: Lane, deadline: Deadline) -> None:
+        try:
+            lane.fence(deadline)
+        except LaneStuck:
+            self._on_stuck(lane)
+            raise
+
+    def _sweep(self, deadline: Deadline) -> None:
+        self._rings.staging.sweep(deadline)
+        if self._rings.landing is not None:
+            self._rings.landing.sweep(deadline)
+
+
+def _copy(rows: Tensor, landed: Tensor) -> None:
+    landed.copy_(rows, non_blocking=True)

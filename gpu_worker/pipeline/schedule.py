@@ -1,0 +1,107 @@
+"""Schedules: what a pipeline is to do, layer by layer and part by part, in the order of the plan.
+
+Pure: token ranges and methods, no tensor. Worst case: a plan for other layers than the target's, refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import TOKENS, Stream
+from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.planner import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens [begin, end) of a layer, from rows of `method`'s kind."""
+
+    layer: int
+    method: Method
+    begin: int
+    end: int
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that it reads."""
+        return Stream(self.layer, self.method.kind)
+
+    def batches(self, most_tokens: int) -> Iterator[tuple[int, int]]:
+        """Token ranges of at most `most_tokens` each, in order."""
+        for begin in range(self.begin, self.end, most_tokens):
+            yield begin, min(begin + most_tokens, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All parts of a restore of `token_count` tokens.
+
+    The first `recomputed_layers` layers are run over the token ids; of the one behind them, the first
+    `recomputed_tokens` tokens are. `parts` has the rows of each layer that come from the store, in token order.
+    """
+
+    token_count: int
+    recomputed_layers: int
+    recomputed_tokens: int
+    parts: tuple[tuple[Part, ...], ...]
+
+    @classmethod
+    def of_plan(cls, plan: Plan, first_tokens: Sequence[int]) -> "Schedule":
+        """Carry out a planner's plan; each layer from the first token that the target needs of it.
+
+        Raises InvalidArgument(field="plan").
+        """
+        layers = [
+            [(piece.method, piece.begin, piece.end) for piece in pieces if piece.method]
+            for pieces in plan.layers
+        ]
+        return cls._of(layers, plan.request.history, first_tokens)
+
+    @classmethod
+    def of_methods(cls, plan: RestorePlan, token_count: int, first_tokens: Sequence[int]) -> "Schedule":
+        """Carry out a plan of whole layers. Raises InvalidArgument(field="plan")."""
+        layers: list[list[tuple[Method, int, int]]] = [[(method, 0, token_count)] for method in plan.methods]
+        return cls._of(layers, token_count, first_tokens)
+
+    @classmethod
+    def _of(
+        cls,
+        layers: Sequence[Sequence[tuple[Method, int, int]]],
+        token_count: int,
+        first_tokens: Sequence[int],
+    ) -> "Schedule":
+        if len(layers) != len(first_tokens):
+            problem = f"{len(layers)} layers, the target has {len(first_tokens)}"
+            raise InvalidArgument(field="plan", problem=problem)
+        is_whole = [[piece[0] for piece in pieces] == [Method.TOKENS] for pieces in layers]
+        whole = is_whole.index(False) if False in is_whole else len(layers)
+        is_cut = whole < len(layers) and bool(layers[whole]) and layers[whole][0][0] is Method.TOKENS
+        parts = tuple(
+            tuple(_parts(layer, pieces, first_tokens[layer])) if layer >= whole else ()
+            for layer, pieces in enumerate(layers)
+        )
+        if any(part.method is Method.TOKENS for some in parts for part in some[1:]):
+            raise InvalidArgument(field="plan", problem="a recomputed part follows one that is not")
+        cut = layers[whole][0][2] if is_cut else 0
+        kept = tuple(tuple(part for part in some if part.method is not Method.TOKENS) for some in parts)
+        if is_cut and any(part.method is Method.TOKENS for some in parts[whole + 1 :] for part in some):
+            raise InvalidArgument(field="plan", problem="a layer behind a restored one is recomputed")
+        return cls(token_count, whole, cut, kept)
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether anything is recomputed."""
+        return self.recomputed_layers > 0 or self.recomputed_tokens > 0
+
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams to read, in storage order; token ids only where something is recomputed."""
+        rows = {part.stream for some in self.parts for part in some}
+        return ((TOKENS,) if self.needs_token_ids else ()) + tuple(sorted(rows))
+
+
+def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: int) -> Iterator[Part]:
+    """The pieces from the target's first token on: the first one reaches back to it, or is cut there."""
+    for index, (method, begin, end) in enumerate(pieces):
+        start = first_token if index == 0 else max(begin, first_token)
+        if method is Method.TOKENS or start < end:
+            yield Part(layer, method, start, end)

@@ -1,0 +1,141 @@
+"""The target: the engine's cache that a restore fills, layer by layer, as the kernels' pages.
+
+Knows where tokens go, not how keys and values come about. Worst case: a restore that fails while the
+engine's own memory is half written; `invalid_blocks` names it, and nothing of it was announced.
+"""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ctxcache.errors import InvalidArgument
+from gpu_worker.kernels.operands import Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where some tokens of one layer go.
+
+    `run_begin`: their first row, where they lie one behind the other in one page, so that copying is slicing.
+    """
+
+    pages: Pages
+    run_begin: int | None = None
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        """Copy keys [t, H, C] and values [t, H_v, C_v], as the engine caches them."""
+        for cache, rows in ((self.pages.keys, keys), (self.pages.values, values)):
+            if self.run_begin is not None:
+                cache[0, self.run_begin : self.run_begin + len(rows)] = rows
+            else:
+                slots = self.pages.slots
+                cache[slots // self.pages.page_tokens, slots % self.pages.page_tokens] = rows
+
+
+class Target(ABC):
+    """One session's room in an engine's cache. Belongs to one restore until that has ended."""
+
+    token_count: int
+    layer_count: int
+    is_by_layer: bool
+    """Whether the engine may begin while later layers are still filled."""
+
+    @abstractmethod
+    def first_token(self, layer: int) -> int:
+        """The first token whose keys and values the layer needs: not 0 where a window has passed it."""
+
+    @abstractmethod
+    def room(self, layer: int, begin: int, end: int) -> Room:
+        """Where tokens [begin, end) of a layer go."""
+
+    def scratch(self) -> Cache | None:
+        """A cache to recompute into that is the target's own; None: any will do, and its layers are put."""
+        return None
+
+    def finish(self, layer: int) -> None:
+        """Called on the computing lane behind a layer's last write."""
+        del layer
+
+    def announced(self, layer: int) -> None:
+        """Called when a layer is about to be announced. Must not wait."""
+        del layer
+
+    def failed(self) -> None:
+        """Called when the restore has failed; writes may still be under way until the restore is drained."""
+        return
+
+
+class Layout(enum.Enum):
+    """How an engine lays out one layer's cache of B blocks of P tokens; the value is its order of axes."""
+
+    TOKENS_FIRST = "2 B P H C"
+    HEADS_FIRST = "2 B H P C"
+    BLOCKS_TOKENS_FIRST = "B 2 P H C"
+    BLOCKS_HEADS_FIRST = "B 2 H P C"
+
+
+def split_cache(cache: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """One tensor of both halves -> keys and values [B, P, H, C], views. Raises InvalidArgument."""
+    axis = 0 if layout in (Layout.TOKENS_FIRST, Layout.HEADS_FIRST) else 1
+    if cache.ndim != 5 or cache.shape[axis] != 2:
+        raise InvalidArgument(field="cache", problem=f"shape {list(cache.shape)} is not {layout.value}")
+    halves = cache.unbind(axis)
+    if layout in (Layout.HEADS_FIRST, Layout.BLOCKS_HEADS_FIRST):
+        halves = tuple(half.transpose(1, 2) for half in halves)
+    return halves[0], halves[1]
+
+
+class PagedTarget(Target):
+    """Blocks of an engine's paged cache."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        *,
+        windows: Sequence[int | None] | None = None,
+        is_by_layer: bool = True,
+    ) -> None:
+        """`layers`: keys and values [B, P, H, C] of each layer, any strides; `slots` [T] int64, where each token goes.
+
+        `windows`: tokens that a layer's tokens see. Raises InvalidArgument for slots outside the cache.
+        """
+        self._layers, self._slots = tuple(layers), slots
+        self.token_count, self.layer_count, self.is_by_layer = len(slots), len(self._layers), is_by_layer
+        self._windows = windows or [None] * self.layer_count
+        self._page_tokens = self._layers[0][0].shape[1]
+        self._usable = torch.zeros(self.layer_count, dtype=torch.bool)
+        capacity = min(keys.shape[0] * keys.shape[1] for keys, _ in self._layers)
+        if self.token_count and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
+            raise InvalidArgument(field="slots", problem=f"not within [0, {capacity})")
+        if any(keys.shape[1] != self._page_tokens for keys, _ in self._layers):
+            raise InvalidArgument(field="layers", problem="blocks of different sizes")
+
+    def first_token(self, layer: int) -> int:
+        """See Target."""
+        window = self._windows[layer]
+        return 0 if window is None else max(0, self.token_count - max(window - 1, 1))
+
+    def room(self, layer: int, begin: int, end: int) -> Room:
+        """See Target."""
+        keys, values = self._layers[layer]
+        return Room(Pages(keys, values, self._slots[begin:end]))
+
+    def announced(self, layer: int) -> None:
+        """See Target."""
+        self._usable[layer] = True
+
+    def failed(self) -> None:
+        """See Target."""
+        self._usable.zero_()
+
+    def invalid_blocks(self) -> list[int]:
+        """Blocks of this session that the engine must not use: all of them until every layer is usable."""
+        if bool(self._usable.all()):
+            return []
+        return sorted(set((self._slots // self._page_tokens).tolist()))
