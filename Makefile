@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format proto check-proto setup setup-store test-store test-worker clean
+.PHONY: help demo test lint format settings proto check-proto setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/import_law.py
+	$(BIN)/python scripts/generate_settings.py --check
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py)
 
@@ -32,6 +33,9 @@ format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	cd proto && ../$(BIN)/buf format --write
+
+settings: setup ## Write docs/settings.md from ctxcache/knobs
+	$(BIN)/python scripts/generate_settings.py
 
 proto: setup ## Generate the Python code of proto/
 	$(BIN)/python scripts/generate_proto.py

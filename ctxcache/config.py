@@ -4,6 +4,7 @@ Environment names are CTXCACHE_ and the knob's name in capitals; the TOML file h
 Unknown names are errors.
 """
 
+import difflib
 import os
 import re
 import tomllib
@@ -17,15 +18,15 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.knobs import KNOBS
+from ctxcache.knobs.places import SIZE_LIMIT_BYTES
 
 GIB = 1 << 30
 MIB = 1 << 20
 ARENA_CAP_BYTES = 8 * GIB
 SSD_CAP_BYTES = 32 * GIB
-SIZE_LIMIT_BYTES = 1 << 60
-"""More than any device has, and few enough for every sum of sizes."""
-DAY_S = 86400
 PREFIX = "CTXCACHE_"
+Source = Literal["option", "environment", "file", "default"]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1} | {
     f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
@@ -91,105 +92,65 @@ def default_data_directory() -> Path:
     return Path(base) / "ctxcache"
 
 
+def _knob(name: str) -> Any:
+    knob = KNOBS[name]
+    bounds: dict[str, Any] = {**knob.bounds}
+    return Field(default=knob.default, description=knob.help, **bounds)
+
+
 class Settings(BaseSettings):
-    """Every knob of `ctxcache serve`, with unit and default."""
+    """Every knob of `ctxcache serve`; `knobs` says what each means, its default and its bounds."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
 
     data_directory: Path = Field(default_factory=default_data_directory)
-    """Where metadata and, unless `ssd_directories` says otherwise, SSD files lie."""
-    listen: str = "127.0.0.1:7420"
-    """TCP address, `host:port`; port 0 takes a free one; empty for none."""
-    unix_socket: str = "auto"
-    """Path of the Unix socket; `auto` for `ctxcache.sock` in the data directory; empty for none."""
-    control_socket: str = "auto"
-    """Path of local clients' socket; `auto` for `control.sock` in the data directory; empty for none."""
-    tls_certificate: Path | None = None
-    """PEM file with the TCP ports' certificate and its chain; none: no TLS."""
-    tls_key: Path | None = None
-    """PEM file with its key."""
-    tls_client_ca: Path | None = None
-    """PEM file with the authorities of clients' certificates; none: clients need no certificate."""
-    insecure_listen: bool = False
-    """Listen off loopback without TLS: whoever reaches the port may do everything."""
-    bulk_listen: str = "auto"
-    """Where the bulk channel listens: `auto` beside the gRPC addresses, on a free port; or `host:port`; empty for none."""
-    arena_directory: Path = Path("/dev/shm")  # noqa: S108  # shared memory is what it is for
-    """Where the DRAM arena's file lies: a tmpfs that clients can reach."""
-    arena_size_bytes: Size = 0
-    """Size of the arena. 0: a quarter of the memory available, at most 8 GiB."""
-    arena_huge_pages: Literal["auto", "on", "off"] = "auto"
-    """Whether the arena is made of reserved 2 MiB pages: `auto` where the kernel's pool has enough."""
-    arena_prefault: bool = True
-    """Whether the arena's pages are touched ahead of use, in the background."""
-    dram_low_watermark: float = Field(default=1 / 16, ge=0, lt=1)
-    """Share of the arena: when less is free, clean segments leave memory."""
-    dram_high_watermark: float = Field(default=1 / 8, ge=0, lt=1)
-    """Share of the arena: when as much is free again, no more of them leave."""
-    dirty_watermark: float = Field(default=0.25, ge=0, le=1)
-    """Share of the arena: when more of it is not on SSD, the oldest is written at once, growing segments too."""
-    dirty_limit: float = Field(default=0.75, gt=0, le=1)
-    """Share of the arena: more is never without a copy on SSD; writers wait, and are then refused."""
-    tail_age_s: float = Field(default=30, ge=0, le=DAY_S)
-    """Age after which tokens in a growing segment are written behind. 0: never because of their age."""
-    write_behind_bytes_per_s: Size = 0
-    """Most bytes per second that are written though nobody waits for them. 0: no bound."""
-    placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value"] = "value"
-    """Which sessions leave memory and SSD when others need the room, and which are promoted ahead of need."""
-    ssd_directories: Paths = ()
-    """Directories of the SSD tier, one per device, separated by `:`. Empty: `ssd` in the data directory."""
-    ssd_size_bytes: Size = 0
-    """Size of the preallocated file in each. 0: a fifth of the free space, at most 32 GiB; what is there on restart."""
-    default_ttl_s: float = Field(default=3600, ge=1, le=3650 * DAY_S)
-    """Time a session lives on after an access when its creator does not say."""
-    max_concurrent_rpcs: int = Field(default=256, ge=1)
-    """Small calls at a time; more are refused with a retry delay."""
-    max_concurrent_streams: int = Field(default=32, ge=1)
-    """Appends and reads over gRPC at a time; more are refused with a retry delay."""
-    stall_timeout_s: float = Field(default=30, gt=0, le=DAY_S)
-    """How long a reader may take nothing of a stream before it is cut off."""
-    max_local_clients: int = Field(default=256, ge=1)
-    """Clients that map the arena at a time; more are refused with a retry delay."""
-    max_engines: int = Field(default=64, ge=1, le=4096)
-    """Engines that publish their waiting queue at a time, those that lost their stream included; more are refused."""
-    max_engine_jobs: int = Field(default=4096, ge=1, le=1 << 16)
-    """Waiting jobs that one engine may publish; what goes beyond is refused."""
-    engine_grace_s: float = Field(default=10, ge=0, le=3600)
-    """How long an engine's jobs stay when its stream breaks: the most that it is granted, and the default."""
-    keepalive_s: float = Field(default=20, ge=1, le=3600)
-    """Silence after which a client is pinged; one that does not answer for half as long again is given up."""
-    max_bulk_connections: int = Field(default=64, ge=1, le=1024)
-    """Connections to the bulk channel at a time, a thread each; more are closed, and use gRPC."""
-    rebuild_metadata: bool = False
-    """Make metadata that cannot be trusted anew at the start, as `ctxcache rebuild` does, instead of refusing it."""
-    max_sessions: int = Field(default=1 << 20, ge=1)
-    """Sessions at a time; creating more is refused."""
-    max_leases: int = Field(default=1 << 16, ge=1)
-    """Leases at a time, those of streams included; more are refused with a retry delay."""
-    lease_share: float = Field(default=0.75, gt=0, le=1)
-    """Share of the arena that all readers together may keep from being evicted."""
-    reservation_share: float = Field(default=0.75, gt=0, le=1)
-    """Share of the arena that all writers together may keep from being evicted."""
-    client_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of the arena that one local client may keep so, by leases and again by reservations."""
-    tenant_shares: TenantShares = {}
-    """Of the SSD tier and of the arena, by tenant: the share that others' need does not touch, and the limit on SSD."""
-    retention_share: float = Field(default=0.25, ge=0, le=1)
-    """Share of the SSD tier that may be retained on clients' request, divided by the tenants' shares."""
-    pin_share: float = Field(default=0.25, ge=0, le=1)
-    """Share of the arena that may be kept there on clients' request, divided as above."""
-    max_retention_s: float = Field(default=3600, ge=0, le=365 * DAY_S)
-    """Longest time that clients may ask something to be retained, or kept in the arena."""
-    room_wait_s: float = Field(default=0.25, ge=0, le=DAY_S)
-    """How long a caller waits for others to let go of the arena before it is refused with a retry delay."""
-    drain_timeout_s: float = Field(default=30, ge=0, le=DAY_S)
-    """How long running rpcs may take to end on shutdown."""
-    flush_timeout_s: float = Field(default=120, ge=0, le=DAY_S)
-    """How long what is not on disk may take to get there after that; then the process ends without it."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe events that are logged, to stderr."""
+    arena_directory: Path = _knob("arena_directory")
+    arena_size_bytes: Size = _knob("arena_size_bytes")
+    arena_huge_pages: Literal["auto", "on", "off"] = _knob("arena_huge_pages")
+    arena_prefault: bool = _knob("arena_prefault")
+    ssd_directories: Paths = _knob("ssd_directories")
+    ssd_size_bytes: Size = _knob("ssd_size_bytes")
+    listen: str = _knob("listen")
+    unix_socket: str = _knob("unix_socket")
+    control_socket: str = _knob("control_socket")
+    tls_certificate: Path | None = _knob("tls_certificate")
+    tls_key: Path | None = _knob("tls_key")
+    tls_client_ca: Path | None = _knob("tls_client_ca")
+    insecure_listen: bool = _knob("insecure_listen")
+    bulk_listen: str = _knob("bulk_listen")
+    max_concurrent_rpcs: int = _knob("max_concurrent_rpcs")
+    max_concurrent_streams: int = _knob("max_concurrent_streams")
+    stall_timeout_s: float = _knob("stall_timeout_s")
+    max_local_clients: int = _knob("max_local_clients")
+    keepalive_s: float = _knob("keepalive_s")
+    max_bulk_connections: int = _knob("max_bulk_connections")
+    dram_low_watermark: float = _knob("dram_low_watermark")
+    dram_high_watermark: float = _knob("dram_high_watermark")
+    dirty_watermark: float = _knob("dirty_watermark")
+    dirty_limit: float = _knob("dirty_limit")
+    tail_age_s: float = _knob("tail_age_s")
+    write_behind_bytes_per_s: Size = _knob("write_behind_bytes_per_s")
+    placement_policy: Literal["lru", "fifo", "t-lru", "look-ahead", "value"] = _knob("placement_policy")
+    default_ttl_s: float = _knob("default_ttl_s")
+    tenant_shares: TenantShares = _knob("tenant_shares")
+    retention_share: float = _knob("retention_share")
+    pin_share: float = _knob("pin_share")
+    max_retention_s: float = _knob("max_retention_s")
+    max_engines: int = _knob("max_engines")
+    max_engine_jobs: int = _knob("max_engine_jobs")
+    engine_grace_s: float = _knob("engine_grace_s")
+    max_sessions: int = _knob("max_sessions")
+    max_leases: int = _knob("max_leases")
+    lease_share: float = _knob("lease_share")
+    reservation_share: float = _knob("reservation_share")
+    client_share: float = _knob("client_share")
+    room_wait_s: float = _knob("room_wait_s")
+    rebuild_metadata: bool = _knob("rebuild_metadata")
+    drain_timeout_s: float = _knob("drain_timeout_s")
+    flush_timeout_s: float = _knob("flush_timeout_s")
+    log_level: Literal["debug", "info", "warning", "error"] = _knob("log_level")
 
     @field_validator("dram_high_watermark", "dirty_limit")
     @classmethod
@@ -216,21 +177,48 @@ class Settings(BaseSettings):
 
 def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
     """Settings from arguments that are not None, the environment and a TOML file. Raises InvalidConfiguration."""
+    return load_with_sources(arguments, file=file)[0]
+
+
+def load_with_sources(
+    arguments: dict[str, Any], *, file: Path | None = None
+) -> tuple[Settings, dict[str, Source]]:
+    """Settings as `load` has them, and where each comes from. Raises InvalidConfiguration."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    known = set(Settings.model_fields)
-    stray = {name for name in os.environ if name.startswith(PREFIX)} - {PREFIX + n.upper() for n in known}
+    stray = {name for name in os.environ if name.startswith(PREFIX)} - {
+        knob.variable for knob in KNOBS.values()
+    }
     if stray - {"CTXCACHE_CONFIG", "CTXCACHE_TARGET", "CTXCACHE_MALLOC"}:
         raise InvalidConfiguration(source="environment", problem=f"unknown name {min(stray)}")
-    below = {n: v for n, v in _file(file).items() if PREFIX + n.upper() not in os.environ} if file else {}
+    in_file = _file(file) if file else {}
+    below = {name: value for name, value in in_file.items() if not _is_in_environment(name)}
     try:
-        return Settings(**{**below, **given})
+        settings = Settings(**{**below, **given})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        problem = "is not a setting" if first["type"] == "extra_forbidden" else first["msg"]
+        problem = _unknown(field) if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidConfiguration(
             source=field or "configuration", problem=problem.removeprefix("Value error, ")
         ) from error
+    return settings, {name: _source(name, given, below) for name in KNOBS}
+
+
+def _source(name: str, given: Mapping[str, Any], below: Mapping[str, Any]) -> Source:
+    if name in given:
+        return "option"
+    if _is_in_environment(name):
+        return "environment"
+    return "file" if name in below else "default"
+
+
+def _is_in_environment(name: str) -> bool:
+    return f"{PREFIX}{name.upper()}" in os.environ
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, KNOBS, n=1)
+    return f"is not a setting; did you mean {near[0]}?" if near else "is not a setting"
 
 
 def _file(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import typer
 from ctxcache.cli import models, sessions
 from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, online
+from ctxcache.cli.config import config_app
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.exit_codes import exit_code_of
 from ctxcache.cli.plugins import add_plugins
@@ -35,6 +36,7 @@ app.command("bench")(bench)
 app.command("simulate")(simulate_command())
 app.add_typer(sessions.app, name="session")
 app.add_typer(models.app, name="model")
+app.add_typer(config_app(), name="config")
 
 
 @app.callback()

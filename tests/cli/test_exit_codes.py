@@ -8,7 +8,6 @@ import pytest
 from ctxcache import errors
 from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
 from ctxcache.cli.sentences import sentence
-from ctxcache.cli.settings import SETTINGS
 from ctxcache.errors import CacheError
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -54,11 +53,3 @@ def test_the_documented_table_is_the_table() -> None:
         for code in ExitCode
     }
     assert documented == expected
-
-
-def test_every_setting_is_documented() -> None:
-    """docs/operations.md lists every setting with its variable."""
-    rows = re.findall(r"^\| `--([a-z-]+)` \| `CTXCACHE_([A-Z_]+)` \|", OPERATIONS.read_text(), re.MULTILINE)
-
-    assert [name for name, _ in rows] == [name.replace("_", "-") for name in SETTINGS]
-    assert [variable for _, variable in rows] == [name.upper() for name in SETTINGS]

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_line import ctxcache_json
@@ -20,8 +21,8 @@ from stored import TOKEN_COUNT, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.settings import SETTINGS
 from ctxcache.config import Settings, default_data_directory
+from ctxcache.knobs import KNOBS
 
 
 def test_the_ready_line_says_where_everything_is(tmp_path: Path) -> None:
@@ -143,42 +144,14 @@ def test_several_ssd_directories_are_one_tier(tmp_path: Path) -> None:
     assert listed_too == [str(place / "segments.dat") for place in others]
 
 
-def test_every_setting_has_an_option_with_its_default() -> None:
-    """What `config.Settings` knows, `serve --help` shows; a plain default is the one that is used."""
+def test_every_setting_is_a_knob() -> None:
+    """What `config.Settings` takes, --help, documents and chart know of, in one order and with the same words."""
     fields = Settings.model_fields
 
-    assert list(SETTINGS) == list(fields)
-    for name in (
-        "listen",
-        "unix_socket",
-        "arena_directory",
-        "dram_low_watermark",
-        "dram_high_watermark",
-        "dirty_watermark",
-        "dirty_limit",
-        "tail_age_s",
-        "write_behind_bytes_per_s",
-        "placement_policy",
-        "default_ttl_s",
-        "max_concurrent_rpcs",
-        "max_concurrent_streams",
-        "stall_timeout_s",
-        "max_local_clients",
-        "keepalive_s",
-        "max_sessions",
-        "max_leases",
-        "lease_share",
-        "reservation_share",
-        "client_share",
-        "retention_share",
-        "pin_share",
-        "max_retention_s",
-        "room_wait_s",
-        "drain_timeout_s",
-        "flush_timeout_s",
-        "log_level",
-    ):
-        assert SETTINGS[name].default == str(fields[name].default)
+    assert list(KNOBS) == list(fields)
+    for name, knob in KNOBS.items():
+        if knob.choices:
+            assert get_args(fields[name].annotation) == knob.choices
 
 
 def test_the_default_data_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,7 +159,7 @@ def test_the_default_data_directory_is_the_users(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    shown = SETTINGS["data_directory"].default
+    shown = KNOBS["data_directory"].default_text.split("else ")[1]
 
     assert str(default_data_directory()) == shown.replace("~", str(tmp_path))
 

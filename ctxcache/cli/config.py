@@ -1,0 +1,79 @@
+"""`ctxcache config`: the server's settings before it runs, and while it does."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxcache.cli.call import CONTEXT, OutputOption, call_of
+from ctxcache.cli.settings import setting_options, settings_of
+from ctxcache.cli.signature import option, with_signature
+
+if TYPE_CHECKING:
+    from ctxcache.cli.plain import Plain
+    from ctxcache.config import Settings
+
+EffectiveOption = Annotated[
+    bool | None, typer.Option("--effective", help="Those at their default, too.", show_default=False)
+]
+
+
+def config_app() -> typer.Typer:
+    """Return the commands."""
+    app = typer.Typer(no_args_is_help=True, help="Look at settings.")
+    app.command("check")(_with_settings(check))
+    app.command("show")(_with_settings(show, option("effective", EffectiveOption)))
+    app.command("reference")(reference)
+    return app
+
+
+def check(context: typer.Context, **given: Any) -> None:
+    """Say whether a server would start with these settings, as `serve` takes them.
+
+    Looks at the settings alone; `ctxcache doctor` looks at the machine too.
+    """
+    call = call_of(context, given)
+    settings, sources = settings_of(given)
+    changed = sum(source != "default" for source in sources.values())
+    found: list[Plain] = [*_doubts(settings)]
+    text = "\n".join(
+        [*(f"warning: {doubt}" for doubt in found), f"ok: {changed} of {len(sources)} settings are given"]
+    )
+    call.show_facts({"is_valid": True, "given_count": changed, "warnings": found}, text)
+
+
+def show(context: typer.Context, *, effective: bool | None, **given: Any) -> None:
+    """Show the settings that are given, and where each comes from."""
+    call = call_of(context, given)
+    settings, sources = settings_of(given)
+    plain: dict[str, Plain] = json.loads(settings.model_dump_json())
+    shown = [name for name, source in sources.items() if effective or source != "default"]
+    facts: dict[str, Plain] = {name: {"value": plain[name], "source": sources[name]} for name in shown}
+    width = max(map(len, shown), default=0)
+    lines = (f"{name:{width}} = {json.dumps(plain[name])}  # {sources[name]}" for name in shown)
+    call.show_facts(facts, "\n".join(lines) or "every setting is at its default")
+
+
+def reference() -> None:
+    """Print a TOML file of all settings, with what each means, to start from."""
+    from ctxcache.knobs.reference import toml  # noqa: PLC0415  only this command needs it
+
+    typer.echo(toml(), nl=False)
+
+
+def _with_settings(function: Callable[..., None], *own: Any) -> Callable[..., None]:
+    parameters = [CONTEXT, *own, *setting_options(), option("output", OutputOption)]
+    return with_signature(function, parameters, name=function.__name__, doc=function.__doc__)
+
+
+def _doubts(settings: "Settings") -> list[str]:
+    """What is allowed and seldom meant."""
+    found = []
+    if settings.insecure_listen:
+        found.append("insecure_listen: whoever reaches the port may do everything")
+    if settings.tls_certificate and not settings.tls_client_ca:
+        found.append("tls_client_ca is not set: clients on TCP show no certificate")
+    if settings.tail_age_s == 0:
+        found.append("tail_age_s is 0: a crash takes every growing segment that nobody asked to flush")
+    return found

@@ -1,0 +1,107 @@
+"""A knob: one setting of the server, as every place that speaks of settings needs it.
+
+Leaf, and without pydantic, which takes longer to import than all of --help. `config.Settings` takes
+defaults and bounds from here, `serve` its options, docs/settings.md, the TOML reference and the
+chart their texts.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Kind(enum.Enum):
+    """What a knob's text means; the value is how `--help` shows it."""
+
+    DIRECTORY = "DIR"
+    DIRECTORIES = "DIR "
+    FILE = "FILE"
+    PATH = "PATH"
+    ADDRESS = "HOST:PORT"
+    SIZE = "SIZE"
+    SHARE = "SHARE"
+    SECONDS = "SECONDS"
+    COUNT = "COUNT"
+    SWITCH = "BOOL"
+    WORD = "WORD"
+    SHARES = "NAME=SHARE,..."
+
+    @property
+    def metavar(self) -> str:
+        """The placeholder of an option's value."""
+        return self.value.strip()
+
+    @property
+    def unit(self) -> str:
+        """What a value counts; a knob may say it better."""
+        return _UNITS.get(self, "")
+
+
+_UNITS = {
+    Kind.DIRECTORY: "path", Kind.DIRECTORIES: "paths", Kind.FILE: "path", Kind.PATH: "path",
+    Kind.ADDRESS: "`host:port`", Kind.SIZE: "bytes", Kind.SHARE: "share", Kind.SECONDS: "seconds",
+    Kind.SWITCH: "true or false", Kind.WORD: "word", Kind.SHARES: "shares by tenant",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One setting.
+
+    `default` None: none, or made at the start as `shown` says. `help` is one line; `more` is what the
+    reference says besides. `advice`: the recommended value, and when another one is right. `watch`:
+    the metric that tells. `least` and `most` are within, `above` and `below` are not.
+    """
+
+    name: str
+    kind: Kind
+    default: Any = None
+    shown: str = ""
+    help: str
+    more: str = ""
+    unit: str = ""
+    advice: str = ""
+    watch: str = ""
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    can_reload: bool = False
+
+    @property
+    def option(self) -> str:
+        """The option of `serve`."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return f"CTXCACHE_{self.name.upper()}"
+
+    @property
+    def default_text(self) -> str:
+        """The default as people read it."""
+        if self.shown or self.default is None:
+            return self.shown or "none"
+        return str(self.default).lower() if isinstance(self.default, bool) else f"{self.default}" or "none"
+
+    @property
+    def unit_text(self) -> str:
+        """What a value counts."""
+        return self.unit or self.kind.unit
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds there are, by pydantic's names."""
+        named = {"ge": self.least, "le": self.most, "gt": self.above, "lt": self.below}
+        return {name: bound for name, bound in named.items() if bound is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Knobs that one looks for together."""
+
+    title: str
+    text: str
+    knobs: tuple[Knob, ...] = field(default=())

@@ -1,0 +1,46 @@
+"""Knobs of the process."""
+
+from ctxcache.knobs.knob import Kind, Knob, Section
+
+DAY_S = 86400
+
+LIFECYCLE = Section(
+    "Process",
+    "Its start, its end, and what it says.",
+    (
+        Knob(
+            name="rebuild_metadata",
+            kind=Kind.SWITCH,
+            default=False,
+            help="Make metadata that cannot be trusted anew at the start instead of refusing it.",
+            more="As `ctxcache rebuild` does; the old is kept.",
+            advice="true where nobody is there to run `ctxcache rebuild`",
+        ),
+        Knob(
+            name="drain_timeout_s",
+            kind=Kind.SECONDS,
+            default=30,
+            help="How long running rpcs may take to end on shutdown.",
+            least=0,
+            most=DAY_S,
+        ),
+        Knob(
+            name="flush_timeout_s",
+            kind=Kind.SECONDS,
+            default=120,
+            help="How long what is not on disk may take to get there after that; then the process ends without it.",
+            advice="`dirty_limit` times the arena by the device's write bandwidth, and as much again",
+            watch="ctxcache_dirty_bytes",
+            least=0,
+            most=DAY_S,
+        ),
+        Knob(
+            name="log_level",
+            kind=Kind.WORD,
+            default="info",
+            help="Least severe events that are logged, to stderr.",
+            choices=("debug", "info", "warning", "error"),
+            can_reload=True,
+        ),
+    ),
+)

@@ -1,0 +1,77 @@
+"""Knobs of where bytes lie."""
+
+from ctxcache.knobs.knob import Kind, Knob, Section
+
+SIZE_LIMIT_BYTES = 1 << 60
+"""More than any device has, and few enough for every sum of sizes."""
+
+PLACES = Section(
+    "Places",
+    "Where metadata, memory and SSD files lie, and how large they are.",
+    (
+        Knob(
+            name="data_directory",
+            kind=Kind.DIRECTORY,
+            shown="$XDG_STATE_HOME/ctxcache, else ~/.local/state/ctxcache",
+            help="Where metadata, sockets and, unless said otherwise, SSD files lie.",
+            advice="a local file system that survives a restart",
+            watch="ctxcache_sessions",
+        ),
+        Knob(
+            name="arena_directory",
+            kind=Kind.DIRECTORY,
+            default="/dev/shm",  # noqa: S108  # shared memory is what it is for
+            help="Where the DRAM arena's file lies: a tmpfs that local workers reach.",
+            advice="in a pod a memory-backed volume that the workers mount too",
+        ),
+        Knob(
+            name="arena_size_bytes",
+            kind=Kind.SIZE,
+            default=0,
+            shown="a quarter of the available memory or half of the tmpfs' free space, 64 MiB to 8 GiB",
+            help="Size of the DRAM tier, such as 8GiB; allocated at the start, all of it.",
+            advice="what `ctxcache simulate` says for the load, see capacity.md",
+            watch="ctxcache_hits_total",
+            least=0,
+            most=SIZE_LIMIT_BYTES,
+        ),
+        Knob(
+            name="arena_huge_pages",
+            kind=Kind.WORD,
+            default="auto",
+            help="Reserved 2 MiB pages for the arena.",
+            more="`on`: such pages or no start; `off`: a file in the arena's directory; `auto`: where the pool has enough.",
+            advice="reserve them and say `on` for arenas of 32 GiB and more",
+            choices=("auto", "on", "off"),
+        ),
+        Knob(
+            name="arena_prefault",
+            kind=Kind.SWITCH,
+            default=True,
+            help="Touch the arena's pages ahead of use, in the background.",
+            advice="true; a page nobody has touched costs four times as much to fill",
+        ),
+        Knob(
+            name="ssd_directories",
+            kind=Kind.DIRECTORIES,
+            default=(),
+            shown="ssd in the data directory",
+            help="Directory of the SSD tier; repeat for more.",
+            more="One per device; separated by `:` in the variable, a list in the file.",
+            advice="one per NVMe device, on a file system with direct I/O",
+            watch="ctxcache_ssd_path_healthy",
+        ),
+        Knob(
+            name="ssd_size_bytes",
+            kind=Kind.SIZE,
+            default=0,
+            shown="what is there, else a fifth of the free space, 64 MiB to 32 GiB",
+            help="Size of the file in each of them; allocated at the first start.",
+            more="May grow later, not shrink.",
+            advice="what `ctxcache simulate` says for the load, see capacity.md",
+            watch="ctxcache_evictions_total",
+            least=0,
+            most=SIZE_LIMIT_BYTES,
+        ),
+    ),
+)

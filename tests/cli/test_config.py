@@ -1,0 +1,92 @@
+"""`ctxcache config`: the settings a server would have, and the reference of all of them."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import ctxcache
+
+from ctxcache.config import Settings, load
+from ctxcache.knobs import KNOBS, Kind
+from ctxcache.knobs.reference import toml
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_leses = 5\n", "max_leses: is not a setting; did you mean max_leases?"),
+        ("dirty_limit = 0\n", "dirty_limit: Input should be greater than 0"),
+        ("dirty_watermark = 0.9\n", "0.75 is below dirty_watermark, 0.9"),
+        ('placement_policy = "fast"\n', "placement_policy: Input should be 'lru'"),
+        ("= 5\n", "is not TOML"),
+    ],
+)  # fmt: skip
+def test_what_serve_would_refuse_check_refuses(tmp_path: Path, text: str, said: str) -> None:
+    """The same words and the exit code of a configuration error, without a server."""
+    file = tmp_path / "ctxcache.toml"
+    file.write_text(text)
+
+    done = ctxcache("config", "check", "--config", str(file))
+
+    assert done.exit_code == 11
+    assert said in done.stderr
+
+
+def test_check_doubts_what_is_seldom_meant() -> None:
+    """What is allowed and dangerous is a warning, and no error."""
+    done = ctxcache("config", "check", "--tail-age-s", "0", "--insecure-listen", "true", "--output", "json")
+    answer = json.loads(done.stdout)
+
+    assert done.exit_code == 0
+    assert answer["is_valid"]
+    assert {warning.split()[0].rstrip(":") for warning in answer["warnings"]} == {
+        "tail_age_s",
+        "insecure_listen",
+    }
+
+
+def test_show_says_where_each_setting_comes_from(tmp_path: Path) -> None:
+    """Option over variable over file over default; --effective shows the defaults too."""
+    file = tmp_path / "ctxcache.toml"
+    file.write_text('max_leases = 7\nmax_sessions = 8\narena_size_bytes = "1GiB"\ntail_age_s = 9\n')
+    environment = {"CTXCACHE_MAX_LEASES": "70", "CTXCACHE_TAIL_AGE_S": "90"}
+    arguments = ("config", "show", "--config", str(file), "--tail-age-s", "900", "--output", "json")
+
+    given = json.loads(ctxcache(*arguments, environment=environment).stdout)
+    effective = json.loads(ctxcache(*arguments, "--effective", environment=environment).stdout)
+
+    assert given == {
+        "arena_size_bytes": {"value": 1 << 30, "source": "file"},
+        "tail_age_s": {"value": 900, "source": "option"},
+        "max_sessions": {"value": 8, "source": "file"},
+        "max_leases": {"value": 70, "source": "environment"},
+    }
+    assert list(effective) == list(KNOBS)
+    assert effective["listen"] == {"value": "127.0.0.1:7420", "source": "default"}
+
+
+def test_the_reference_is_a_file_that_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every line of it uncommented is TOML, each setting is there once, and each at its default."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = tuple(f"# {name} = " for name in KNOBS)
+    lines = [line[2:] for line in toml().splitlines() if line.startswith((*names, "# ["))]
+    settings = tomllib.loads("\n".join(lines))
+    file = tmp_path / "ctxcache.toml"
+    without_default = {name for name, knob in KNOBS.items() if knob.default is None}
+    file.write_text("\n".join(line for line in lines if line.split(" ")[0] not in without_default))
+
+    assert set(settings) == set(KNOBS)
+    assert load({}, file=file) == load({}) == Settings()
+    assert ctxcache("config", "reference").stdout == toml()
+
+
+def test_a_knob_says_all_that_its_readers_need() -> None:
+    """A meaning in one sentence, words where words are asked for, and no two of one name."""
+    for knob in KNOBS.values():
+        assert knob.help.endswith(".")
+        assert knob.unit_text, knob.name
+        assert bool(knob.choices) == (knob.kind is Kind.WORD)
+        assert not knob.advice.endswith(".")
