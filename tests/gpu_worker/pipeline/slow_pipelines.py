@@ -108,6 +108,7 @@ def start(
     *,
     source: RowsSource | None = None,
     positions: Tensor | None = None,
+    compute: Modules | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Restoration:
     """Begin to restore a session."""
@@ -115,7 +116,7 @@ def start(
         schedule_of(session, target, plan),
         source or RowsSource(session),
         target,
-        Modules(session.adapter, session.positions if positions is None else positions),
+        compute or Modules(session.adapter, session.positions if positions is None else positions),
         deadline=Deadline.after_s(deadline_s),
         token_ids=session.token_ids,
     )

@@ -1,0 +1,156 @@
+"""CUDA's streams and events on threads: what is issued runs later, and an event that nobody recorded holds nobody up.
+
+Stands in for `torch.cuda` where the pipeline touches it. Tensors are the host's; what would be a kernel is `launch`ed.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+from queue import SimpleQueue
+
+import pytest
+import torch
+from slow_pipelines import DELAY_S
+from torch import Tensor
+
+from gpu_worker.pipeline import restoration
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.cuda import Cuda
+from gpu_worker.pipeline.lane import HostLane, Lane
+from gpu_worker.pipeline.target import Room
+from gpu_worker.plan import Method
+
+_JOIN_S = 5.0
+
+
+class Stream:
+    """Work in order, done by a thread some time after it was issued."""
+
+    def __init__(self, _device: object = None) -> None:
+        self.delay_s = 0.0
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def issue(self, work: Callable[[], object] | None) -> None:
+        """Have it done later; None ends the stream."""
+        self._work.put(work)
+
+    def wait_event(self, event: "StreamEvent") -> None:
+        """What is issued from here on comes behind what the event was last recorded behind, if it ever was."""
+        if (marker := event.marker) is not None:
+            self.issue(lambda: marker.wait(_JOIN_S))
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class StreamEvent:
+    """A place in a stream."""
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.marker: threading.Event | None = None
+
+    def record(self, stream: Stream) -> None:
+        """The event is passed when what was issued so far has been done."""
+        self.marker = threading.Event()
+        stream.issue(self.marker.set)
+
+    def query(self) -> bool:
+        """Whether it was passed; an event that nobody recorded was."""
+        return self.marker is None or self.marker.is_set()
+
+    def elapsed_time(self, _other: "StreamEvent") -> float:
+        """Milliseconds between two."""
+        return 1.0
+
+
+class Driver:
+    """Streams of one test."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self._current = threading.local()
+        self.default = self.make()
+
+    def make(self, device: object = None) -> Stream:
+        """A new stream."""
+        self.streams.append(Stream(device))
+        return self.streams[-1]
+
+    def current(self, _device: object = None) -> Stream:
+        """The calling thread's stream."""
+        found: Stream = getattr(self._current, "stream", self.default)
+        return found
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """The calling thread issues into `stream`."""
+        before = self.current()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Issue a kernel into the calling thread's stream."""
+        stream = self.current()
+
+        def run() -> None:
+            threading.Event().wait(stream.delay_s)
+            kernel()
+
+        stream.issue(run)
+
+
+class FakeGpu(Cuda):
+    """The GPU's own lanes and events, on fake streams."""
+
+    def __init__(self, driver: Driver, slow: Collection[str], slow_issuers: Collection[str] = ()) -> None:
+        super().__init__(torch.device("cpu"))
+        self._driver, self._slow, self._slow_issuers = driver, slow, slow_issuers
+
+    def lane(self, name: str) -> Lane:
+        """See Device."""
+        lane = super().lane(name)
+        self._driver.streams[-1].delay_s = DELAY_S if name in self._slow else 0.0
+        if name in self._slow_issuers:
+            from slow_pipelines import SlowLane  # noqa: PLC0415
+
+            lane._issuer = SlowLane(name)  # type: ignore[attr-defined]
+        return lane
+
+    def host_lane(self, name: str) -> Lane:
+        """See Device."""
+        return HostLane(name)
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """See Device."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def device_buffer(self, size_bytes: int) -> Tensor:
+        """See Device."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Fake streams in the place of torch's."""
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "Stream", driver.make)
+    monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
+    monkeypatch.setattr(torch.cuda, "stream", driver.use)
+    monkeypatch.setattr(torch.cuda, "current_stream", driver.current)
+    copy, restore = restoration._copy, Modules.restore
+    monkeypatch.setattr(restoration, "_copy", lambda rows, landed: driver.launch(lambda: copy(rows, landed)))
+
+    def launched(self: Modules, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+        driver.launch(lambda: restore(self, layer, method, data, begin, room))
+
+    monkeypatch.setattr(Modules, "restore", launched)
+    yield driver
+    for stream in driver.streams:
+        stream.issue(None)

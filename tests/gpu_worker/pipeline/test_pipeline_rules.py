@@ -1,0 +1,189 @@
+"""The rules of docs/pipeline.md: held with every edge delayed, and every plant that breaks one is found."""
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import Driver, FakeGpu, driver
+from plants import PLANTS
+from sessions import Session, contents, saved_session
+from slow_pipelines import DELAY_S, SMALL, RowsSource, SlowHost, poisoned_target, start
+from torch import Tensor
+
+from ctxcache.errors import CacheError, LeaseNotFound
+from gpu_worker.pipeline.cache_target import CacheTarget
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.device import Device
+from gpu_worker.pipeline.pipeline import Pipeline
+from gpu_worker.plan import Method
+
+__all__ = ["driver"]
+LANES = ["read", "copy", "compute", "announce"]
+Snapshot = list[tuple[Tensor, Tensor]]
+
+
+def _session() -> Session:
+    return saved_session("llama")
+
+
+def _as_announced(device: Device, source: RowsSource | None = None) -> Snapshot:
+    """Each layer of a session as it is at the moment when it was announced."""
+    session = _session()
+    target = poisoned_target(session)
+    found = []
+    with Pipeline(device, SMALL) as pipeline, start(pipeline, session, target, source=source) as restoration:
+        for layer in range(target.layer_count):
+            restoration.wait(layer)
+            keys, values = target.tensors(layer)
+            found.append((keys.clone(), values.clone()))
+    return found
+
+
+def _is_right(snapshot: Snapshot) -> bool:
+    kept = _session().kept_cache
+    return all(
+        torch.equal(mine, theirs)
+        for layer, halves in enumerate(snapshot)
+        for mine, theirs in zip(halves, contents(kept, layer), strict=True)
+    )
+
+
+def _is_equal_on_threads(slow: Collection[str]) -> bool:
+    return _is_right(_as_announced(SlowHost(slow)))
+
+
+def _is_equal_on_streams(driver: Driver, slow: Collection[str], slow_issuers: Collection[str] = ()) -> bool:
+    return _is_right(_as_announced(FakeGpu(driver, slow, slow_issuers)))
+
+
+def _is_stale_lease_refused() -> bool:
+    source = RowsSource(_session())
+    source.error = LeaseNotFound(lease_id=7)
+    try:
+        _as_announced(SlowHost(), source)
+    except LeaseNotFound:
+        return True
+    return False
+
+
+def _is_engine_waited_for(driver: Driver) -> bool:
+    """Whether work that the engine issued before still sees the memory as it was."""
+    session = _session()
+    target = poisoned_target(session)
+    seen: list[bool] = []
+    driver.default.delay_s = 5 * DELAY_S
+    driver.launch(lambda: seen.append(bool(target.tensors(0)[0].isnan().all())))
+    with Pipeline(FakeGpu(driver, ()), SMALL) as pipeline, start(pipeline, session, target) as restoration:
+        restoration.wait_all()
+    return seen == [True]
+
+
+def _is_last_layer_untouched_after_cancel() -> bool:
+    session = _session()
+    target = poisoned_target(session)
+    with Pipeline(SlowHost(["compute"]), SMALL) as pipeline:
+        with start(pipeline, session, target) as restoration:
+            restoration.wait(0)
+            restoration.cancel()
+    return _is_nan(target, target.layer_count - 1)
+
+
+class _Stopping(Modules):
+    """Says when it has begun, and goes on only when it is let."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Any) -> None:
+        self.begun.set()
+        self.may_go_on.wait(DELAY_S * 10)
+        super().restore(layer, method, data, begin, room)
+
+
+def _is_quiet_after_drain() -> bool:
+    """Whether nothing writes to the target or to a buffer once a cancelled restore is drained."""
+    session = _session()
+    target = poisoned_target(session)
+    compute = _Stopping(session.adapter, session.positions)
+    with Pipeline(SlowHost(), SMALL) as pipeline:
+        with start(pipeline, session, target, compute=compute) as restoration:
+            compute.begun.wait()
+            restoration.cancel()
+        for layer in range(target.layer_count):
+            for half in target.tensors(layer):
+                half.fill_(torch.nan)
+        compute.may_go_on.set()
+        rings = pipeline.rings
+        is_free = all(ring is not None and ring.free_count == ring.count for ring in rings)
+    # The lanes have ended: whatever was still under way has been done.
+    return is_free and all(_is_nan(target, layer) for layer in range(target.layer_count))
+
+
+def _is_nan(target: CacheTarget, layer: int) -> bool:
+    return all(bool(half.isnan().all()) for half in target.tensors(layer))
+
+
+CHECKS: dict[str, Callable[[Driver | None], bool]] = {
+    "position_off_by_one": lambda _: _is_equal_on_threads([]),
+    "layers_swapped": lambda _: _is_equal_on_threads([]),
+    "copy_not_waited_for": lambda _: _is_equal_on_threads(["copy"]),
+    "buffers_reused_early": lambda _: _is_equal_on_threads(["copy"]),
+    "buffers_reused_when_issued": lambda driver: _is_equal_on_streams(_given(driver), ["copy", "compute"]),
+    "engine_not_waited_for": lambda driver: _is_engine_waited_for(_given(driver)),
+    "issue_not_waited_for": lambda driver: _is_equal_on_streams(_given(driver), [], ["copy"]),
+    "announced_early": lambda _: _is_equal_on_threads(["compute"]),
+    "lease_not_checked": lambda _: _is_stale_lease_refused(),
+    "failure_not_looked_at": lambda _: _is_last_layer_untouched_after_cancel(),
+    "lanes_not_fenced": lambda _: _is_quiet_after_drain(),
+}
+ON_STREAMS = ("buffers_reused_when_issued", "engine_not_waited_for", "issue_not_waited_for")
+
+
+def _given(driver: Driver | None) -> Driver:
+    assert driver is not None
+    return driver
+
+
+def _check(name: str, request: pytest.FixtureRequest) -> bool:
+    found: Driver | None = request.getfixturevalue("driver") if name in ON_STREAMS else None
+    try:
+        return CHECKS[name](found)
+    except CacheError:
+        return False
+
+
+@pytest.mark.parametrize("slow", LANES)
+def test_any_lane_may_be_slow(slow: str) -> None:
+    """With one lane delayed at each piece of work, every layer is the engine's own when it is announced."""
+    assert _is_equal_on_threads([slow])
+
+
+@pytest.mark.parametrize("slow", ["copy", "compute"])
+def test_any_stream_may_be_slow(driver: Driver, slow: str) -> None:
+    """The same where work is issued long before it is done, as on a GPU."""
+    assert _is_equal_on_streams(driver, [slow])
+
+
+@pytest.mark.parametrize("slow", ["copy", "compute"])
+def test_any_issuer_may_be_slow(driver: Driver, slow: str) -> None:
+    """The same where work is issued late: nobody waits for an event that was not recorded."""
+    assert _is_equal_on_streams(driver, [], [slow])
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_rule_holds(name: str, request: pytest.FixtureRequest) -> None:
+    """What finds a plant finds nothing in the pipeline as it is."""
+    assert _check(name, request)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_plant_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever breaks a rule is told by a test."""
+    if name in ON_STREAMS:
+        request.getfixturevalue("driver")
+    PLANTS[name](monkeypatch)
+
+    assert not _check(name, request)
