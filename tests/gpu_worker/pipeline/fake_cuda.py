@@ -50,7 +50,7 @@ class Stream:
 class StreamEvent:
     """A place in a stream."""
 
-    def __init__(self, *, enable_timing: bool = False) -> None:
+    def __init__(self, **_: bool) -> None:
         self.marker: threading.Event | None = None
 
     def record(self, stream: Stream) -> None:

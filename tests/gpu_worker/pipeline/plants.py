@@ -73,7 +73,7 @@ def buffers_reused_when_issued(patch: pytest.MonkeyPatch) -> None:
 def engine_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """R4: the restore does not wait for what the engine had issued."""
     begin = Restoration.begin
-    patch.setattr(Restoration, "begin", lambda self, behind: begin(self, behind=passed()))
+    patch.setattr(Restoration, "begin", lambda self, **_: begin(self, behind=passed()))
 
 
 @_register
@@ -102,11 +102,11 @@ def lease_not_checked(patch: pytest.MonkeyPatch) -> None:
 @_register
 def failure_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """R9: work goes on after the restore was cancelled."""
-    patch.setattr(Restoration, "_go_on", lambda self: None)
+    patch.setattr(Restoration, "_go_on", lambda _self: None)
 
 
 @_register
 def lanes_not_fenced(patch: pytest.MonkeyPatch) -> None:
     """R9: draining does not wait for the lanes."""
-    patch.setattr(Restoration, "_fence", lambda self, lane, deadline: None)
-    patch.setattr(Restoration, "_sweep", lambda self, deadline: None)
+    patch.setattr(Restoration, "_fence", lambda *_: None)
+    patch.setattr(Restoration, "_sweep", lambda *_: None)

@@ -83,10 +83,9 @@ def _is_engine_waited_for(driver: Driver) -> bool:
 def _is_last_layer_untouched_after_cancel() -> bool:
     session = _session()
     target = poisoned_target(session)
-    with Pipeline(SlowHost(["compute"]), SMALL) as pipeline:
-        with start(pipeline, session, target) as restoration:
-            restoration.wait(0)
-            restoration.cancel()
+    with Pipeline(SlowHost(["compute"]), SMALL) as pipeline, start(pipeline, session, target) as restoration:
+        restoration.wait(0)
+        restoration.cancel()
     return _is_nan(target, target.layer_count - 1)
 
 
