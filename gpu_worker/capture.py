@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import unpacked
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
@@ -25,7 +26,8 @@ class Capture:
     """Context manager: within it, each forward pass of the model feeds the sink.
 
     Rows are what the engine's cache needs, bit for bit: HIDDEN the layer's input, KV and LATENT
-    the halves before positions. They may share memory with activations: the sink must not write to
+    the halves before positions. Those of packed kinds are as wide as the others: packing takes time, and
+    is for whoever saves. They may share memory with activations: the sink must not write to
     them. Restoring within it captures nothing. Batches of more than one sequence raise
     UnsupportedBatch out of the forward pass. Passes are taken to be unpadded, and rows of tokens
     that the engine later crops (assisted decoding) are the caller's to drop.
@@ -41,10 +43,7 @@ class Capture:
         self._adapter = adapter
         self._streams = sorted(s for s in set(streams) if s.kind is not StateKind.TOKENS)
         for stream in self._streams:
-            if not 0 <= stream.layer < len(adapter.layers) or stream.kind not in (
-                StateKind.HIDDEN,
-                adapter.kind,
-            ):
+            if not 0 <= stream.layer < len(adapter.layers) or adapter.element_count(stream.kind) is None:
                 raise InvalidArgument(field="streams", problem=f"{adapter.architecture} has no {stream}")
         self._sink = sink
         self._is_on_host = is_on_host
@@ -80,7 +79,7 @@ class Capture:
 
     def _watch(self, stream: Stream) -> list[RemovableHandle]:
         decoder = self._adapter.layers[stream.layer]
-        if stream.kind is not StateKind.HIDDEN:
+        if unpacked(stream.kind) is not StateKind.HIDDEN:
             pack = self._adapter.pack
             return decoder.projection.watch(lambda first, second: self._emit(stream, pack(first, second)))
 

@@ -4,11 +4,15 @@ Knows adapters and the store's ModelSpec. Worst case: hashing all weights, once 
 `weights_digest` where it is known.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import StateKind, Stream, StreamSpec
+from ctxcache.format.packing import PACKINGS
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.digests import digest_parameters, digest_settings, digest_tokenizer
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.families import Adapter, adapt
@@ -22,13 +26,17 @@ def model_spec(
     tokenizer: PreTrainedTokenizerBase | None = None,
     weights_digest: str | None = None,
     revision: str = "",
+    packed_kinds: Iterable[StateKind] = (),
 ) -> ModelSpec:
-    """Describe `hf_model` with HIDDEN and KV (or LATENT) streams of every layer.
+    """Describe `hf_model` with HIDDEN and KV (or LATENT) streams of every layer, and `packed_kinds` of each.
+
+    With packed kinds it is another model to the store, with another fingerprint: what is saved of one is never
+    restored for the other.
 
     The same weights, settings and tokenizer give the same fingerprint in any process.
     `weights_digest` defaults to `digest_parameters`; `digest_checkpoint` is cheaper but a different
     string, so a deployment chooses one of them and keeps to it.
-    Raises UnsupportedArchitecture, UnsupportedDtype.
+    Raises UnsupportedArchitecture, UnsupportedDtype, InvalidArgument(field="packed_kinds").
     """
     adapter = adapt(hf_model)
     _check_dtype(adapter)
@@ -46,7 +54,7 @@ def model_spec(
         rope=_position_name(adapter),
         norm=adapter.norm_name,
         is_relocatable=adapter.is_relocatable,
-        streams=_streams(adapter),
+        streams=(*_streams(adapter), *_packed_streams(adapter, packed_kinds)),
         settings=digest_settings(hf_model),
     )
 
@@ -67,6 +75,20 @@ def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
         for layer in range(len(adapter.layers))
         for kind, size in sizes.items()
     )
+
+
+def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[StreamSpec]:
+    for kind in dict.fromkeys(kinds):
+        size = adapter.element_count(kind)
+        if kind not in PACKINGS or size is None:
+            problem = f"{adapter.architecture} has no rows of {kind.name.lower()} to pack"
+            raise InvalidArgument(field="packed_kinds", problem=problem)
+        try:
+            row_bytes = PACKINGS[kind].row_bytes(size)
+        except ValueError as error:
+            raise InvalidArgument(field="packed_kinds", problem=str(error)) from error
+        for layer in range(len(adapter.layers)):
+            yield StreamSpec(Stream(layer, kind), row_bytes, DType.PACKED)
 
 
 def _check_dtype(adapter: Adapter) -> None:

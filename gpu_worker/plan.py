@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.packing import unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 
-_PART = re.compile(r"(?P<method>[a-z]+):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
+_PART = re.compile(r"(?P<method>[a-z0-9_]+):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
 
 
 class Method(enum.Enum):
@@ -27,11 +28,29 @@ class Method(enum.Enum):
     """Take the saved compressed state, add positions to its rotary part."""
     TOKENS = "tokens"
     """Run the layer, and all before it, over the token ids."""
+    HIDDEN_INT8 = "hidden_int8"
+    """As HIDDEN, from rows in 8 bits: close to what was computed, never equal."""
+    KV_INT8 = "kv_int8"
+    """As KV, likewise."""
+    HIDDEN_INT4 = "hidden_int4"
+    """As HIDDEN, from rows in 4 bits, likewise."""
+    KV_INT4 = "kv_int4"
+    """As KV, likewise."""
 
     @property
     def kind(self) -> StateKind:
         """The state kind this method reads."""
         return StateKind[self.name]
+
+    @property
+    def unpacked(self) -> "Method":
+        """What is done with its rows once they are wide; itself for rows that always were."""
+        return Method[unpacked(self.kind).name]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a layer comes back as it was, but for rounding."""
+        return self.unpacked is self
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import Cache
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import Stream
 from gpu_worker.assemble import CacheAssembler
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.projection import Halves
+from gpu_worker.packed_rows import widen
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.recompute import recompute_layers
 
@@ -40,7 +42,7 @@ class Restorer:
         """Keys and values of one layer as the engine caches them: [1, H, t, C], [1, H, t, C_v].
 
         `rows` [t, row] are tokens [begin, begin + t), HIDDEN [t, D] or KV/LATENT [t, row_size], in the
-        model's element type on any device. K rows restore bit for bit; HIDDEN rows restore bit for
+        model's element type on any device, or [t, row_bytes] uint8 of a packed kind. K rows restore bit for bit; HIDDEN rows restore bit for
         bit in the shapes they were computed in, else to rounding. Raises ShapeMismatch,
         UnsupportedDtype, InvalidArgument(field="layer" | "method"). Source: HCache,
         arXiv:2410.05004, section 3.2.
@@ -48,8 +50,9 @@ class Restorer:
         self._check(layer, method, rows, begin)
         decoder = self._adapter.layers[layer]
         with torch.no_grad():
-            rows = rows.to(decoder.device)
-            halves = decoder.project(rows) if method is Method.HIDDEN else self._adapter.unpack(rows)
+            rows = self._wide(method, rows.to(decoder.device))
+            is_hidden = method.unpacked is Method.HIDDEN
+            halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows)
             if not self._adapter.is_relocatable:
                 return self._adapter.embed(halves, None)
             rope = self._ropes[decoder.rope_key].at(begin, begin + len(rows))
@@ -59,17 +62,25 @@ class Restorer:
         adapter = self._adapter
         if not 0 <= layer < len(adapter.layers):
             raise InvalidArgument(field="layer", problem=f"{layer} is not within [0, {len(adapter.layers)})")
-        sizes = {Method.HIDDEN: adapter.hidden_size, Method[adapter.kind.name]: adapter.row_size}
-        if method not in sizes:
+        size = None if method is Method.TOKENS else adapter.element_count(method.kind)
+        if size is None:
             problem = f"{method.value} rows cannot be restored for {adapter.architecture}"
             raise InvalidArgument(field="method", problem=problem)
+        dtype = adapter.model.dtype if method.is_exact else torch.uint8
+        width = size if method.is_exact else PACKINGS[method.kind].row_bytes(size)
         what = f"layer {layer} {method.value} rows at token {begin}"
         room = self._token_count - begin
-        if rows.ndim != 2 or rows.shape[1] != sizes[method] or begin < 0 or len(rows) > room:
-            expected = f"[up to {max(room, 0)}, {sizes[method]}]"
+        if rows.ndim != 2 or rows.shape[1] != width or begin < 0 or len(rows) > room:
+            expected = f"[up to {max(room, 0)}, {width}]"
             raise ShapeMismatch(what=what, expected=expected, actual=str(list(rows.shape)))
-        if rows.dtype != adapter.model.dtype:
-            raise UnsupportedDtype(what=what, expected=str(adapter.model.dtype), actual=str(rows.dtype))
+        if rows.dtype != dtype:
+            raise UnsupportedDtype(what=what, expected=str(dtype), actual=str(rows.dtype))
+
+    def _wide(self, method: Method, rows: Tensor) -> Tensor:
+        size = self._adapter.element_count(method.kind)
+        if method.is_exact or size is None:
+            return rows
+        return widen(rows, method.kind, size, self._adapter.model.dtype)
 
 
 def restore_cache(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, cat, nn
 from transformers import PreTrainedModel
 
+from ctxcache.format.packing import unpacked
 from ctxcache.format.streams import StateKind
 from gpu_worker.families.projection import HalfShape, Halves, Projection
 from gpu_worker.families.rotary import Rope
@@ -83,6 +84,10 @@ class Adapter:
     def row_size(self) -> int:
         """Elements of a KV or LATENT row."""
         return self.key.size + self.value.size
+
+    def element_count(self, kind: StateKind) -> int | None:
+        """Elements of a row of `kind`, or of the kind that it packs; None for one the model does not have."""
+        return {StateKind.HIDDEN: self.hidden_size, self.kind: self.row_size}.get(unpacked(kind))
 
     def ropes(self, positions: Tensor) -> Mapping[str, Rope]:
         """Position tables for positions [T], by `rope_key`; empty where positions are learned."""

@@ -44,7 +44,9 @@ def test_mixed_plan_reads_its_compact_form() -> None:
     assert plan.methods == (Method.HIDDEN, Method.HIDDEN, Method.KV)
 
 
-@given(st.lists(st.sampled_from([Method.HIDDEN, Method.KV, Method.LATENT]), min_size=1), st.integers(0, 5))
+@given(
+    st.lists(st.sampled_from([m for m in Method if m is not Method.TOKENS]), min_size=1), st.integers(0, 5)
+)
 def test_compact_form_round_trips(methods: list[Method], recomputed_count: int) -> None:
     """Every plan is what its own text reads back as."""
     plan = RestorePlan((Method.TOKENS,) * recomputed_count + tuple(methods))

@@ -1,0 +1,99 @@
+"""The engine with layouts in few bits, against a real store: sessions go on, in the bytes that they should take."""
+
+from functools import cache
+
+import pytest
+import torch
+from server_process import ServerProcess
+from tiny_models import build
+from transformers import PreTrainedModel
+
+from ctxcache.client import Client
+from ctxcache.client.client import Access
+from ctxcache.errors import ModelFingerprintMismatch
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.packing import PACKINGS
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.model_spec import model_spec
+from gpu_worker.packed_rows import widen
+from gpu_worker.plan import Method, RestorePlan
+
+TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
+REPLY_TOKENS = 4
+LAYER_COUNT = 3
+
+
+@cache
+def _model() -> PreTrainedModel:
+    return build("llama")
+
+
+@cache
+def _spec(*, is_packed: bool = True) -> ModelSpec:
+    return model_spec(_model(), model_id=f"packed-{is_packed}", packed_kinds=PACKINGS if is_packed else ())
+
+
+def _turns(
+    client: Client, session_id: str, plan: RestorePlan, model: PreTrainedModel | None = None
+) -> list[Turn]:
+    """Each turn by an engine that lives for it alone."""
+    turns = []
+    for ids in TURNS:
+        with TransformersEngine(model or _model(), client, _spec(), plan) as engine:
+            turns.append(engine.turn(session_id, ids, max_new_tokens=REPLY_TOKENS))
+            engine.wait(session_id)
+    return turns
+
+
+@pytest.mark.parametrize(
+    "plan", ["hidden_int8:0-2", "kv_int8:0-2", "kv:0,hidden_int8:1,kv_int4:2", "tokens:0,hidden_int4:1-2"]
+)
+@pytest.mark.parametrize("access", ["local", "remote"])
+def test_turns_are_restored_from_few_bits(
+    server: ServerProcess, session_id: str, plan: str, access: Access
+) -> None:
+    """Every turn reuses all before it, and the store has the bytes of the layout, no more."""
+    parsed = RestorePlan.parse(plan)
+    with Client(server.target, access=access) as far:
+        turns = _turns(far, session_id, parsed)
+        session = far.get_session(f"sessions/{session_id}")
+
+    lengths = [len(ids) + REPLY_TOKENS for ids in TURNS]
+    assert [turn.reused_token_count for turn in turns] == [0, lengths[0], sum(lengths[:2])]
+    assert [turn.miss_reason for turn in turns] == ["", "", ""]
+    assert session.token_count == sum(lengths)
+    assert {Stream(s.layer, StateKind(s.kind)) for s in session.layout} >= set(parsed.streams())
+
+
+def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client, session_id: str) -> None:
+    """Rows that one forward pass captured, packed and exact, side by side in one store."""
+    for kind in (StateKind.HIDDEN, StateKind.HIDDEN_INT8):
+        plan = RestorePlan.uniform(Method[kind.name], LAYER_COUNT)
+        with TransformersEngine(_model(), client, _spec(), plan) as engine:
+            engine.turn(f"{session_id}-{kind}", TURNS[0], max_new_tokens=1)
+    exact, packed = (Stream(1, kind) for kind in (StateKind.HIDDEN, StateKind.HIDDEN_INT8))
+    with client.read(f"sessions/{session_id}-{exact.kind}") as rows:
+        wide = torch.from_numpy(rows.array(exact).copy()).view(torch.float32)
+    with client.read(f"sessions/{session_id}-{packed.kind}") as rows:
+        stored = torch.from_numpy(rows.array(packed).copy())
+
+    assert stored.shape == (len(TURNS[0]) + 1, PACKINGS[packed.kind].row_bytes(64))
+    found = widen(stored, packed.kind, 64, torch.float32)
+    steps = (wide.amax(1) - wide.amin(1)) / 255
+    assert ((found - wide).abs().amax(1) <= steps).all()
+    assert not torch.equal(found, wide)
+
+
+def test_a_lossless_engine_does_not_take_packed_sessions(client: Client, session_id: str) -> None:
+    """Whoever did not ask for packed kinds is another model to the store."""
+    plan = RestorePlan.uniform(Method.HIDDEN_INT8, LAYER_COUNT)
+    with TransformersEngine(_model(), client, _spec(), plan) as engine:
+        engine.turn(session_id, TURNS[0], max_new_tokens=1)
+
+    exact = RestorePlan.uniform(Method.HIDDEN, LAYER_COUNT)
+    with (
+        TransformersEngine(_model(), client, _spec(is_packed=False), exact) as engine,
+        pytest.raises(ModelFingerprintMismatch),
+    ):
+        engine.turn(session_id, TURNS[1], max_new_tokens=1)
