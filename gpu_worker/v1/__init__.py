@@ -1,0 +1,1 @@
+"""Generated from proto/gpu_worker/v1: `make proto`."""
