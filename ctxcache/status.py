@@ -62,15 +62,15 @@ _FIELD_ERRORS = (errors.InvalidArgument, errors.ChecksumMismatch)
 _BY_REASON = {error_class.reason: error_class for error_class in CODES}
 
 
+def add_codes(codes: Mapping[type[CacheError], grpc.StatusCode]) -> None:
+    """Add the errors of a service beside the store to the table; to be called where they are imported."""
+    CODES.update(codes)
+    _BY_REASON.update({error_class.reason: error_class for error_class in codes})
+
+
 def code_of(error: CacheError) -> grpc.StatusCode:
     """Return the gRPC code of an error; a subclass that the table does not name has its base's."""
     return next(CODES[base] for base in type(error).__mro__ if base in CODES)
-
-
-def code_name(end: str) -> tuple[str, str]:
-    """The code's name and the reason of how an rpc ended: an error's reason, or a code's name, which has no reason."""
-    error_class = _BY_REASON.get(end)
-    return (end, "") if error_class is None else (CODES[error_class].name, end)
 
 
 def to_status(error: CacheError) -> status_pb2.Status:

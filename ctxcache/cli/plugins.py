@@ -17,7 +17,7 @@ OURS = ("ctxcache", "gpu_worker")
 """Packages of this distribution: one of theirs that is missing is a bug, not something to install."""
 DESCRIPTIONS = {
     "demo": "Show on a small real model what the cache saves.",
-    "worker": "Plan restorations, and measure what plans are made from.",
+    "worker": "Serve engines, plan restorations, and measure what plans are made from.",
 }
 
 

@@ -18,7 +18,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.plan import Method
 from gpu_worker.planning.known_profiles import known_profile
 from gpu_worker.planning.profile import Curve, Link, Profile, Stage
-from gpu_worker.planning.shape import LayerShape
+from gpu_worker.planning.shape import LayerShape, ModelShape
 from gpu_worker.profiling.bandwidth import TRANSFER_BYTES, copy_bytes_per_s, read_bytes_per_s
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured
@@ -27,6 +27,8 @@ from gpu_worker.recompute import recompute_layers
 from gpu_worker.restore import Restorer
 
 LENGTHS = (64, 256, 1024, 2048)
+Points = dict[tuple[Stage, LayerShape], list[tuple[int, float]]]
+"""(tokens, seconds) of each stage and sort of layer."""
 
 
 def measure(
@@ -46,17 +48,40 @@ def measure(
     """
     watch = stopwatch or Stopwatch(adapter.layers[0].device)
     shape = model_shape(adapter, name)
-    places = representatives(shape)
-    points: dict[tuple[Stage, LayerShape], list[tuple[int, float]]] = defaultdict(list)
+    points: Points = defaultdict(list)
     with torch.no_grad():
         for length in lengths:
             on_step(f"{length:,} tokens")
-            for layer, index in places.items():
-                for stage, seconds in _restored(adapter, index, length, watch).items():
-                    points[stage, layer].append((length, seconds))
+            _add_restored(points, adapter, shape, length, watch)
             for layer, seconds in _recomputed(adapter, shape.layers, length, watch).items():
                 points[Stage.RECOMPUTE, layer].append((length, seconds))
     on_step("bandwidths")
+    return _measured(shape, points, hardware, watch, ssd_directory, transfer_bytes)
+
+
+def measure_restoring(
+    adapter: Adapter, shape: ModelShape, *, hardware: str, lengths: Sequence[int],
+    transfer_bytes: int = TRANSFER_BYTES, stopwatch: Stopwatch | None = None,
+) -> Measured:  # fmt: skip
+    """As `measure`, without recomputation, whose times stay the datasheet's: of a model that is not there as a whole."""
+    watch = stopwatch or Stopwatch(adapter.layers[0].device)
+    points: Points = defaultdict(list)
+    with torch.no_grad():
+        for length in lengths:
+            _add_restored(points, adapter, shape, length, watch)
+    return _measured(shape, points, hardware, watch, None, transfer_bytes)
+
+
+def _add_restored(points: Points, adapter: Adapter, shape: ModelShape, length: int, watch: Stopwatch) -> None:
+    for layer, index in representatives(shape).items():
+        for stage, seconds in _restored(adapter, index, length, watch).items():
+            points[stage, layer].append((length, seconds))
+
+
+def _measured(
+    shape: ModelShape, points: Points, hardware: str, watch: Stopwatch, ssd_directory: Path | None,
+    transfer_bytes: int,
+) -> Measured:  # fmt: skip
     profile = replace(
         _machine(hardware, watch, ssd_directory, transfer_bytes),
         curves={key: Curve(_ascending(each)) for key, each in points.items()},

@@ -1,0 +1,98 @@
+"""`ctxcache worker serve`: a worker beside an engine, until a signal ends it. Imports torch when it runs.
+
+Worst case: it cannot start, which is one sentence and an exit code; or a restore cannot be brought to an end,
+at which the process ends at once.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpu_worker.cli import options as given
+from gpu_worker.sidecar.settings import MIB, Settings
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+STUCK_EXIT_CODE = 13
+"""As a device that failed."""
+_DEFAULTS = Settings()
+
+
+def serve(
+    *,
+    store: Annotated[
+        str, typer.Option(help="The store.", metavar="TARGET", envvar="CTXCACHE_TARGET")
+    ] = _DEFAULTS.store,
+    listen: Annotated[
+        Path | None,
+        typer.Option(
+            help="Unix socket to listen at.", metavar="PATH", show_default="worker.sock of the user"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda:0.")] = _DEFAULTS.device,
+    directory: given.Directory = None,
+    ring_mib: Annotated[
+        int, typer.Option(help="Memory that restores are staged in, in MiB.", min=1)
+    ] = _DEFAULTS.ring_bytes // MIB,
+    max_attachments: Annotated[
+        int, typer.Option(help="Engines at a time.", min=1)
+    ] = _DEFAULTS.max_attachments,
+    max_attached_mib: Annotated[
+        int, typer.Option(help="Memory of engines mapped at a time, in MiB.", min=1)
+    ] = _DEFAULTS.max_attached_bytes // MIB,
+    max_concurrent_restores: Annotated[
+        int, typer.Option(help="Restores at a time.", min=1)
+    ] = _DEFAULTS.max_concurrent_restores,
+    max_concurrent_saves: Annotated[
+        int, typer.Option(help="Saves at a time.", min=1)
+    ] = _DEFAULTS.max_concurrent_saves,
+    longest_restore_s: Annotated[
+        float, typer.Option(help="A restore that takes longer is a miss.")
+    ] = _DEFAULTS.longest_restore_s,
+    store_timeout_s: Annotated[
+        float, typer.Option(help="How long the store may take to answer.")
+    ] = _DEFAULTS.store_timeout_s,
+    attach_timeout_s: Annotated[
+        float, typer.Option(help="How long an attach may take, which may read all weights once.")
+    ] = _DEFAULTS.attach_timeout_s,
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="How long what is under way may take to end on shutdown.")
+    ] = _DEFAULTS.drain_timeout_s,
+) -> None:
+    """Serve engines on this host: restore their KV caches from the store, and save to it."""
+    settings = Settings(
+        store=store, listen=listen, device=device, profile_directory=given.profile_directory(directory),
+        ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
+        max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,
+        longest_restore_s=longest_restore_s, store_timeout_s=store_timeout_s,
+        attach_timeout_s=attach_timeout_s, drain_timeout_s=drain_timeout_s,
+    )  # fmt: skip
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    from gpu_worker.sidecar import server  # noqa: PLC0415  --help needs none of it
+
+    asyncio.run(server.serve(settings, lambda: _announce(settings), _end_stuck))
+    sys.stderr.write("ctxcache: stopped: no engine's memory is mapped any more\n")
+
+
+def _announce(settings: Settings) -> None:
+    facts = {
+        "pid": os.getpid(),
+        "listen": f"unix:{settings.socket}",
+        "descriptor_socket": str(settings.descriptor_socket),
+        "store": settings.store,
+        "device": settings.device,
+    }
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def _end_stuck(error: Exception) -> None:
+    """End the process: what cannot be brought to an end would go on writing to memory that is an engine's."""
+    sys.stderr.write(f"ctxcache: {error}: this process ends, so that nothing more is written\n")
+    sys.stderr.flush()
+    os._exit(STUCK_EXIT_CODE)

@@ -1,0 +1,165 @@
+"""The attachments of a worker: who is attached, who takes whose name over, and how much may be.
+
+Owned by the event loop; weights are read and memory is opened in threads. Worst case: an attach that fails, which
+leaves everything as it was but for the engine of that name that it would have taken over, which stays.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.client.convert import model_from_wire
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    DeadlineExceeded,
+    EngineTakenOver,
+    InvalidArgument,
+    ModelFingerprintMismatch,
+)
+from ctxcache.format.model import ModelSpec
+from gpu_worker.errors import RestoreCancelled
+from gpu_worker.sidecar.attachment import Attachment
+from gpu_worker.sidecar.cache_layout import CacheLayout, parse_layout
+from gpu_worker.sidecar.edge import Room
+from gpu_worker.sidecar.errors import AttachmentNotFound
+from gpu_worker.sidecar.model import AttachedModel, Models
+from gpu_worker.sidecar.regions import Opener, Regions
+from gpu_worker.sidecar.settings import Settings
+from gpu_worker.v1 import attachment_pb2
+
+_ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_MODEL_NAME = re.compile(r"models/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Attachments:
+    """All that are attached. Call `attach`, then `detach`."""
+
+    def __init__(self, settings: Settings, client: Client, models: Models, opener: Opener) -> None:
+        self._settings, self._client, self._models, self._opener = settings, client, models, opener
+        self._by_id: dict[str, Attachment] = {}
+        self._by_engine: dict[str, Attachment] = {}
+        self._detaching: set[asyncio.Task[None]] = set()
+        # One that takes another's place is there before that one is gone.
+        self.room = Room("attached engines", settings.max_attachments)
+        self._mapped_bytes = 0
+
+    def __iter__(self) -> Iterator[Attachment]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, attachment_id: str) -> Attachment:
+        """One by its id. Raises AttachmentNotFound."""
+        found = self._by_id.get(attachment_id)
+        if found is None:
+            raise AttachmentNotFound(attachment_id=attachment_id[:64])
+        return found
+
+    async def attach(self, hello: attachment_pb2.AttachHello) -> Attachment:
+        """Attach an engine; one of the same name is detached first. Raises as the proto says."""
+        spec, directory = _checked(hello)
+        self.room.take()
+        try:
+            async with asyncio.timeout(self._settings.attach_timeout_s):
+                model = await asyncio.to_thread(self._known, directory, spec)
+            layout = await asyncio.to_thread(_layout, hello.kv_cache, model)
+            memory, save_area = self._open(hello)
+        except TimeoutError:
+            self.room.give_back()
+            raise DeadlineExceeded(
+                target="attach", timeout_s=f"{self._settings.attach_timeout_s:g}"
+            ) from None
+        except BaseException:
+            self.room.give_back()
+            raise
+        attachment = Attachment(
+            attachment_id=secrets.token_hex(16), engine=hello.engine, model=model, layout=layout, memory=memory,
+            save_area=save_area, evicted=asyncio.get_running_loop().create_future(),
+        )  # fmt: skip
+        self._mapped_bytes += attachment.mapped_bytes
+        try:
+            # Again and again: another one may come while the one before it is waited for.
+            while (before := self._by_engine.get(hello.engine)) is not None:
+                await self.evict(before, EngineTakenOver(engine=hello.engine))
+        except BaseException:
+            self._let_go(attachment)
+            raise
+        self._by_id[attachment.attachment_id] = self._by_engine[hello.engine] = attachment
+        return attachment
+
+    async def evict(self, attachment: Attachment, error: CacheError) -> None:
+        """Have an attachment's stream end with an error, and wait until nothing is written for it any more."""
+        if not attachment.evicted.done():
+            attachment.evicted.set_result(error)
+        await asyncio.shield(self.detach(attachment))
+
+    def detach(self, attachment: Attachment) -> "asyncio.Task[None]":
+        """It is gone from here on; its memory is when nothing is written to it any more, which the task waits for."""
+        if self._by_id.pop(attachment.attachment_id, None) is not None:
+            del self._by_engine[attachment.engine]
+        task = asyncio.get_running_loop().create_task(self._detach(attachment))
+        self._detaching.add(task)
+        task.add_done_callback(self._detaching.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait until whatever was detached is gone."""
+        await asyncio.gather(*self._detaching)
+
+    async def _detach(self, attachment: Attachment) -> None:
+        await attachment.end_all(RestoreCancelled())
+        if not attachment.is_closed:
+            attachment.is_closed = True
+            self._let_go(attachment)
+
+    def _let_go(self, attachment: Attachment) -> None:
+        self._mapped_bytes -= attachment.mapped_bytes
+        attachment.close()
+        self.room.give_back()
+
+    def _known(self, directory: Path, spec: ModelSpec) -> AttachedModel:
+        """The model, read and registered with the store."""
+        model = self._models.get(directory, spec)
+        self._client.register_model(spec)
+        return model
+
+    def _open(self, hello: attachment_pb2.AttachHello) -> tuple[Regions, Regions | None]:
+        regions = [*hello.kv_cache.regions, *([hello.save_area] if hello.HasField("save_area") else [])]
+        needed = sum(max(region.size_bytes, 0) for region in regions)
+        limit = self._settings.max_attached_bytes
+        if self._mapped_bytes + needed > limit:
+            raise CapacityExceeded(
+                tier="memory of engines", needed_bytes=needed, free_bytes=limit - self._mapped_bytes,
+                limit_bytes=limit,
+            )  # fmt: skip
+        memory = self._opener.open_all(hello.kv_cache.regions, "kv_cache.regions")
+        if not hello.HasField("save_area"):
+            return memory, None
+        try:
+            return memory, self._opener.open_all([hello.save_area], "save_area", is_on_host=True)
+        except BaseException:
+            memory.close()
+            raise
+
+
+def _checked(hello: attachment_pb2.AttachHello) -> tuple[ModelSpec, Path]:
+    """What a hello says of the model, as far as it can be judged by itself. Raises InvalidArgument."""
+    if not _ENGINE.fullmatch(hello.engine):
+        raise InvalidArgument(field="engine", problem=f"{hello.engine[:128]!r} is no name of an engine")
+    if not _MODEL_NAME.fullmatch(hello.model.name):
+        raise InvalidArgument(field="model.name", problem=f"{hello.model.name[:128]!r} is no name of a model")
+    if hello.weights.WhichOneof("source") is None:
+        raise InvalidArgument(field="weights.source", problem="is missing")
+    spec = model_from_wire(hello.model)
+    if hello.model.fingerprint and hello.model.fingerprint != spec.fingerprint():
+        raise ModelFingerprintMismatch(
+            model=hello.model.name, actual=spec.fingerprint().hex(), expected=hello.model.fingerprint.hex()
+        )
+    return spec, Path(hello.weights.safetensors_directory)
+
+
+def _layout(cache: attachment_pb2.KvCache, model: AttachedModel) -> CacheLayout:
+    spec = model.spec
+    return parse_layout(cache, heads=model.weights.cached, dtype=spec.dtype, layer_count=spec.layer_count)

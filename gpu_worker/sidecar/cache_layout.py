@@ -1,0 +1,180 @@
+"""Cache layouts: where an engine's keys and values lie, checked before a byte is written.
+
+Pure: knows messages and sizes, no memory. Worst case: a layout that cannot be right is refused with the field
+that is wrong.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import DType
+from gpu_worker.sidecar.strided import Axis, Box, overlap
+from gpu_worker.v1 import attachment_pb2
+
+BLOCK_TOKENS_LIMIT = 1 << 16
+BLOCK_COUNT_LIMIT = 1 << 31
+LAYER_LIMIT = 4096
+_ORDERS = {
+    attachment_pb2.CACHE_ORDER_TOKENS_FIRST: ("block", "token", "head"),
+    attachment_pb2.CACHE_ORDER_HEADS_FIRST: ("block", "head", "token"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What an engine caches per token and layer, as its model demands it."""
+
+    head_count: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor [blocks, tokens, heads, elements] in a region: byte offset, and byte strides but the last axis'."""
+
+    region: int
+    offset_bytes: int
+    shape: tuple[int, int, int, int]
+    stride_bytes: tuple[int, int, int]
+    element_bytes: int
+
+    @property
+    def box(self) -> Box:
+        """The bytes that it covers."""
+        axes = tuple(
+            Axis(count, stride) for count, stride in zip(self.shape, self.stride_bytes, strict=False)
+        )
+        return Box.of(self.offset_bytes, axes, self.shape[3] * self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """A paged cache: of each layer where keys and values lie."""
+
+    dtype: DType
+    block_count: int
+    block_tokens: int
+    layers: tuple[tuple[TensorPlace, TensorPlace], ...]
+
+    def check_blocks(self, block_ids: Sequence[int], token_end: int) -> None:
+        """Raise InvalidArgument(field="block_ids") unless they are room for `token_end` tokens, each once."""
+        needed = -(-token_end // self.block_tokens)
+        if len(block_ids) != needed:
+            problem = f"{len(block_ids)} blocks, {token_end} tokens lie in {needed}"
+            raise InvalidArgument(field="block_ids", problem=problem)
+        stray = next((block for block in block_ids if not 0 <= block < self.block_count), None)
+        if stray is not None:
+            problem = f"block {stray} is not within [0, {self.block_count})"
+            raise InvalidArgument(field="block_ids", problem=problem)
+        if len(set(block_ids)) < len(block_ids):
+            raise InvalidArgument(field="block_ids", problem="a block is named twice")
+
+
+def parse_layout(
+    cache: attachment_pb2.KvCache, *, heads: HeadShape, dtype: DType, layer_count: int
+) -> CacheLayout:
+    """Read and check a layout against what the model demands and how large the regions are said to be.
+
+    Raises InvalidArgument that names the field.
+    """
+    _check_model(cache, heads, dtype, layer_count)
+    _check_range("block_count", cache.block_count, BLOCK_COUNT_LIMIT)
+    _check_range("block_tokens", cache.block_tokens, BLOCK_TOKENS_LIMIT)
+    layers = tuple(
+        (
+            _place(cache, layer.keys, heads.key_size, dtype, f"layers[{i}].keys"),
+            _place(cache, layer.values, heads.value_size, dtype, f"layers[{i}].values"),
+        )
+        for i, layer in enumerate(cache.layers)
+    )
+    _check_apart(layers)
+    return CacheLayout(dtype, cache.block_count, cache.block_tokens, layers)
+
+
+def _check_model(cache: attachment_pb2.KvCache, heads: HeadShape, dtype: DType, layer_count: int) -> None:
+    if cache.dtype != dtype.value:
+        name = next((known.name for known in DType if known.value == cache.dtype), str(cache.dtype))
+        raise InvalidArgument(field="kv_cache.dtype", problem=f"{name}, the model's is {dtype.name}")
+    for field in ("head_count", "key_size", "value_size"):
+        given, expected = getattr(cache, field), getattr(heads, field)
+        if given != expected:
+            raise InvalidArgument(field=f"kv_cache.{field}", problem=f"{given}, the model's is {expected}")
+    if len(cache.layers) != layer_count:
+        problem = f"{len(cache.layers)}, the model has {layer_count}"
+        raise InvalidArgument(field="kv_cache.layers", problem=problem)
+    if layer_count > LAYER_LIMIT:
+        raise InvalidArgument(field="kv_cache.layers", problem=f"more than {LAYER_LIMIT}")
+    if cache.order not in (attachment_pb2.CACHE_ORDER_UNSPECIFIED, *_ORDERS):
+        raise InvalidArgument(field="kv_cache.order", problem=f"{cache.order} is not known")
+
+
+def _check_range(field: str, value: int, limit: int) -> None:
+    if not 1 <= value <= limit:
+        raise InvalidArgument(field=f"kv_cache.{field}", problem=f"{value} is not within [1, {limit}]")
+
+
+def _place(
+    cache: attachment_pb2.KvCache, tensor: attachment_pb2.CacheTensor, size: int, dtype: DType, field: str
+) -> TensorPlace:
+    field = f"kv_cache.{field}"
+    if not 0 <= tensor.region < len(cache.regions):
+        problem = f"{tensor.region} is not one of {len(cache.regions)} regions"
+        raise InvalidArgument(field=f"{field}.region", problem=problem)
+    strides = _strides(cache, tensor, size * dtype.size_bytes, field)
+    if tensor.offset_bytes < 0 or any(value % dtype.size_bytes for value in (tensor.offset_bytes, *strides)):
+        problem = f"offset and strides are no multiples of {dtype.size_bytes} bytes"
+        raise InvalidArgument(field=field, problem=problem)
+    shape = (cache.block_count, cache.block_tokens, cache.head_count, size)
+    place = TensorPlace(tensor.region, tensor.offset_bytes, shape, strides, dtype.size_bytes)
+    if not place.box.covers_itself_once():
+        raise InvalidArgument(field=f"{field}.strides", problem="elements overlap one another")
+    room = cache.regions[tensor.region].size_bytes
+    if place.box.end > room:
+        problem = f"ends at byte {place.box.end:,}, region {tensor.region} has {room:,}"
+        raise InvalidArgument(field=field, problem=problem)
+    return place
+
+
+def _strides(
+    cache: attachment_pb2.KvCache, tensor: attachment_pb2.CacheTensor, head_bytes: int, field: str
+) -> tuple[int, int, int]:
+    if tensor.HasField("strides"):
+        given = tensor.strides
+        found = {"block": given.block_bytes, "token": given.token_bytes, "head": given.head_bytes}
+        if min(found.values()) < 1:
+            raise InvalidArgument(field=f"{field}.strides", problem="one is less than 1")
+    elif cache.order in _ORDERS:
+        counts = {"block": cache.block_count, "token": cache.block_tokens, "head": cache.head_count}
+        found = dict(_without_gaps(_ORDERS[cache.order], counts, head_bytes))
+    else:
+        raise InvalidArgument(field=f"{field}.strides", problem="missing, and the cache has no order")
+    return found["block"], found["token"], found["head"]
+
+
+def _without_gaps(order: Sequence[str], counts: dict[str, int], stride: int) -> Iterator[tuple[str, int]]:
+    for axis in reversed(order):
+        yield axis, stride
+        stride *= counts[axis]
+
+
+def _check_apart(layers: Sequence[tuple[TensorPlace, TensorPlace]]) -> None:
+    """Tensors that come near one another are compared; those of a region in the order of their offsets."""
+    named = [
+        (f"layers[{i}].{half}", place)
+        for i, places in enumerate(layers)
+        for half, place in zip(("keys", "values"), places, strict=True)
+    ]
+    named.sort(key=lambda item: (item[1].region, item[1].offset_bytes))
+    boxes = [place.box for _, place in named]
+    reach = 0
+    for i, ((_, before), (_, after)) in enumerate(pairwise(named), 1):
+        reach = max(reach, boxes[i - 1].end) if before.region == after.region else 0
+        if boxes[i].offset >= reach or before.region != after.region:
+            continue
+        for j in range(i):
+            if named[j][1].region == after.region and overlap(boxes[j], boxes[i]):
+                problem = f"overlaps {named[j][0]}"
+                raise InvalidArgument(field=f"kv_cache.{named[i][0]}", problem=problem)

@@ -1,0 +1,112 @@
+"""Memory of a GPU: opened by CUDA IPC or as a VMM allocation, through the driver alone.
+
+Both ends of a handle are on one host. Which calls are made in which order is tested with another driver.
+Worst case: a step fails, and what the steps before it opened is closed again.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ctxcache.errors import InvalidArgument
+from gpu_worker.sidecar.handles.libcuda import IPC_HANDLE_BYTES, Driver, Libcuda
+
+Show = Callable[[int, int, int], Tensor]
+"""(address, size in bytes, device) -> [size] uint8 on the device, owned by nobody."""
+
+
+class DeviceMemory:
+    """Mapped memory of a GPU. `data` is [size] uint8; `close` unmaps it, whoever still shows it."""
+
+    def __init__(self, data: Tensor, size_bytes: int, opened: ExitStack) -> None:
+        self.data, self.size_bytes, self._opened = data, size_bytes, opened
+
+    def check(self) -> None:
+        """Memory of a GPU does not shrink."""
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._opened.close()
+
+
+class CudaOpener:
+    """Opens what other processes share of one GPU's memory."""
+
+    def __init__(self, device: int, driver: Driver | None = None, show: Show | None = None) -> None:
+        """Raises Unavailable where there is no driver."""
+        self._device = device
+        self._driver = driver or Libcuda()
+        self._show = show or show_device_memory
+
+    def open_ipc(
+        self, handle: bytes, uuid: bytes, offset_bytes: int, size_bytes: int, field: str
+    ) -> DeviceMemory:
+        """Open a CUDA IPC handle. Raises InvalidArgument."""
+        if len(handle) != IPC_HANDLE_BYTES or offset_bytes < 0:
+            raise InvalidArgument(field=field, problem=f"a handle has {IPC_HANDLE_BYTES} bytes")
+        with ExitStack() as opened, _driver_errors(field):
+            self._begin(uuid, field)
+            address = self._driver.open_ipc(handle)
+            opened.callback(self._close, self._driver.close_ipc, address)
+            there = self._driver.allocation_bytes(address)
+            if there < offset_bytes + size_bytes:
+                problem = f"{there:,} bytes are there, {offset_bytes + size_bytes:,} were said"
+                raise InvalidArgument(field=field, problem=problem)
+            data = self._show(address + offset_bytes, size_bytes, self._device)
+            kept = opened.pop_all()
+        return DeviceMemory(data, size_bytes, kept)
+
+    def open_vmm(self, fd: int, uuid: bytes, size_bytes: int, field: str) -> DeviceMemory:
+        """Open an exported allocation; takes the descriptor over. Raises InvalidArgument."""
+        with ExitStack() as opened, _driver_errors(field):
+            opened.callback(os.close, fd)  # the allocation lives by its handle
+            self._begin(uuid, field)
+            handle = self._driver.import_descriptor(fd)
+            opened.callback(self._close, self._driver.release, handle)
+            step = self._driver.granularity(self._device)
+            whole = -(-size_bytes // step) * step
+            address = self._driver.reserve(whole)
+            opened.callback(self._close, self._driver.free_addresses, address, whole)
+            # Fails where the allocation is smaller: the driver knows its size, nobody else does.
+            self._driver.map(address, whole, handle, self._device)
+            opened.callback(self._close, self._driver.unmap, address, whole)
+            data = self._show(address, size_bytes, self._device)
+            kept = opened.pop_all()
+        return DeviceMemory(data, size_bytes, kept)
+
+    def _begin(self, uuid: bytes, field: str) -> None:
+        self._driver.use(self._device)
+        mine = self._driver.uuid(self._device)
+        if uuid and uuid != mine:
+            problem = f"lies on GPU {uuid.hex()}, this worker computes on {mine.hex()}"
+            raise InvalidArgument(field=field, problem=problem)
+
+    def _close(self, call: Callable[..., None], *arguments: int) -> None:
+        self._driver.use(self._device)
+        call(*arguments)
+
+
+@contextmanager
+def _driver_errors(field: str) -> Iterator[None]:
+    """Turn what the driver says into the field's error."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgument(field=field, problem=f"cannot be opened: {error}") from error
+
+
+class _Shown:
+    """Device memory in the form that torch reads: the CUDA array interface, version 3."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+def show_device_memory(address: int, size_bytes: int, device: int) -> Tensor:
+    """Memory at an address of a GPU as [size] uint8."""
+    return torch.as_tensor(_Shown(address, size_bytes), device=f"cuda:{device}")

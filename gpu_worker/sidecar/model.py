@@ -1,0 +1,140 @@
+"""Attached models: weights, what can be restored of a model, and the planner that decides how.
+
+Shared by the engines of one model and gone with the last of them. Thread-safe. Worst case: a model that nobody
+has measured here, planned for by a datasheet.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.packing import PACKINGS
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
+from gpu_worker.planning.engine import Engine
+from gpu_worker.planning.holding import Holding, LayerHolding, Span
+from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.planner import Plan
+from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.profiling.hardware import hardware_name
+from gpu_worker.profiling.profile_file import profile_path, read_profile
+from gpu_worker.sidecar.weights import LazyWeights
+
+log = logging.getLogger(__name__)
+ENGINE = Engine(can_recompute=False, starts_by_layer=True)
+"""Recomputing needs the whole model, of which only projections are here."""
+
+
+class AttachedModel:
+    """One model on one device."""
+
+    def __init__(self, weights: LazyWeights, profile: Profile) -> None:
+        self.weights = weights
+        self._planner = AdaptivePlanner(weights.shape, profile, engine=ENGINE)
+        self._lock = threading.Lock()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as the engine described it."""
+        return self.weights.spec
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """State kinds that can be restored."""
+        return tuple(dict.fromkeys(each.stream.kind for each in sorted(self.spec.streams)))
+
+    @property
+    def profile(self) -> Profile:
+        """What plans are made from by now."""
+        with self._lock:
+            return self._planner.profile
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer attends to; None: all."""
+        return tuple(layer.window for layer in self.weights.adapter.layers)
+
+    def measured(self, profile: Profile) -> None:
+        """Plan by a new profile from here on."""
+        with self._lock:
+            self._planner = AdaptivePlanner(self.weights.shape, profile, engine=ENGINE)
+
+    def plan(self, held: Iterable[Stream], token_count: int, new_tokens: int) -> Plan:
+        """Decide how a session that holds these streams comes back. Raises InvalidArgument(field="holding")."""
+        with self._lock:
+            return self._planner.plan(self._holding(frozenset(held), token_count), token_count, new_tokens)
+
+    def observe(self, plan: Plan, restoration: Restoration) -> None:
+        """Take what the stages of a restore took."""
+        predicted, observed = stage_seconds(plan), restoration.observed_s()
+        with self._lock:
+            for stage, observed_s in observed.items():
+                if predicted[stage] > 0 and observed_s > 0:
+                    self._planner.observe(stage, predicted_s=predicted[stage], observed_s=observed_s)
+
+    def decode(self, stream: Stream, data: Tensor) -> Tensor:
+        """Rows [t, row_bytes] as they are restored from: packed ones as they are, others as elements."""
+        return data if stream.kind in PACKINGS else data.view(self.weights.adapter.model.dtype)
+
+    def streams(self, kinds: Iterable[StateKind] = ()) -> frozenset[Stream]:
+        """Streams of the kinds, all that can be restored by default. Raises InvalidArgument(field="kinds")."""
+        wanted = tuple(kinds) or self.kinds
+        unknown = [kind for kind in wanted if kind not in self.kinds]
+        if unknown:
+            raise InvalidArgument(field="kinds", problem=f"{unknown[0].name} cannot be restored")
+        return frozenset(Stream(layer, kind) for layer in range(self.spec.layer_count) for kind in wanted)
+
+    def _holding(self, held: frozenset[Stream], token_count: int) -> Holding:
+        spans = (Span(Place.DRAM, 0, token_count),)
+        known: dict[tuple[StateKind, ...], LayerHolding] = {}
+        layers = []
+        for layer in range(self.spec.layer_count):
+            kinds = tuple(kind for kind in self.kinds if Stream(layer, kind) in held)
+            # One object for like layers: the planner then sees at once that they are.
+            layers.append(known.setdefault(kinds, LayerHolding(tuple((kind, spans) for kind in kinds))))
+        return Holding(tuple(layers))
+
+
+class Models:
+    """The models of the engines that are attached."""
+
+    def __init__(self, device: torch.device, profile_directory: Path | None) -> None:
+        self._device, self._profile_directory = device, profile_directory
+        self._models: weakref.WeakValueDictionary[tuple[Path, bytes], AttachedModel] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def get(self, directory: Path, spec: ModelSpec) -> AttachedModel:
+        """The model, read if no engine has it attached. Raises as LazyWeights does."""
+        key = (directory, spec.fingerprint())
+        with self._lock:
+            found = self._models.get(key)
+            if found is None:
+                weights = LazyWeights(directory, spec, self._device)
+                found = self._models[key] = AttachedModel(weights, self._profile(weights))
+            return found
+
+    def _profile(self, weights: LazyWeights) -> Profile:
+        found = None if self._profile_directory is None else self._kept(weights, self._profile_directory)
+        return found or known_profile("h100" if self._device.type == "cuda" else "cpu")
+
+    def _kept(self, weights: LazyWeights, directory: Path) -> Profile | None:
+        """What was measured of the model on this machine."""
+        path = profile_path(directory, hardware=hardware_name(self._device), model=weights.spec.model_id)
+        try:
+            measured = read_profile(path)
+        except FileNotFoundError:
+            return None
+        except InvalidArgument as error:
+            log.warning("profile_damaged path=%s error=%s", path, error)
+            return None
+        return measured.profile if measured.model.layers == weights.shape.layers else None

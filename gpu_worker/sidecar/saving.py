@@ -1,0 +1,60 @@
+"""Saving: rows that an engine has put into its save area, appended to a session of the store.
+
+Runs in a thread of its own. Rows go from the engine's memory right into the store's. Worst case: a save that
+the store refuses, of which nothing is visible.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxcache.client import Client
+from ctxcache.client.convert import row_sizes, stream_from_wire
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, SessionNotFound, WriteOffsetMismatch
+from ctxcache.format.streams import Stream
+from ctxcache.v1.session_pb2 import Session
+from gpu_worker.sidecar.attachment import Attachment
+from gpu_worker.v1 import worker_pb2
+
+
+def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest) -> Session:
+    """Append the rows; the session as it is then. Raises InvalidArgument and what appending raises."""
+    rows = _rows(attachment, request)
+    session = _open(client, attachment, request, list(rows))
+    return client.append(session, rows, durability=request.durability)
+
+
+def _rows(attachment: Attachment, request: worker_pb2.SaveRequest) -> Mapping[Stream, npt.NDArray[np.uint8]]:
+    streams = [stream_from_wire(each.stream) for each in request.streams]
+    if len(set(streams)) < len(streams) or not streams:
+        raise InvalidArgument(field="streams", problem="none, or one is named twice")
+    sizes = row_sizes(attachment.model.spec, streams)
+    found = {}
+    for stream, each in zip(streams, request.streams, strict=True):
+        size_bytes = request.token_count * sizes[stream]
+        data = attachment.rows_in_save_area(stream, each.offset_bytes, size_bytes)
+        found[stream] = data.numpy().reshape(request.token_count, sizes[stream])
+    return found
+
+
+def _open(
+    client: Client, attachment: Attachment, request: worker_pb2.SaveRequest, layout: list[Stream]
+) -> Session:
+    spec = attachment.model.spec
+    try:
+        session = client.get_session(request.session)
+    except SessionNotFound:
+        if request.write_offset:
+            raise
+        session_id = request.session.removeprefix("sessions/")
+        session = client.create_session(f"models/{spec.model_id}", session_id=session_id, layout=layout)
+    if session.model_fingerprint != spec.fingerprint():
+        raise ModelFingerprintMismatch(
+            model=session.name, actual=session.model_fingerprint.hex(), expected=spec.fingerprint().hex()
+        )
+    if session.token_count != request.write_offset:
+        raise WriteOffsetMismatch(
+            session=session.name, token_count=session.token_count, write_offset=request.write_offset
+        )
+    return session

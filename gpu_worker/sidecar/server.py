@@ -1,0 +1,157 @@
+"""The worker's process: listens for engines, and at the end lets go of everything in the reverse order.
+
+Order of the end: health says no, nothing new is taken, restores and saves under way end by a deadline,
+engines' streams end, sockets are removed. Worst case: another worker listens at the path, and this one does
+not start.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ctxcache.client import Client
+from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
+from gpu_worker.errors import LaneStuck
+from gpu_worker.sidecar.attachments import Attachments
+from gpu_worker.sidecar.edge import Edge
+from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
+from gpu_worker.sidecar.model import Models
+from gpu_worker.sidecar.pipelines import Pipelines
+from gpu_worker.sidecar.regions import Opener
+from gpu_worker.sidecar.service import WorkerService
+from gpu_worker.sidecar.settings import Settings
+from gpu_worker.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+STREAMS_END_S = 2.0
+"""How long engines' streams have to be told of the end."""
+OPTIONS = (("grpc.max_concurrent_streams", 1024),)
+
+
+class Worker:
+    """A running worker. Use `start`, then `stop`."""
+
+    def __init__(self, settings: Settings, on_stuck: Callable[[LaneStuck], None]) -> None:
+        self.settings = settings
+        self._files = ExitStack()
+        device = _device(settings.device)
+        self._client = Client(settings.store, timeout_s=settings.store_timeout_s)
+        self._pipelines = Pipelines(device, settings.ring_bytes)
+        self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
+        models = Models(device, settings.profile_directory)
+        self._attachments = Attachments(settings, self._client, models, Opener(device, self._descriptors))
+        self._service = WorkerService(settings, self._client, self._pipelines, self._attachments, on_stuck)
+        self._health = health.aio.HealthServicer()
+        self._grpc = grpc.aio.server(interceptors=[Edge()], options=OPTIONS)
+
+    async def start(self) -> None:
+        """Listen. Raises AddressUnusable."""
+        path = self.settings.socket
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.enter_context(_Claimed(path))
+            self._descriptors.open()
+            self._grpc.add_insecure_port(f"unix:{path}")
+        except (OSError, RuntimeError) as error:
+            await self._descriptors.close()
+            self._files.close()
+            problem = getattr(error, "strerror", None) or str(error)
+            raise AddressUnusable(address=f"unix:{path}", problem=problem) from error
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
+        )
+        await self._grpc.start()
+        path.chmod(0o600)
+        await self._say_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self) -> None:
+        """Finish what runs by the deadline, end the rest, close."""
+        await self._say_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        rooms = (self._service.restores, self._service.saves)
+        for room in (*rooms, self._attachments.room):
+            room.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await asyncio.gather(*(room.empty() for room in rooms))
+        await asyncio.gather(*(self._attachments.evict(each, Draining()) for each in self._attachments))
+        await self._attachments.settle()
+        await self._grpc.stop(STREAMS_END_S)
+        await self._descriptors.close()
+        self._service.close()
+        self._pipelines.close()
+        self._client.close()
+        self._files.close()
+
+    async def _say_health(self, status: int) -> None:
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+
+class _Claimed:
+    """A socket's path, by a lock on a file beside it: what another worker left there is in nobody's way."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def __enter__(self) -> None:
+        fd = os.open(
+            self._path.with_name(f"{self._path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._path.unlink(missing_ok=True)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise OSError(error.errno, "another worker listens there") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+        # The lock's file stays: removed, a third worker could lock another one of its name.
+        os.close(self._fd)
+
+
+async def serve(
+    settings: Settings, on_ready: Callable[[], None], on_stuck: Callable[[LaneStuck], None]
+) -> None:
+    """Run until SIGTERM or SIGINT. Raises as `Worker.start` does."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    worker = Worker(settings, on_stuck)
+    await worker.start()
+    try:
+        on_ready()
+        await ended.wait()
+    finally:
+        await worker.stop()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidConfiguration(
+            source="device", problem=f"{name}: {str(error).splitlines()[0]}"
+        ) from error
+    return device

@@ -1,0 +1,312 @@
+"""WorkerService: validation, admission, and conversion around what is done in threads.
+
+Owned by the event loop. Worst case: a restore that cannot be brought to an end, at which the process ends.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from ctxcache.client import Client
+from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
+from ctxcache.status import message_of
+from ctxcache.v1 import model_pb2
+from ctxcache.v1.session_pb2 import Session
+from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed
+from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.planning.assignment import PREFILL
+from gpu_worker.planning.planner import Plan
+from gpu_worker.planning.reasons import reason
+from gpu_worker.sidecar import asking, restoring, saving
+from gpu_worker.sidecar.attachment import Attachment
+from gpu_worker.sidecar.attachments import Attachments
+from gpu_worker.sidecar.control import Control
+from gpu_worker.sidecar.counts import Counts
+from gpu_worker.sidecar.edge import Context, Room
+from gpu_worker.sidecar.errors import TokensDiffer
+from gpu_worker.sidecar.measuring import measure
+from gpu_worker.sidecar.pipelines import Pipelines
+from gpu_worker.sidecar.running import End, Running
+from gpu_worker.sidecar.settings import Settings
+from gpu_worker.v1 import worker_pb2, worker_pb2_grpc
+from gpu_worker.v1.attachment_pb2 import AttachHello
+
+log = logging.getLogger(__name__)
+HELLO_TIMEOUT_S = 10.0
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """See proto/gpu_worker/v1/worker.proto."""
+
+    def __init__(
+        self, settings: Settings, client: Client, pipelines: Pipelines, attachments: Attachments,
+        on_stuck: Callable[[LaneStuck], None],
+    ) -> None:  # fmt: skip
+        """`on_stuck` ends the process: memory of an engine may be written to by nobody knows whom."""
+        self._settings, self._client, self._pipelines = settings, client, pipelines
+        self._attachments, self._on_stuck = attachments, on_stuck
+        self.counts = Counts()
+        self.restores = Room("restores under way", settings.max_concurrent_restores)
+        self.saves = Room("saves under way", settings.max_concurrent_saves)
+        self._measuring = Room("measurements", 1)
+        # A thread for each that is admitted: nothing waits for one.
+        self._restorers = ThreadPoolExecutor(settings.max_concurrent_restores, "ctxcache-restore")
+        self._savers = ThreadPoolExecutor(settings.max_concurrent_saves, "ctxcache-save")
+
+    def close(self) -> None:
+        """End the threads; what is under way in them is not waited for."""
+        self._restorers.shutdown(wait=False)
+        self._savers.shutdown(wait=False)
+
+    # -- attachments -------------------------------------------------------------------------------
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.AttachRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        """See the proto."""
+        del context
+        hello = await _hello(request_iterator)
+        attachment = await self._attachments.attach(hello)
+        log.info("attached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
+        ended = asyncio.ensure_future(_ended(request_iterator))
+        try:
+            yield self._welcome(attachment)
+            ends: set[asyncio.Future[Any]] = {ended, attachment.evicted}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if attachment.evicted.done():
+                raise attachment.evicted.result()
+            ended.result()
+        finally:
+            ended.cancel()
+            self._attachments.detach(attachment)
+            log.info("detached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
+
+    def _welcome(self, attachment: Attachment) -> worker_pb2.AttachResponse:
+        return worker_pb2.AttachResponse(
+            attachment_id=attachment.attachment_id,
+            restore_limit=self._settings.max_concurrent_restores,
+            longest_restore=_duration(self._settings.longest_restore_s),
+            kinds=[model_pb2.StateKind.ValueType(kind) for kind in attachment.model.kinds],
+        )
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    async def Restore(  # noqa: N802
+        self, request: worker_pb2.RestoreRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.RestoreResponse]:
+        """See the proto."""
+        del context
+        begin_ns = time.monotonic_ns()
+        attachment = self._attachments.get(request.attachment_id)
+        asked, timeout_s = asking.restore(request, attachment, self._settings.longest_restore_s)
+        touched = asking.touched_blocks(asked, attachment.layout.block_tokens)
+        running = Running(Control(Deadline.after_s(timeout_s)), touched)
+        outcome = restoring.Outcome()
+        self._begin(attachment, request.restore_id, asked, running, outcome)
+        try:
+            while not isinstance(event := await running.next(), End):
+                if request.announces_layers:
+                    usable = worker_pb2.LayerUsable(layer=event)
+                    yield worker_pb2.RestoreResponse(layer_usable=usable)
+        finally:
+            # Whatever became of the stream: where it is over already, this does nothing.
+            running.stop(RestoreCancelled())
+            if not running.control.is_writing:
+                attachment.over(request.restore_id, running)
+        self._count(asked, outcome, event.error)
+        invalid = touched if event.error and running.control.is_writing else ()
+        result = _result(outcome, event.error, invalid)
+        result.actual.FromNanoseconds(time.monotonic_ns() - begin_ns)
+        yield worker_pb2.RestoreResponse(result=result)
+
+    def _begin(
+        self, attachment: Attachment, restore_id: str, asked: restoring.Asked, running: Running,
+        outcome: restoring.Outcome,
+    ) -> None:  # fmt: skip
+        """Restore in a thread; what it takes is given back when that has ended, whoever still waits for it."""
+        loop = asyncio.get_running_loop()
+        self.restores.take()
+        try:
+            attachment.begin(restore_id, running)
+        except CacheError:
+            self.restores.give_back()
+            raise
+
+        def tell(layer: int) -> None:
+            loop.call_soon_threadsafe(running.layer, layer)
+
+        work = loop.run_in_executor(
+            self._restorers, restoring.restore, self._client, self._pipelines, attachment, asked, running.control,
+            outcome, tell,
+        )  # fmt: skip
+
+        def over(done: "asyncio.Future[None]") -> None:
+            self.restores.give_back()
+            attachment.over(restore_id, running)
+            running.over(self._known(done.exception()))
+
+        work.add_done_callback(over)
+
+    def _known(self, error: BaseException | None) -> CacheError | None:
+        """An error as the engine may see it; one that is none of ours is logged."""
+        if isinstance(error, LaneStuck):
+            self._on_stuck(error)
+        if error is None or isinstance(error, CacheError):
+            return error
+        log.error("restore_broke", exc_info=error)
+        return RestoreFailed(problem=type(error).__name__)
+
+    def _count(self, asked: restoring.Asked, outcome: restoring.Outcome, error: CacheError | None) -> None:
+        if error is None:
+            self.counts.restored += 1
+            self.counts.restored_tokens += asked.end - asked.begin
+            self.counts.read_bytes += outcome.read_bytes
+        else:
+            self.counts.missed[error.reason] += 1
+
+    async def Cancel(  # noqa: N802
+        self, request: worker_pb2.CancelRequest, context: Context
+    ) -> worker_pb2.CancelResponse:
+        """See the proto."""
+        del context
+        running = self._attachments.get(request.attachment_id).running.get(request.restore_id)
+        if running is None:
+            return worker_pb2.CancelResponse()
+        if not running.stop(RestoreCancelled()):
+            await asyncio.shield(running.ended)
+        return worker_pb2.CancelResponse(was_running=True)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    async def Save(self, request: worker_pb2.SaveRequest, context: Context) -> worker_pb2.SaveResponse:  # noqa: N802
+        """See the proto."""
+        del context
+        attachment = self._attachments.get(request.attachment_id)
+        asking.check_save(request)
+        self.saves.take()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        attachment.threads.add(ended)
+        ended.add_done_callback(attachment.threads.discard)
+        work = loop.run_in_executor(self._savers, saving.save, self._client, attachment, request)
+
+        def over(done: "asyncio.Future[Session]") -> None:
+            # Whoever still waits for it: the rows are read until here.
+            self.saves.give_back()
+            ended.set_result(None)
+            error = done.exception()
+            if error is None:
+                self.counts.saved += 1
+                self.counts.saved_tokens += request.token_count
+            else:
+                self.counts.failed_saves[getattr(error, "reason", CacheError.reason)] += 1
+
+        work.add_done_callback(over)
+        return worker_pb2.SaveResponse(session=await asyncio.shield(work))
+
+    # -- planning ----------------------------------------------------------------------------------
+
+    async def Plan(self, request: worker_pb2.PlanRequest, context: Context) -> worker_pb2.PlanResponse:  # noqa: N802
+        """See the proto."""
+        del context
+        model = self._attachments.get(request.attachment_id).model
+        held = model.streams(asking.plan_kinds(request))
+        plan = await asyncio.to_thread(model.plan, held, request.token_count, request.new_token_count)
+        return worker_pb2.PlanResponse(
+            predicted=_duration(plan.restored_s), methods=methods_of(plan),
+            layers=[
+                worker_pb2.LayerPlan(
+                    method="/".join(piece.method.value for piece in pieces if piece.method),
+                    reason=reason(plan, layer),
+                    size_bytes=round(sum(piece.size_bytes for piece in pieces)),
+                    usable=_duration(plan.timeline.restored_s(layer, besides=PREFILL)),
+                )
+                for layer, pieces in enumerate(plan.layers)
+            ],
+        )  # fmt: skip
+
+    async def Profile(  # noqa: N802
+        self, request: worker_pb2.ProfileRequest, context: Context
+    ) -> worker_pb2.ProfileResponse:
+        """See the proto."""
+        del context
+        model = self._attachments.get(request.attachment_id).model
+        lengths = asking.lengths(request)
+        if lengths:
+            with self._measuring.entered():
+                await asyncio.to_thread(measure, model, self._pipelines.device, lengths)
+        profile = model.profile
+        return worker_pb2.ProfileResponse(
+            name=profile.name, is_measured=profile.is_measured, copy_bytes_per_s=profile.copy.bytes_per_s,
+            factors={stage.value: factor for stage, factor in profile.factors.items()},
+        )  # fmt: skip
+
+    async def GetStats(self, request: worker_pb2.GetStatsRequest, context: Context) -> worker_pb2.Stats:  # noqa: N802
+        """See the proto."""
+        del request, context
+        counts = self.counts
+        return worker_pb2.Stats(
+            version=version("ctxcache"), store=self._settings.store, device=self._settings.device,
+            restored_count=counts.restored, missed_counts=counts.missed,
+            restored_token_count=counts.restored_tokens, read_bytes=counts.read_bytes,
+            saved_count=counts.saved, saved_token_count=counts.saved_tokens,
+            failed_save_counts=counts.failed_saves,
+            attachments=[
+                worker_pb2.AttachmentStats(
+                    attachment_id=each.attachment_id, engine=each.engine,
+                    model=f"models/{each.model.spec.model_id}", mapped_bytes=each.mapped_bytes,
+                    weight_bytes=each.model.weights.loaded_bytes, restore_count=len(each.running),
+                )
+                for each in self._attachments
+            ],
+        )  # fmt: skip
+
+
+def _result(
+    outcome: restoring.Outcome, error: CacheError | None, invalid: Sequence[int]
+) -> worker_pb2.RestoreResult:
+    result = worker_pb2.RestoreResult(is_restored=error is None, invalid_block_ids=invalid)
+    if error is not None:
+        result.reason, result.message = error.reason, message_of(error)
+    if isinstance(error, TokensDiffer):
+        result.common_token_count = int(error.facts["common_token_count"])
+    if outcome.plan is not None:
+        result.methods = methods_of(outcome.plan)
+        result.predicted.CopyFrom(_duration(outcome.plan.restored_s))
+        result.read_bytes = outcome.read_bytes
+    return result
+
+
+def methods_of(plan: Plan) -> str:
+    """A plan in its compact form."""
+    return str(plan.restore_plan())
+
+
+async def _hello(requests: AsyncIterator[worker_pb2.AttachRequest]) -> AttachHello:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await anext(aiter(requests), None)
+    except TimeoutError:
+        raise DeadlineExceeded(target="hello", timeout_s=f"{HELLO_TIMEOUT_S:g}") from None
+    if first is None or not first.HasField("hello"):
+        raise InvalidArgument(field="hello", problem="is missing")
+    return first.hello
+
+
+async def _ended(requests: AsyncIterator[worker_pb2.AttachRequest]) -> None:
+    """Wait for the end of an engine's requests. Raises InvalidArgument for a second hello."""
+    async for request in requests:
+        if request.HasField("hello"):
+            raise InvalidArgument(field="hello", problem="came before")
+
+
+def _duration(seconds: float) -> Duration:
+    found = Duration()
+    found.FromNanoseconds(round(seconds * 1e9))
+    return found

@@ -1,0 +1,202 @@
+"""Weights: what restoring needs of a model, out of its safetensors files, without the model being loaded.
+
+The model is built without memory and described by its family's adapter; norms and projections, which the
+adapter names, get their weights when a layer is first needed. The model's fingerprint is computed from what
+lies in the directory and must be the engine's. Thread-safe. Worst case: reading all weights once for their digest.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.packing import PACKINGS
+from ctxcache.format.streams import DType
+from gpu_worker.digests import digest_checkpoint
+from gpu_worker.families import Adapter, adapt
+from gpu_worker.families.adapter import DecoderLayer
+from gpu_worker.model_spec import model_spec
+from gpu_worker.profiling.model_shape import model_shape
+from gpu_worker.sidecar.cache_layout import HeadShape
+
+FIELD = "weights.safetensors_directory"
+_DTYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+}
+
+
+class LazyWeights:
+    """One model's adapter, whose layers are loaded one by one."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, device: torch.device) -> None:
+        """Build what `spec` says from `directory`.
+
+        Raises InvalidArgument, UnsupportedArchitecture, ModelFingerprintMismatch.
+        """
+        self._device = device
+        self._files = _index(directory)
+        model = _without_memory(directory, _torch_dtype(spec), device)
+        described = adapt(model)
+        self.shape = model_shape(described, spec.model_id)
+        self.adapter: Adapter = replace(described, layers=tuple(_anchored(described.layers, device)))
+        """Layers' weights are there once `load` has returned."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        kinds = {each.stream.kind for each in spec.streams}
+        found = model_spec(
+            model, model_id=spec.model_id, weights_digest=_digest(directory, self._files, model, spec),
+            revision=spec.revision, packed_kinds=[kind for kind in PACKINGS if kind in kinds],
+        )  # fmt: skip
+        _check_same(found, spec)
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._loaded: set[int] = set()
+        self.loaded_bytes = 0
+        """Bytes of weights that are loaded by now."""
+
+    @property
+    def cached(self) -> HeadShape:
+        """What the engine caches per token and layer."""
+        adapter = self.adapter
+        empty = [
+            torch.empty(1, half.head_count, 0, half.head_size, dtype=adapter.model.dtype)
+            for half in (adapter.key, adapter.value)
+        ]
+        # As the engine caches them: some families repeat heads.
+        keys, values = adapter.embed_halves(empty[0], empty[1], None)
+        return HeadShape(keys.shape[1], keys.shape[3], values.shape[3])
+
+    def load(self, layer: int) -> None:
+        """Have a layer's weights on the device. Raises InvalidArgument for files that changed meanwhile."""
+        with self._lock:
+            if layer in self._loaded:
+                return
+            for module in self._modules(layer):
+                self._fill(module)
+            self._loaded.add(layer)
+
+    def _modules(self, layer: int) -> Iterator[nn.Module]:
+        decoder = self.adapter.layers[layer]
+        if decoder.norm is not None:
+            yield decoder.norm
+        projection = decoder.projection
+        names = getattr(type(projection), "__dataclass_fields__", {})
+        for value in (getattr(projection, name) for name in names):
+            if isinstance(value, nn.Module):
+                yield value
+
+    def _fill(self, module: nn.Module) -> None:
+        prefix = self._names[id(module)]
+        for name, parameter in list(module.named_parameters()):
+            tensor = _read(self._files, f"{prefix}.{name}", parameter)
+            tensor = tensor.to(device=self._device, dtype=parameter.dtype, copy=True)
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+            self.loaded_bytes += tensor.nbytes
+
+
+def _anchored(layers: Iterable[DecoderLayer], device: torch.device) -> Iterator[DecoderLayer]:
+    """Layers that are on `device`, whatever of them is loaded."""
+    for layer in layers:
+        block = nn.Module()
+        block.anchor = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+        yield replace(layer, block=block)
+
+
+def _without_memory(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        # Code of the directory's own is never run.
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        problem = f"config.json describes no model: {' '.join(str(error).split())[:200]}"
+        raise InvalidArgument(field=FIELD, problem=problem) from error
+    # Any: transformers types submodules as Tensor | Module, their attributes not at all.
+    base: Any = model.base_model
+    rotary = getattr(base, "rotary_emb", None)
+    if rotary is not None:
+        # Its tables are computed, not stored.
+        base.rotary_emb = type(rotary)(config=config).to(device)
+    model.train(mode=False)
+    return model
+
+
+def _index(directory: Path) -> Mapping[str, Path]:
+    """Which file has which tensor."""
+    if not directory.is_absolute() or not directory.is_dir():
+        raise InvalidArgument(field=FIELD, problem=f"{directory} is no directory by an absolute path")
+    found: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except (OSError, SafetensorError) as error:
+            raise InvalidArgument(field=FIELD, problem=f"{path.name}: {error}") from error
+    if not found:
+        raise InvalidArgument(field=FIELD, problem=f"{directory} holds no safetensors file")
+    return found
+
+
+def _digest(directory: Path, files: Mapping[str, Path], model: PreTrainedModel, spec: ModelSpec) -> str:
+    """The digest of what lies there, by the scheme of the engine's."""
+    scheme = spec.weights_digest.partition(":")[0]
+    if scheme == "files":
+        return digest_checkpoint(directory)
+    if scheme != "parameters":
+        problem = f"{spec.weights_digest!r} is of no scheme that can be checked: parameters:, files:"
+        raise InvalidArgument(field="model.weights_digest", problem=problem)
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        tensor = _read(files, name, parameter).to(parameter.dtype)
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return f"parameters:{digest.hexdigest()}"
+
+
+def _read(files: Mapping[str, Path], name: str, parameter: Tensor) -> Tensor:
+    path = files.get(name)
+    if path is None:
+        raise InvalidArgument(field=FIELD, problem=f"no file has the tensor {name}")
+    try:
+        with safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgument(field=FIELD, problem=f"{path.name}: {name}: {error}") from error
+    if tensor.shape != parameter.shape:
+        problem = f"{name} has shape {list(tensor.shape)}, the configuration says {list(parameter.shape)}"
+        raise InvalidArgument(field=FIELD, problem=problem)
+    return tensor
+
+
+def _torch_dtype(spec: ModelSpec) -> torch.dtype:
+    if spec.dtype not in _DTYPES:
+        known = ", ".join(dtype.name for dtype in _DTYPES)
+        raise InvalidArgument(field="model.dtype", problem=f"{spec.dtype.name} is not one of {known}")
+    return _DTYPES[spec.dtype]
+
+
+def _check_same(found: ModelSpec, spec: ModelSpec) -> None:
+    """Compare what was found with what the engine says. Of the tokenizer only it knows."""
+    expected = replace(found, tokenizer_digest=spec.tokenizer_digest)
+    if expected.fingerprint() == spec.fingerprint():
+        return
+    names = [name for name in _names(spec) if getattr(expected, name) != getattr(spec, name)]
+    raise ModelFingerprintMismatch(
+        f"models/{spec.model_id}: {names[0]} is not what {FIELD} has", model=f"models/{spec.model_id}",
+        actual=spec.fingerprint().hex(), expected=expected.fingerprint().hex(),
+    )  # fmt: skip
+
+
+def _names(spec: ModelSpec) -> list[str]:
+    return [field.name for field in fields(spec)]

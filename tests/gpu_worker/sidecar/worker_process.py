@@ -1,0 +1,62 @@
+"""A real worker in a process of its own, as an operator starts it: `ctxcache worker serve`."""
+
+import json
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+TIMEOUT_S = 60
+COMMAND_LINE = (sys.executable, "-c", "from gpu_worker.cli.app import app; app()", "serve")
+
+
+class WorkerProcess:
+    """A worker that listens in `directory`. A context manager: it is killed on exit if it still runs."""
+
+    def __init__(self, directory: Path, store: str, *options: str) -> None:
+        self.path = directory / "worker.sock"
+        self.stderr_path = directory / "worker.stderr"
+        self._command = [*COMMAND_LINE, "--store", store, "--listen", str(self.path), *options]
+        self._process: subprocess.Popen[str] | None = None
+        self.ready: dict[str, Any] = {}
+
+    def start(self) -> Self:
+        """Start it and wait until it listens."""
+        with self.stderr_path.open("a") as stderr:
+            process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self._process = process
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
+        line = process.stdout.readline() if readable else ""
+        assert line, f"it did not start: {self.stderr_path.read_text()}"
+        self.ready = json.loads(line)
+        return self
+
+    @property
+    def process(self) -> "subprocess.Popen[str]":
+        """The process."""
+        assert self._process is not None
+        return self._process
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        return self.process.wait(TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(TIMEOUT_S)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
