@@ -26,6 +26,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/import_law.py
 	$(BIN)/python scripts/generate_settings.py --check
+	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py)
 

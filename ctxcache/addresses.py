@@ -15,6 +15,7 @@ from ctxcache.service.bulk import BulkPlaces
 
 SOCKET_PATH_LIMIT = 100
 """Longest Unix socket path, in bytes; the kernel's own limit is 107."""
+PORT_LIMIT = 65535
 log = logging.getLogger(__name__)
 
 
@@ -53,6 +54,22 @@ def check_exposure(settings: Settings) -> None:
         if address and not _is_loopback(_host(address)):
             problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
             raise InvalidConfiguration(source=source, problem=problem)
+
+
+def metrics_place(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, int] | None:
+    """Host and port of the metrics; None for none. `auto` is one above the TCP port, on loopback. Raises InvalidConfiguration."""
+    if settings.metrics_listen == "auto":
+        tcp = [address for address in addresses if not address.startswith("unix:")]
+        port = int(tcp[0].rpartition(":")[2]) + 1 if tcp and not settings.listen.endswith(":0") else 0
+        return "127.0.0.1", port if port <= PORT_LIMIT else 0
+    if not settings.metrics_listen:
+        return None
+    host, _, text = settings.metrics_listen.rpartition(":")
+    if not host or not text.isdecimal():
+        raise InvalidConfiguration(
+            source="metrics_listen", problem=f"{settings.metrics_listen!r} is neither auto nor host:port"
+        )
+    return _host(settings.metrics_listen), int(text)
 
 
 def _is_loopback(host: str) -> bool:

@@ -120,6 +120,7 @@ class Settings(BaseSettings):
     tls_client_ca: Path | None = _knob("tls_client_ca")
     insecure_listen: bool = _knob("insecure_listen")
     bulk_listen: str = _knob("bulk_listen")
+    metrics_listen: str = _knob("metrics_listen")
     max_concurrent_rpcs: int = _knob("max_concurrent_rpcs")
     max_concurrent_streams: int = _knob("max_concurrent_streams")
     stall_timeout_s: float = _knob("stall_timeout_s")

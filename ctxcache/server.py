@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
-from ctxcache.addresses import bulk_places, check_exposure, control_path, targets
+from ctxcache.addresses import bulk_places, check_exposure, control_path, metrics_place, targets
 from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
@@ -35,6 +35,10 @@ from ctxcache.errors import (
     InvalidConfiguration,
 )
 from ctxcache.frames import MESSAGE_LIMIT_BYTES
+from ctxcache.observe.endpoint import Endpoint
+from ctxcache.observe.exposition import Sources
+from ctxcache.observe.loop_lag import LoopLag
+from ctxcache.observe.pages import pages_of
 from ctxcache.rebuild import rebuild
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.arena import ArenaService
@@ -43,6 +47,7 @@ from ctxcache.service.control import ControlSocket
 from ctxcache.service.edge import Admission, Admissions, Edge
 from ctxcache.service.hints import HintService
 from ctxcache.service.models import ModelService
+from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
 from ctxcache.service.tls import load_tls
@@ -110,7 +115,11 @@ class Server:
             tls=self._tls.context if self._tls else None,
         )  # fmt: skip
         self._health = health.aio.HealthServicer()
-        edge = Edge(self._admissions, stall_timeout_s=settings.stall_timeout_s, decoders=DECODERS)
+        self._lag, rpc_times = LoopLag(), RpcTimes()
+        self._metrics = Endpoint(pages_of(self._sources(rpc_times)))
+        edge = Edge(
+            self._admissions, stall_timeout_s=settings.stall_timeout_s, decoders=DECODERS, times=rpc_times
+        )
         options = (*OPTIONS, *_keepalive(settings.keepalive_s))
         self._grpc = grpc.aio.server(interceptors=[edge], options=options)
         self._upkeep: asyncio.Task[None] | None = None
@@ -125,6 +134,11 @@ class Server:
     def control_socket(self) -> str:
         """Path of the local clients' socket; empty where there is none."""
         return self._arena.control_socket
+
+    @property
+    def metrics_address(self) -> str:
+        """Where metrics are served, `host:port`; empty where they are not."""
+        return self._metrics.address
 
     @property
     def bulk_addresses(self) -> tuple[str, ...]:
@@ -190,6 +204,8 @@ class Server:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._upkeep
             await self._cache.close()
+            self._lag.stop()
+            await self._metrics.stop()
             self.storage.directory.end_run()
 
     async def _listen(self) -> None:
@@ -199,6 +215,7 @@ class Server:
             # From here on something may be acknowledged that a crash would take back.
             self.storage.directory.begin_run()
         except CacheError:
+            await self._metrics.stop()
             self._bulk.close()
             await self._control.stop(0)
             # Addresses may be bound by now: grpc lets go of them at the end of a server, once it has begun.
@@ -206,6 +223,7 @@ class Server:
             await self._grpc.stop(None)
             raise
         await self._grpc.start()
+        self._lag.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._upkeep = asyncio.get_running_loop().create_task(Upkeep(self._cache).run())
@@ -221,6 +239,29 @@ class Server:
         if self._arena.control_socket:
             await self._control.start(self._arena.control_socket)
         self._bulk.open(bulk_places(self.settings, self.addresses))
+        place = metrics_place(self.settings, self.addresses)
+        if place:
+            await self._open_metrics(*place)
+
+    async def _open_metrics(self, host: str, port: int) -> None:
+        try:
+            await self._metrics.start(host, port)
+        except AddressUnusable as error:
+            if self.settings.metrics_listen != "auto":
+                raise
+            log.warning("metrics_off error=%s", error)
+
+    def _sources(self, rpc_times: RpcTimes) -> Sources:
+        arena, metadata = self.storage.arena, self.storage.metadata
+        return Sources(
+            self._cache, self._admissions, rpc_times, __version__, self.settings.placement_policy,
+            self._cache.state.clock.now_ns() / 10**9,
+            bulk_connection_count=lambda: self._bulk.connection_count,
+            arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
+            metadata_commit_count=lambda: metadata.commit_count,
+            is_metadata_fenced=lambda: metadata.is_fenced, metadata_properties=metadata.properties,
+            data_directory=str(self.storage.directory.path), loop_lag_s=self._lag.lag_s,
+        )  # fmt: skip
 
     def _bind(self, target: str) -> str:
         is_unix = target.startswith("unix:")

@@ -73,6 +73,12 @@ def code_of(error: CacheError) -> grpc.StatusCode:
     return next(CODES[base] for base in type(error).__mro__ if base in CODES)
 
 
+def code_name(end: str) -> tuple[str, str]:
+    """The code's name and the reason of how an rpc ended: an error's reason, or a code's name, which has no reason."""
+    error_class = _BY_REASON.get(end)
+    return (end, "") if error_class is None else (CODES[error_class].name, end)
+
+
 def to_status(error: CacheError) -> status_pb2.Status:
     """Put an error into a status: ErrorInfo with its facts, RetryInfo and BadRequest where they apply."""
     status = status_pb2.Status(code=_number(code_of(error)), message=message_of(error))

@@ -102,9 +102,11 @@ class Upkeep:
             if self._told.get(name) != what:
                 log.warning("upkeep_step_failed step=%s reason=%s error=%s", name, error.reason, error)
             self._told[name] = what
+            self._cache.state.seen.upkeep_failures[name] += 1
             return False
         except Exception:  # the supervisor: upkeep that ended for good would be noticed by nobody
             log.exception("upkeep_step_broken step=%s", name)
+            self._cache.state.seen.upkeep_failures[name] += 1
             return False
         self._told.pop(name, None)
         return True

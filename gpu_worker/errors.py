@@ -82,3 +82,10 @@ class LaneStuck(CacheError):
 
     reason = "LANE_STUCK"
     template = "the {lane} lane did not come to rest"
+
+
+class DeviceFailed(CacheError):
+    """The device that computes rows failed: what it was copying is lost."""
+
+    reason = "DEVICE_FAILED"
+    template = "the device failed: {problem}"

@@ -5,7 +5,8 @@ activations stay bounded and logits exist for one position only.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,13 @@ from ctxcache.errors import InvalidArgument
 
 PREFILL_PIECE_TOKENS = 512
 """Tokens per prefill pass; more is faster on a GPU, less bounds memory."""
+
+Around = Callable[[Sequence[int]], AbstractContextManager[None]]
+"""What is entered around each forward pass over these tokens."""
+
+
+def _nothing(_token_ids: Sequence[int]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,7 @@ def prefill(
     token_ids: Sequence[int],
     *,
     piece_tokens: int = PREFILL_PIECE_TOKENS,
+    around: Around = _nothing,
 ) -> Tensor:
     """Run `token_ids` after what `cache` holds; the logits of the last one, [V].
 
@@ -40,7 +49,7 @@ def prefill(
     if not token_ids:
         raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
     for begin in range(0, len(token_ids), piece_tokens):
-        logits = _step(model, cache, token_ids[begin : begin + piece_tokens])
+        logits = _step(model, cache, token_ids[begin : begin + piece_tokens], around)
     return logits
 
 
@@ -52,6 +61,7 @@ def stream_greedy(
     max_new_tokens: int,
     eos_token_ids: Collection[int] | None = None,
     piece_tokens: int = PREFILL_PIECE_TOKENS,
+    around: Around = _nothing,
 ) -> Iterator[int]:
     """Yield the most likely next tokens, one forward pass each, up to and including an end token.
 
@@ -59,13 +69,13 @@ def stream_greedy(
     `eos_token_ids` default to the model's; an empty collection never ends early.
     """
     ends = _end_token_ids(model) if eos_token_ids is None else eos_token_ids
-    logits = prefill(model, cache, new_token_ids, piece_tokens=piece_tokens)
+    logits = prefill(model, cache, new_token_ids, piece_tokens=piece_tokens, around=around)
     for step in range(max_new_tokens):
         token = int(logits.argmax())
         yield token
         if token in ends or step + 1 == max_new_tokens:
             return
-        logits = _step(model, cache, [token])
+        logits = _step(model, cache, [token], around)
 
 
 def continue_greedy(
@@ -94,9 +104,9 @@ def continue_greedy(
     return Continuation(token_ids, first_token_ns)
 
 
-def _step(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> Tensor:
+def _step(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], around: Around) -> Tensor:
     ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.no_grad():
+    with torch.no_grad(), around(token_ids):
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits: Tensor = output.logits[0, -1]
     return logits

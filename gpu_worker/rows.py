@@ -40,24 +40,33 @@ def row_dtype(dtype: torch.dtype) -> DType:
     return _ROW_DTYPES[dtype]
 
 
+def as_stored(rows: Tensor, spec: StreamSpec, *, token_count: int | None = None) -> Tensor:
+    """Rows [T, row] as `spec` stores them, still where they are: packed where its kind is and they are wide.
+
+    `token_count` is the T to expect, if one is. Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable.
+    """
+    if spec.dtype is DType.PACKED and rows.dtype is not torch.uint8:
+        rows = pack(rows, spec.stream.kind)
+    width = spec.row_bytes // spec.dtype.size_bytes
+    shape = list(rows.shape)
+    if shape != [shape[0] if shape and token_count is None else token_count, width]:
+        expected = f"[{'T' if token_count is None else token_count}, {width}]"
+        raise ShapeMismatch(what=str(spec.stream), expected=expected, actual=str(shape))
+    if row_dtype(rows.dtype) is not spec.dtype:
+        raise UnsupportedDtype(what=str(spec.stream), expected=spec.dtype.name, actual=str(rows.dtype))
+    return rows
+
+
 def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
     """Rows [T, row] as `spec` stores them: T * row_bytes bytes, native (little) endian.
 
     A view of the tensor where it is contiguous and on the host, else of a copy. For a packed kind rows are wide,
     or [T, row_bytes] uint8 that were packed before. Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable.
     """
-    if spec.dtype is DType.PACKED and rows.dtype is not torch.uint8:
-        rows = pack(rows, spec.stream.kind)
-    element_count = spec.row_bytes // spec.dtype.size_bytes
-    if rows.ndim != 2 or rows.shape[1] != element_count:
-        raise ShapeMismatch(
-            what=str(spec.stream), expected=f"[T, {element_count}]", actual=str(list(rows.shape))
-        )
-    if row_dtype(rows.dtype) is not spec.dtype:
-        raise UnsupportedDtype(what=str(spec.stream), expected=spec.dtype.name, actual=str(rows.dtype))
-    if not len(rows):
+    stored = as_stored(rows, spec)
+    if not len(stored):
         return memoryview(b"")
-    return rows.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
+    return stored.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
@@ -76,6 +85,11 @@ def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
     if not data.nbytes:
         return torch.empty(0, element_count, dtype=_TORCH_DTYPES[spec.dtype])
     return torch.frombuffer(data, dtype=_TORCH_DTYPES[spec.dtype]).view(-1, element_count)
+
+
+def token_ids_of(rows: npt.NDArray[np.uint8]) -> list[int]:
+    """The ids that token rows [T, 4] hold."""
+    return rows.reshape(-1).view("<i4").tolist()
 
 
 def in_batches(

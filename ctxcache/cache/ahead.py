@@ -9,11 +9,15 @@ from ctxcache.core.session import Piece
 
 @dataclass(slots=True)
 class Prefetched:
-    """Segments promoted ahead of need since the start; of those, read since, and dropped unread."""
+    """Segments promoted ahead of need since the start; of those, read since, and dropped unread.
+
+    Late is what was read while it was still on its way: it counts as used too.
+    """
 
     prefetched_segment_count: int = 0
     prefetch_used_segment_count: int = 0
     prefetch_unused_segment_count: int = 0
+    prefetch_late_segment_count: int = 0
 
 
 class Ahead:
@@ -46,6 +50,7 @@ class Ahead:
                 if piece.segment in self._segments:
                     self._segments.discard(piece.segment)
                     self.counts.prefetch_used_segment_count += 1
+                    self.counts.prefetch_late_segment_count += piece.segment.dram is None
 
     def dropped(self, segment: Segment) -> None:
         """The segment left DRAM."""

@@ -1,10 +1,22 @@
 """Known: what placement keeps of one session, and the turns that it counts of it. Facts; decides nothing."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Facts, Tier
 from ctxcache.core.session import Session
+
+
+class Ghost(NamedTuple):
+    """What is remembered of one that was evicted. The time is of the monotonic clock."""
+
+    turn_count: int = 0
+    token_count: int = 0
+    evict_time_s: float = 0.0
+
+
+NOBODY = Ghost()
 
 
 @dataclass(slots=True)
@@ -31,6 +43,8 @@ class Known:
     """As the policy last said; None where something has happened since."""
     order: float | None = None
     """When its next job starts, while one waits."""
+    dram_since_s: float | None = None
+    """Since when all of it is in DRAM, while it is."""
 
     @property
     def is_in_use(self) -> bool:

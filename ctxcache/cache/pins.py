@@ -26,6 +26,11 @@ class Pins:
         self._freed = asyncio.Event()
         self._waiting = 0
 
+    @property
+    def waiting_count(self) -> int:
+        """Callers that wait for room."""
+        return self._waiting
+
     async def wait_for_room(self, client: Client, needed: Callable[[], Mapping[int, int]]) -> None:
         """Wait until what `needed` says may be pinned; pin it before the next await.
 

@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from ctxcache.cache.ahead import Ahead
-from ctxcache.cache.known import Known
+from ctxcache.cache.known import NOBODY, Ghost, Known
 from ctxcache.cache.retaining import Retaining
 from ctxcache.cache.watchers import Watcher, Watchers
 from ctxcache.clock import Clock
+from ctxcache.core.observations import Observations
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Tier
 from ctxcache.core.placement.ranked import Ranked
@@ -36,7 +37,7 @@ class Placement:
 
     def __init__(
         self, policy: Ranked, clock: Clock, by_uid: Mapping[bytes, Session],
-        fallen: Callable[[Session], None], retention: Retaining,
+        fallen: Callable[[Session], None], retention: Retaining, seen: Observations,
     ) -> None:  # fmt: skip
         self.policy = policy
         self.retention = retention
@@ -45,9 +46,10 @@ class Placement:
         self._clock = clock
         self._by_uid = by_uid
         self._fallen = fallen
+        self._seen = seen
         self._known: dict[bytes, Known] = {}
         self._uids: dict[bytes, bytes] = {}
-        self._ghosts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
         self._kin_in_dram: dict[bytes, set[bytes]] = {}
         """Sessions that share segments and are all in DRAM, by their kin's uid."""
         self._watchers = Watchers()
@@ -98,6 +100,11 @@ class Placement:
         """How many accesses each session has open."""
         return {uid: known.use_count for uid, known in self._known.items()}
 
+    @property
+    def unread_count(self) -> int:
+        """Segments promoted ahead of need, or being so, and not read since."""
+        return len(self._ahead)
+
     def unread(self) -> Iterable[Segment]:
         """Segments promoted ahead of need, or being so, and not read since."""
         return self._ahead
@@ -107,8 +114,10 @@ class Placement:
     def appeared(self, session: Session) -> None:
         """The session is created; it is in use, in a way, until it first rests."""
         name = f"{session.tenant}\0{session.session_id}".encode()
-        turn_count, token_count = self._ghosts.pop(name, (0, 0))
-        self._known[session.uid] = Known(name, turn_count, token_count)
+        ghost = self._ghosts.pop(name, NOBODY)
+        self._known[session.uid] = Known(name, ghost.turn_count, ghost.token_count)
+        if ghost is not NOBODY:
+            self._seen.regretted(ghost.token_count, self._now_s() - ghost.evict_time_s)
         self._uids[name] = session.uid
 
     def recalled(self, session: Session, idle_s: float) -> None:
@@ -174,7 +183,7 @@ class Placement:
         known = self._known.get(session.uid)
         if known is None:
             return
-        self._ghosts[known.name] = (known.turn_count, session.token_count)
+        self._ghosts[known.name] = Ghost(known.turn_count, session.token_count, self._now_s())
         if len(self._ghosts) > GHOSTS:
             self._ghosts.popitem(last=False)
         self.policy.evicted(known.name)
@@ -306,9 +315,17 @@ class Placement:
             return
         before, known.tier = known.tier, tier
         self.policy.placed(known.name, tier)
+        self._time_in_dram(known)
         if before is not None:
             for watcher in self._watchers.of(session.uid):
                 (watcher.promoted if tier is Tier.DRAM else watcher.demoted)(session.uid)
+
+    def _time_in_dram(self, known: Known) -> None:
+        if known.tier is Tier.DRAM:
+            known.dram_since_s = self._now_s()
+        elif known.dram_since_s is not None:
+            self._seen.dram_residence_s.observe(self._now_s() - known.dram_since_s)
+            known.dram_since_s = None
 
     def _left_dram(self, uid: bytes) -> None:
         known = self._known.get(uid)

@@ -136,10 +136,12 @@ class Promotions:
 
     @contextmanager
     def _measured(self, size_bytes: int) -> Iterator[None]:
-        self.throughput.begun(self._state.clock.monotonic_ns() / SECOND_NS)
+        begun_s = self._state.clock.monotonic_ns() / SECOND_NS
+        self.throughput.begun(begun_s)
         arrived_bytes = 0
         try:
             yield
             arrived_bytes = size_bytes
+            self._state.seen.promotion_s.observe(self._state.clock.monotonic_ns() / SECOND_NS - begun_s)
         finally:
             self.throughput.ended(self._state.clock.monotonic_ns() / SECOND_NS, arrived_bytes)

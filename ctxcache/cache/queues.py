@@ -114,6 +114,11 @@ class Queues:
         """Engines whose queue is there."""
         return len(self._queues)
 
+    @property
+    def waiting_count(self) -> int:
+        """Jobs that wait, of all engines."""
+        return sum(map(self.job_count, self._queues.values()))
+
     def job_count(self, queue: Queue) -> int:
         """Jobs that wait in a queue."""
         return self._schedule.job_count(queue.key)

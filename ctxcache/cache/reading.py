@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from ctxcache.cache.accesses import READ
 from ctxcache.cache.asked import Asked, Request
 from ctxcache.cache.pins import Pins
 from ctxcache.cache.residency import Residency
@@ -21,6 +22,7 @@ from ctxcache.core.budget import Client
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, SessionView
 from ctxcache.errors import (
+    CacheError,
     CapacityExceeded,
     CorruptSegment,
     DeadlineExceeded,
@@ -51,6 +53,7 @@ class Lease:
     pinned: dict[int, int]
     """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
     deadline_ns: int = NEVER_NS
+    begun_ns: int = 0
 
     def is_past(self, segment: Segment) -> bool:
         """Whether it is read past DRAM, where its rows do not stay."""
@@ -99,6 +102,12 @@ class Reading:
         """Leases held now."""
         return len(self._leases)
 
+    @property
+    def oldest_lease_s(self) -> float:
+        """Age of the lease that was acquired first, of those held now; 0 when there is none."""
+        lease = next(iter(self._leases.values()), None)
+        return 0.0 if lease is None else self._age_s(lease)
+
     def leases(self) -> Iterable[Lease]:
         """Leases held now."""
         return self._leases.values()
@@ -116,10 +125,13 @@ class Reading:
         lease = await self._hold(request)
         try:
             await self._promote(lease)
-        except BaseException:
+        except BaseException as error:
             self.release(lease.lease_id)
+            if isinstance(error, CacheError):
+                self._missed(request, error)
             raise
         self._renew(lease)
+        self._state.accesses.found(READ, is_empty=not lease.pieces)
         return lease
 
     def is_held(self, lease_id: int) -> bool:
@@ -141,6 +153,7 @@ class Reading:
             self._state.placement.rested(session)
         self._let_go(lease)
         self.pins.unpin(lease.client, lease.pinned)
+        self._state.seen.lease_s.observe(self._age_s(lease))
 
     def expire_due(self) -> None:
         """End leases past their deadline."""
@@ -165,8 +178,13 @@ class Reading:
             if len(lease.pinned) == len({piece.segment.segment_id for piece in lease.pieces}):
                 # Room that writes would have to make may be refused while reads go on; a read that fails fails again.
                 with suppress(CapacityExceeded, TierFailure):
-                    await self._promote(lease)
+                    try:
+                        await self._promote(lease)
+                    except CorruptSegment as error:
+                        self._missed(request, error)
+                        raise
             self._renew(lease)
+            self._state.accesses.found(READ, is_empty=not lease.pieces)
             yield lease, chosen, self._rows(lease, chosen)
         finally:
             with suppress(LeaseNotFound):
@@ -212,7 +230,20 @@ class Reading:
             return Lent(piece, view, 0, ())
         return Lent(piece, view, segment.identity(segment.ssd_row_count).seed(), segment.checksums)
 
+    def _age_s(self, lease: Lease) -> float:
+        return (self._state.clock.monotonic_ns() - lease.begun_ns) / 10**9
+
     async def _hold(self, request: Request, *, is_stream: bool = False) -> Lease:
+        try:
+            return await self._hold_what_is_there(request, is_stream=is_stream)
+        except CacheError as error:
+            self._missed(request, error)
+            raise
+
+    def _missed(self, request: Request, error: CacheError) -> None:
+        self._state.accesses.missed(READ, request.tenant, request.session_id, error)
+
+    async def _hold_what_is_there(self, request: Request, *, is_stream: bool) -> Lease:
         if len(self._leases) >= self._state.limits.lease_count:
             raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
         asked = Asked(self._state, request)
@@ -225,7 +256,7 @@ class Reading:
         self._last_id += 1
         lease = Lease(
             self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.client,
-            asked.sizes_bytes,
+            asked.sizes_bytes, begun_ns=self._state.clock.monotonic_ns(),
         )  # fmt: skip
         self._keep(lease)
         self._leases[lease.lease_id] = lease

@@ -78,6 +78,11 @@ class Residency:
         """What has a slot on SSD that no record names yet; exact while no move is under way."""
         return self._write_back.staged
 
+    @property
+    def flush_count(self) -> int:
+        """Flushes under way."""
+        return self._write_back.flush_count
+
     def window(self, size_bytes: int) -> int:
         """How many segments of that size one move has in flight."""
         return len(self.ssd.used_bytes_by_path) * max(2, WINDOW_BYTES // size_bytes)

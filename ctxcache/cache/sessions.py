@@ -11,10 +11,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from ctxcache.cache.accesses import LOOKUP
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State, record_of
 from ctxcache.core import ranges
 from ctxcache.core.expiry import Expiration
+from ctxcache.core.history import Event
 from ctxcache.core.ranges import Ranges
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
@@ -85,7 +87,13 @@ class Sessions:
 
     def get(self, tenant: str, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
-        return self._state.session(tenant, session_id).view()
+        try:
+            view = self._state.session(tenant, session_id).view()
+        except CacheError as error:
+            self._state.accesses.missed(LOOKUP, tenant, session_id, error)
+            raise
+        self._state.accesses.found(LOOKUP, is_empty=not view.token_count)
+        return view
 
     async def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
         """Up to `limit` sessions with ids greater than `after`, by id; of one model unless `model_id` is empty.
@@ -162,6 +170,10 @@ class Sessions:
         self._metadata.check(is_growing=False)
         self._state.touch(session)
         if kept != session.live:
+            self._state.accesses.happened(
+                session, Event.TRUNCATED, detail="by request",
+                token_count=session.token_count - ranges.count(kept),
+            )  # fmt: skip
             dead = self._state.unlist(session, session.keep_positions(kept))
             self._state.placement.visited(session)
             await self._departures.write_down([session], dead=dead)
@@ -219,6 +231,8 @@ class Sessions:
         session = self._state.session(tenant, session_id)
         self._check_change(session, generation)
         self._metadata.check(is_growing=False)
+        self._state.seen.deleted_session_count += 1
+        self._ended(session, Event.DELETED)
         await self._departures.remove([session])
 
     async def expire_due(self) -> None:
@@ -233,6 +247,8 @@ class Sessions:
                 writing += [session for session in due if session.is_writing]
                 gone = [session for session in due if not session.is_writing]
                 self._state.counters.expired_session_count += len(gone)
+                for session in gone:
+                    self._ended(session, Event.EXPIRED)
                 await self._departures.remove(gone)
         finally:
             for session in writing:
@@ -272,7 +288,9 @@ class Sessions:
             session = self._state.session(tenant, session_id)
             session.check_fingerprint(fingerprint)
         except CacheError as error:
+            self._state.accesses.missed(LOOKUP, tenant, session_id, error)
             return Found(session_id, reason=error.reason)
+        self._state.accesses.found(LOOKUP, is_empty=not session.live)
         reason = "" if session.live else "EMPTY"
         in_dram = session.dram_token_count
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
@@ -290,7 +308,12 @@ class Sessions:
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)
+                before_count = session.token_count
                 dead += self._state.unlist(session, session.drop_positions(((begin, session.log_end),)))
+                self._state.accesses.happened(
+                    session, Event.CORRUPT, detail="a segment failed verification",
+                    token_count=before_count - session.token_count,
+                )  # fmt: skip
         slots = [segment.ssd for segment in bad if segment.ssd]
         for segment in bad:
             # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
@@ -298,6 +321,9 @@ class Sessions:
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     # -- checks and parts ----------------------------------------------------------------------------
+
+    def _ended(self, session: Session, event: Event) -> None:
+        self._state.accesses.happened(session, event, token_count=session.token_count)
 
     def _expire_time(self, uid: bytes) -> int | None:
         session = self._state.by_uid.get(uid)
@@ -342,6 +368,8 @@ class Sessions:
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
         self._check_new(session.tenant, session.session_id)
         expired = self._state.sessions.get((session.tenant, session.session_id))
+        if expired:
+            self._ended(expired, Event.EXPIRED)
         dead = self._state.forget(expired) if expired else []
         self._state.add(session)
         if source:

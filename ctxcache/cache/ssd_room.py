@@ -13,6 +13,7 @@ from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.cache.victims import Victims
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.history import Event
 from ctxcache.core.session import Session
 from ctxcache.errors import CapacityExceeded
 from ctxcache.format.slot import Slot
@@ -57,7 +58,7 @@ class SsdRoom:
                 victim = self._victims.of_tenant(session)
                 if victim is None:
                     raise quotas.refusal(session.tenant, size_bytes)
-                await self._evict(victim)
+                await self._evict(victim, "its tenant's limit on SSD")
 
     async def evict(self, choose: Callable[[], Session | None]) -> bool:
         """Give up whom `choose` names now, or wait until another one is gone. False when it names nobody.
@@ -70,7 +71,7 @@ class SsdRoom:
         async with self._turn:
             victim = choose()
             if victim is not None:
-                await self._evict(victim)
+                await self._evict(victim, "room in DRAM, and SSD takes nothing")
             return victim is not None
 
     async def _make(self, size_bytes: int, for_session: Session) -> None:
@@ -85,11 +86,16 @@ class SsdRoom:
                 tier="SSD", needed_bytes=size_bytes, limit_bytes=self._ssd.capacity_bytes,
                 free_bytes=self._ssd.free_bytes_outside(self._io.refusals),
             )  # fmt: skip
-        await self._evict(victim)
+        is_kin = victim.tenant == for_session.tenant
+        await self._evict(victim, f"room on SSD for {for_session.name if is_kin else 'another tenant'}")
 
-    async def _evict(self, victim: Session) -> None:
+    async def _evict(self, victim: Session, why: str) -> None:
         self._metadata.check(is_growing=False)
         self._state.counters.evicted_session_count += 1
         if not victim.is_gone:
+            now_ns, seen = self._state.clock.now_ns(), self._state.seen
+            seen.evicted_age_s.observe((now_ns - victim.create_time_ns) / 10**9)
+            seen.evicted_idle_s.observe((now_ns - victim.access_time_ns) / 10**9)
+            self._state.accesses.happened(victim, Event.EVICTED, detail=why, token_count=victim.token_count)
             self._state.placement.evicted(victim)
         await self._departures.remove([victim])

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ctxcache.cache.accesses import Accesses
 from ctxcache.cache.placement import Placement
 from ctxcache.cache.retaining import Retaining
 from ctxcache.clock import Clock
@@ -14,6 +15,7 @@ from ctxcache.core import ranges
 from ctxcache.core.evictable import Evictable
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, REST, Shares
@@ -59,16 +61,17 @@ class State:
         """Where generations begin: commits that a crash took back had some too, and none may come again."""
         self.usage = Usage(shares)
         self.expiry = ExpiryQueue()
-        self.counters = Counters()
+        self.counters, self.seen = Counters(), Observations()
         self.models: dict[tuple[str, str], ModelRecord] = {}
         self.sessions: dict[tuple[str, str], Session] = {}
+        self.accesses = Accesses(clock, self.sessions)
         self.by_uid: dict[bytes, Session] = {}
         self.segments: dict[int, Segment] = {}
         self.names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
         self.touched: set[bytes] = set()
         retention = Retaining(clock, self.by_uid, capacities, limits, shares, self._fell)
-        self.placement = Placement(policy, clock, self.by_uid, self._fell, retention)
+        self.placement = Placement(policy, clock, self.by_uid, self._fell, retention, self.seen)
         account = self._account if shares else None
         self.resident = Resident(self.placement.dram_rank, self.by_uid, account)
         self.evictable = Evictable(self.placement.rank, account)

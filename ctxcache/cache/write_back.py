@@ -173,6 +173,11 @@ class WriteBack:
 
     # -- flushing ----------------------------------------------------------------------------------
 
+    @property
+    def flush_count(self) -> int:
+        """Flushes under way."""
+        return len(self._flushes)
+
     async def flush(self, session: Session, *, is_tail_left: bool = False) -> None:
         """Make every token committed so far durable; `is_tail_left`: but those of a growing segment.
 
@@ -204,6 +209,8 @@ class WriteBack:
             dirty = {s: s.row_count for s in unwritten.segments(session.uid) if s is not tail}
             if dirty or session.durable_end < end:
                 await self._flush_rows(session, dirty, end, now_ns)
+                took_ns = self._state.clock.monotonic_ns() - now_ns
+                self._state.seen.flush_s.observe(took_ns / 10**9)
 
     async def _flush_rows(
         self, session: Session, dirty: Mapping[Segment, int], end: int, now_ns: int

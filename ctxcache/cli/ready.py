@@ -29,6 +29,7 @@ class Ready:
     bulk_addresses: tuple[str, ...]
     data_directory: str
     control_socket: str
+    metrics_address: str
     arena: Place
     ssd: tuple[Place, ...]
     session_count: int
@@ -46,8 +47,12 @@ class Ready:
         place = f"{human_size(self.arena.size_bytes)} at {self.arena.path}"
         lines.append(f"  DRAM        {place}, {self.arena.reason}")
         lines.append(f"  local       {self.control_socket or 'by gRPC: no control socket'}")
+        lines.append(f"  metrics     {self._metrics()}")
         lines += [
             f"  SSD         {human_size(place.size_bytes)} at {place.path}, {place.io_mode} I/O"
             for place in self.ssd
         ]
         return "\n".join(lines)
+
+    def _metrics(self) -> str:
+        return f"http://{self.metrics_address}/metrics" if self.metrics_address else "none"

@@ -105,6 +105,7 @@ def _facts(server: "Server") -> Ready:
         bulk_addresses=server.bulk_addresses,
         data_directory=str(storage.directory.path.absolute()),
         control_socket=server.control_socket,
+        metrics_address=server.metrics_address,
         arena=Place(arena.paths[0], arena.capacities_bytes[0], "memory", arena.pages_reason),
         ssd=tuple(
             Place(mode.path, size_bytes, "direct" if mode.is_direct else "buffered", mode.reason)

@@ -66,9 +66,11 @@ class SessionWriter(ABC):
         if not self._committed_count < row_count <= self.token_count:
             raise InvalidArgument(field="token_count", problem=f"{token_count} is not within the room")
         check_complete(self._written, self._row_sizes, row_count)
+        # Room that is full is nobody's to keep: the session could not be written again.
+        keep_open = keep_open and row_count < self.token_count
         self.session = self._commit(row_count, durability, keep_open=keep_open)
         self._committed_count = row_count
-        self._is_open = keep_open and row_count < self.token_count
+        self._is_open = keep_open
         return self.session
 
     def close(self) -> None:

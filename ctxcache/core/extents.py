@@ -46,6 +46,11 @@ class Extents:
         self.run_count += 1
         return begin
 
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest run that could be taken."""
+        return self._sizes[-1] if self._sizes else 0
+
     def adopt(self, runs: Iterable[tuple[int, int]]) -> list[bool]:
         """Take exactly these runs of a path nothing was taken of yet, `(offset, size)` each, ascending.
 
@@ -132,6 +137,11 @@ class SlotAllocator:
     def used_bytes_by_path(self) -> tuple[int, ...]:
         """Bytes taken on each path."""
         return tuple(path.capacity_bytes - path.free_bytes for path in self._paths)
+
+    @property
+    def largest_free_bytes_by_path(self) -> tuple[int, ...]:
+        """The largest slot that could be taken on each path."""
+        return tuple(path.largest_free_bytes for path in self._paths)
 
     @property
     def slot_count_by_path(self) -> tuple[int, ...]:

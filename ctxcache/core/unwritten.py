@@ -141,6 +141,10 @@ class Unwritten:
                 return uid
         return None
 
+    def oldest_ns(self) -> int | None:
+        """Since when rows are unwritten, of the session that has had some for longest; None when there is none."""
+        return min(self._since_ns.values(), default=None)
+
     def put_back(self, session: Session) -> None:
         """What was taken to be written is still unwritten, or some of it."""
         if session.uid in self._segments:

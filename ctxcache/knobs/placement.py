@@ -14,7 +14,7 @@ PLACEMENT = Section(
             default="value",
             help="Who leaves memory and SSD when others need the room, and who is promoted ahead of need.",
             advice="`value`; `ctxcache simulate` compares them on a trace of yours",
-            watch="ctxcache_hits_total",
+            watch="ctxcache_read_tokens_total",
             choices=("lru", "fifo", "t-lru", "look-ahead", "value"),
         ),
         Knob(
@@ -23,7 +23,7 @@ PLACEMENT = Section(
             default=3600,
             help="Life of a session after an access when its creator does not say.",
             advice="the think time that nine of ten users stay under",
-            watch="ctxcache_expirations_total",
+            watch="ctxcache_accesses_total",
             least=1,
             most=3650 * DAY_S,
             can_reload=True,
@@ -38,7 +38,7 @@ PLACEMENT = Section(
                 "A table in the file: `[tenant_shares]` with `a = 0.5`, `b = { share = 0.2, limit = 0.4 }`."
                 " Shares add up to 1 at most."
             ),
-            watch="ctxcache_tenant_ssd_bytes",
+            watch="ctxcache_tenant_bytes",
             can_reload=True,
         ),
         Knob(

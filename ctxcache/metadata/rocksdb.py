@@ -53,6 +53,16 @@ TABLE_FORMAT = 5
 ENTRIES_PER_BATCH = 1024
 TEXT_LOG_COUNT = 4
 TEXT_LOG_BYTES = 1 << 20
+PROPERTIES = {
+    "memtable_bytes": "cur-size-all-mem-tables",
+    "table_bytes": "total-sst-files-size",
+    "pending_compaction_bytes": "estimate-pending-compaction-bytes",
+    "running_compactions": "num-running-compactions",
+    "background_errors": "background-errors",
+    "keys": "estimate-num-keys",
+    "is_write_stopped": "is-write-stopped",
+}
+"""What is told of RocksDB, and its own names for it."""
 Record = TypeVar("Record")
 
 
@@ -83,6 +93,22 @@ class RocksDbMetadata:
             raise
         if catalog:
             catalog.begin(self._last.sequence, self.raw)
+
+    @property
+    def commit_count(self) -> int:
+        """Commits since the store was new."""
+        return self._last.sequence
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a write or a sync has failed, after which none is tried."""
+        return self._failure is not None
+
+    def properties(self) -> dict[str, int]:
+        """What RocksDB says of itself, by our name for it. From any thread, until `close`."""
+        return {
+            name: self._db.property_int_value(f"rocksdb.{theirs}") or 0 for name, theirs in PROPERTIES.items()
+        }
 
     def check(self, *, is_growing: bool = True) -> None:
         """See MetadataStore. One statvfs."""

@@ -7,8 +7,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument, TooManyRequests
 from ctxcache.process_memory import refused_memory
+from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
 from ctxcache.service.turns import Turns
 from ctxcache.status import code_of, message_of, trailing_metadata
 
@@ -49,11 +51,22 @@ class Admission:
     def __init__(self, what: str, limit: int, *, turns: Turns | None = None) -> None:
         """`turns`: in which its rpcs move their messages."""
         self.turns = turns
-        self._limit = limit
+        self.limit = limit
         self._running = 0
         self._lingering = 0
         self._draining = asyncio.Event()
-        self._when_full = Refusal(TooManyRequests(what=what, limit=limit))
+        self.when_full = Refusal(TooManyRequests(what=what, limit=limit))
+        self.when_draining = Refusal(Draining())
+
+    @property
+    def running_count(self) -> int:
+        """Those that run."""
+        return self._running
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more are taken."""
+        return self._draining.is_set()
 
     def drain(self) -> None:
         """Take no more."""
@@ -66,9 +79,9 @@ class Admission:
     def refusal(self) -> "Refusal | None":
         """Why a new rpc would be refused now; None when it would not be."""
         if self._draining.is_set():
-            return WHEN_DRAINING
-        is_full = self._running >= self._limit or self._lingering >= self._limit
-        return self._when_full if is_full else None
+            return self.when_draining
+        is_full = self._running >= self.limit or self._lingering >= self.limit
+        return self.when_full if is_full else None
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -97,19 +110,20 @@ class Refusal:
 
     def __init__(self, error: CacheError) -> None:
         self._error = error
+        self.count = 0
+        """How often it was told."""
         self._said = code_of(error), message_of(error), trailing_metadata(error)
         # As a stream, whatever the rpc is: the request is not even received.
         self.handler: Handler = grpc.stream_stream_rpc_method_handler(self._tell)
 
     def again(self) -> CacheError:
         """The error as a new exception."""
+        self.count += 1
         return type(self._error)(**self._error.facts)
 
     async def _tell(self, _: object, context: Context) -> None:
+        self.count += 1
         await context.abort(*self._said)
-
-
-WHEN_DRAINING = Refusal(Draining())
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +143,13 @@ class Admissions:
             return self.engines
         return self.local_clients if method in KEPT_OPEN else self.calls
 
+    def by_sort(self) -> Mapping[str, Admission]:
+        """Each sort's, by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def drain(self) -> None:
         """Take no more of any sort."""
-        for admission in (self.calls, self.streams, self.local_clients, self.engines):
+        for admission in self.by_sort().values():
             admission.drain()
 
 
@@ -144,15 +162,16 @@ class Edge(grpc.aio.ServerInterceptor):
 
     def __init__(
         self, admissions: Admissions, *, stall_timeout_s: float,
-        decoders: Mapping[str, Decoder] | None = None,
+        decoders: Mapping[str, Decoder] | None = None, times: RpcTimes | None = None,
     ) -> None:  # fmt: skip
-        """`decoders`, by method, read what the generated code would copy.
+        """`decoders`, by method, read what the generated code would copy; `times` are told of every rpc's end.
 
         `stall_timeout_s`: how long a client may take none of a response that waits for it.
         """
         self._admissions = admissions
         self._stall_timeout_s = stall_timeout_s
         self._decoders = decoders or {}
+        self._times = times or RpcTimes()
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
 
@@ -172,22 +191,23 @@ class Edge(grpc.aio.ServerInterceptor):
             return refusal.handler
         wrapped = self._wrapped.get(method)
         if wrapped is None and (handler := await continuation(handler_call_details)):
-            wrapped = self._wrapped[method] = self._wrap(handler, admission, self._decoders.get(method))
+            wrapped = self._wrapped[method] = self._wrap(method, handler, admission)
         return wrapped
 
     # grpc's handlers are untyped tuples
-    def _wrap(self, handler: Any, admission: Admission, decoder: Decoder | None) -> Handler:
+    def _wrap(self, method: str, handler: Any, admission: Admission) -> Handler:
         # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
-        read = decoder or handler.request_deserializer
+        read = self._decoders.get(method) or handler.request_deserializer
         decode = partial(_each, read, admission.turns) if handler.request_streaming else partial(_one, read)
         is_single = not handler.response_streaming
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
+        timer = self._times.of(method)
         call = (
-            _single(behaviour, decode, admission)
+            _single(behaviour, decode, admission, timer)
             if is_single
-            else _many(behaviour, decode, admission, self._stall_timeout_s)
+            else _many(behaviour, decode, admission, self._stall_timeout_s, timer)
         )
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
         return make(call, None, partial(_encoded, handler.response_serializer))
@@ -214,14 +234,21 @@ def _until_drained(handler: Any, admission: Admission) -> Handler:
 
 
 def _single(
-    behaviour: Callable[..., Awaitable[Any]], decode: Callable[..., Any], admission: Admission
+    behaviour: Callable[..., Awaitable[Any]], decode: Callable[..., Any], admission: Admission, timer: Timer
 ) -> Callable[..., Awaitable[Any]]:
     async def call(request: object, context: Context) -> Any:
+        begun_s, end = perf_counter(), CANCELLED
         try:
             with admission.enter():
-                return await behaviour(decode(request), context)
+                response = await behaviour(decode(request), context)
+            end = OK
+            return response  # noqa: TRY300  # what follows the try is for failures
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
-            await _abort(context, error)
+            known = known_error(error)
+            end = known.reason
+            await _abort(context, known)
+        finally:
+            timer.ended(perf_counter() - begun_s, end)
 
     return call
 
@@ -231,8 +258,10 @@ def _many(
     decode: Callable[..., Any],
     admission: Admission,
     stall_timeout_s: float,
+    timer: Timer,
 ) -> Callable[..., Awaitable[None]]:
     async def call(request: object, context: Context) -> None:
+        begun_s, end = perf_counter(), CANCELLED
         try:
             # Closed here and now when the client goes away: what the rpc holds ends with it.
             with admission.enter():
@@ -242,15 +271,21 @@ def _many(
                         # Before the next one is made.
                         if admission.turns:
                             await admission.turns.take()
+            end = OK
         except grpc.aio.BaseError:
             # The client is gone, which gRPC finds out for itself.
             raise
         except DeadlineExceeded as error:
+            end = error.reason
             # The refusal waits behind the message that is not taken.
             with admission.linger():
                 await _abort(context, error)
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
-            await _abort(context, error)
+            known = known_error(error)
+            end = known.reason
+            await _abort(context, known)
+        finally:
+            timer.ended(perf_counter() - begun_s, end)
 
     return call
 
@@ -295,6 +330,5 @@ def known_error(error: Exception) -> CacheError:
     return CacheError()
 
 
-async def _abort(context: Context, error: Exception) -> None:
-    known = known_error(error)
+async def _abort(context: Context, known: CacheError) -> None:
     await context.abort(code_of(known), message_of(known), trailing_metadata(known))

@@ -21,6 +21,7 @@ from ctxcache.errors import (
     ReservationNotFound,
 )
 from ctxcache.service import convert, validate
+from ctxcache.service.rpc_times import OK
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.status import code_of, message_of, wire_facts
 from ctxcache.v1 import arena_pb2
@@ -54,12 +55,15 @@ class Holder:
             if part.is_over:
                 await part.rest()
             result = response.results.add()
+            kind, end = operation.WhichOneof("operation"), OK
             try:
                 _check_answer(size_bytes)
-                await self._do(operation, result, part)
+                await self._do(kind, operation, result, part)
             except CacheError as error:
+                end = error.reason
                 result.Clear()
                 fill_error(result.error, error)
+            self._cache.state.seen.operations[kind or "none", end] += 1
             if len(request.operations) > 1:
                 size_bytes += result.ByteSize()
         return response
@@ -83,9 +87,9 @@ class Holder:
         self._reservations.clear()
 
     async def _do(
-        self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, part: Slice
+        self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, part: Slice
     ) -> None:
-        match operation.WhichOneof("operation"):
+        match kind:
             case "acquire_lease":
                 await self._acquire(operation.acquire_lease, result.lease, part)
             case "release_lease":

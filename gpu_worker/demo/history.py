@@ -13,16 +13,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from statistics import median
 
+from torch import Tensor
 from transformers import DynamicCache
 
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import TOKENS
+from ctxcache.format.streams import StateKind
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.capture import Capture
-from gpu_worker.collect import ByteRows, Collector
 from gpu_worker.demo.chat import turn_ids
 from gpu_worker.demo.embedded_store import EmbeddedStore
 from gpu_worker.demo.replay import first_difference, source_of
@@ -35,6 +35,7 @@ from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, continue_greedy, prefill
 from gpu_worker.plan import Method
+from gpu_worker.saving import Saver, Slice
 
 QUESTION = "What is this text about?"
 REPLY_TOKENS = 8
@@ -69,20 +70,14 @@ class HistoryRun:
     def build(self) -> list[Stored]:
         """Prefill once; every method's session is durable afterwards."""
         sessions = {method: self._create(method) for method in self._subject.methods}
-        specs = self._subject.spec.resolve(
-            chain.from_iterable(self._subject.plan(method).streams() for method in sessions)
-        )
-        collector, cache = Collector(specs), DynamicCache(config=self._subject.model.config)
-        streams = [spec.stream for spec in specs]
-        for begin, end in pairwise(self._cuts()):
-            self._view.doing(f"prefill of {self._lengths[-1]:,} tokens, {begin:,} done")
-            with Capture(adapt(self._subject.model), streams, collector):
-                prefill(self._subject.model, cache, self._token_ids[begin:end])
-            collector.passed(self._token_ids[begin:end])
-            rows = collector.take()
-            sessions = {method: self._append(method, session, rows) for method, session in sessions.items()}
-            if end in self._new_ids:
-                self._expected[end] = self._answer(copy.deepcopy(cache), end)
+        cache = DynamicCache(config=self._subject.model.config)
+        with ExitStack() as stack:
+            savers = {method: stack.enter_context(self._saver(method)) for method in sessions}
+            for begin, end in pairwise(self._cuts()):
+                self._view.doing(f"prefill of {self._lengths[-1]:,} tokens, {begin:,} done")
+                sessions = self._prefill(cache, begin, end, savers, sessions)
+                if end in self._new_ids:
+                    self._expected[end] = self._answer(copy.deepcopy(cache), end)
         return [self._stored(method, session) for method, session in sessions.items()]
 
     def measure(self, repeat_count: int) -> list[HistoryPoint]:
@@ -121,9 +116,35 @@ class HistoryRun:
             layout=self._subject.plan(method).streams(),
         )
 
-    def _append(self, method: Method, session: Session, rows: ByteRows) -> Session:
-        own = {stream: rows[stream] for stream in {TOKENS, *self._subject.plan(method).streams()}}
-        return self._store.client.append(session, own, durability=DURABILITY_DISK)
+    def _saver(self, method: Method) -> Saver:
+        plan = self._subject.plan(method)
+        return Saver(self._store.client, self._subject.spec.resolve(plan.streams()))
+
+    def _prefill(
+        self, cache: DynamicCache, begin: int, end: int,
+        savers: Mapping[Method, Saver], sessions: Mapping[Method, Session],
+    ) -> dict[Method, Session]:  # fmt: skip
+        """One pass, whose rows are in every method's session when this returns."""
+
+        def put(layer: int, kind: StateKind, rows: Tensor) -> None:
+            for saver in savers.values():
+                saver.put(layer, kind, rows)
+
+        ids = self._token_ids[begin:end]
+        streams = {stream for method in savers for stream in self._subject.plan(method).streams()}
+        with ExitStack() as stack:
+            stack.enter_context(Capture(adapt(self._subject.model), streams, put))
+            for method, saver in savers.items():
+                saver.open(sessions[method])
+                stack.enter_context(saver.passing([Slice(sessions[method].name, begin, len(ids))], ids))
+            prefill(self._subject.model, cache, ids)
+        return {method: self._saved(saver, sessions[method]) for method, saver in savers.items()}
+
+    def _saved(self, saver: Saver, session: Session) -> Session:
+        saver.finish(session.name, durability=DURABILITY_DISK)
+        if (failure := saver.wait(session.name)) is not None:
+            raise failure
+        return self._store.client.get_session(session.name)
 
     def _answer(self, cache: DynamicCache, length: int) -> list[int]:
         return continue_greedy(

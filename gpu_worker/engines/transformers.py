@@ -1,13 +1,14 @@
 """transformers with a context store: every turn restores its session, continues it, and saves it.
 
 The engine keeps nothing between turns. A turn looks its session up, restores what the store has,
-prefills what is new, generates, and hands every row over as it is computed; a background thread
-commits them. A session that is missing, short or damaged is a miss with a reason, and what the
+prefills what is new, generates, and hands every row over as it is computed; background threads
+commit them. A session that is missing, short or damaged is a miss with a reason, and what the
 caller knows of the history is prefilled again. Worst case: a full prefill.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -31,16 +32,14 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1 import session_pb2
 from gpu_worker.capture import Capture
-from gpu_worker.collect import Collector, token_ids_of
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.plan import RestorePlan
 from gpu_worker.restore import restore_cache
-from gpu_worker.rows import in_batches, unpack_rows
-from gpu_worker.save import Saver
+from gpu_worker.rows import in_batches, token_ids_of, unpack_rows
+from gpu_worker.saving import Saver, Slice
 
-SAVE_PIECE_TOKENS = 64
 # What a read may answer for state that cannot be had: a miss, never a failed turn.
 _MISSES = (SessionNotFound, CorruptSegment, CapacityExceeded, TierFailure, LeaseNotFound)
 
@@ -98,7 +97,7 @@ class TransformersEngine:
         self._window = window or int(model.config.max_position_embeddings)
         self._sink_count, self._durability = sink_count, durability
         self._registered = client.register_model(spec)
-        self._saver = Saver(client)
+        self._saver = Saver(client, spec.resolve(plan.streams()), device=model.device)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +108,7 @@ class TransformersEngine:
         self.close()
 
     def close(self) -> None:
-        """Save what is still queued, then end the saving thread."""
+        """Save what is still in staging, then end the saving threads."""
         self._saver.close()
 
     def wait(self, session_id: str) -> CacheError | None:
@@ -196,7 +195,7 @@ class TransformersEngine:
 
     def _tokens(self, session: session_pb2.Session) -> list[int]:
         with self._client.read(session, streams=[TOKENS]) as rows:
-            return token_ids_of({TOKENS: rows.array(TOKENS)})
+            return token_ids_of(rows.array(TOKENS))
 
     def _restore(self, session: session_pb2.Session, known: Sequence[int] | None, turn: Turn) -> _Start:
         """Restore what the session and the history have in common. A damaged session is tried once more, cut."""
@@ -217,7 +216,7 @@ class TransformersEngine:
         if not session.token_count:
             return _Start(session, [], self._empty_cache())
         with self._client.read(session, streams={TOKENS, *self._plan.streams()}) as rows:
-            ids = token_ids_of({TOKENS: rows.array(TOKENS)})
+            ids = token_ids_of(rows.array(TOKENS))
             common = len(ids) if known is None else common_prefix(ids, known)
             cache = self._restored_cache(rows, ids[:common])
         if common < session.token_count:
@@ -257,24 +256,29 @@ class TransformersEngine:
         eos_token_ids: Collection[int] | None,
     ) -> Iterator[int]:
         """Yield tokens; what went through the model is saved on the way, the last one included."""
-        collector = Collector(self._spec.resolve(self._plan.streams()))
-        with Capture(self._adapter, self._plan_state_streams(), collector):
-            pending = list(token_ids)
-            for token in stream_greedy(
-                self._model, start.cache, token_ids,
-                max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids,
-            ):  # fmt: skip
-                collector.passed(pending)
-                pending = [token]
-                # First the caller: putting a prefill's rows together takes as long as a pass or two.
-                yield token
-                if collector.token_count >= SAVE_PIECE_TOKENS:
-                    self._saver.submit(start.session, collector.take())
-            if max_new_tokens:
-                # One more pass, after the caller has its answer: then the session holds the whole turn.
-                prefill(self._model, start.cache, pending)
-            collector.passed(pending)
-        self._saver.submit(start.session, collector.take(), durability=self._durability)
+        saver, session = self._saver, start.session
+        end = session.token_count
+
+        def passing(token_ids: Sequence[int]) -> AbstractContextManager[None]:
+            nonlocal end
+            end += len(token_ids)
+            return saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
+
+        saver.open(session)
+        try:
+            with Capture(self._adapter, self._plan_state_streams(), saver.put, is_on_host=False):
+                pending = list(token_ids)
+                for token in stream_greedy(
+                    self._model, start.cache, token_ids,
+                    max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, around=passing,
+                ):  # fmt: skip
+                    pending = [token]
+                    yield token
+                if max_new_tokens:
+                    # One more pass, after the caller has its answer: then the session holds the whole turn.
+                    prefill(self._model, start.cache, pending, around=passing)
+        finally:
+            saver.finish(session.name, durability=self._durability)
 
     def _plan_state_streams(self) -> list[Stream]:
         return [stream for stream in self._plan.streams() if stream != TOKENS]

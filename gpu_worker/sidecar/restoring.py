@@ -14,7 +14,6 @@ from ctxcache.client.convert import stream_from_wire
 from ctxcache.errors import ModelFingerprintMismatch, TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import Session
-from gpu_worker.collect import token_ids_of
 from gpu_worker.conversation import common_prefix
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.restoration import Restoration
@@ -22,6 +21,7 @@ from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import Method
 from gpu_worker.planning.planner import Plan
+from gpu_worker.rows import token_ids_of
 from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, slots_of
 from gpu_worker.sidecar.control import Control
 from gpu_worker.sidecar.errors import TokensDiffer
@@ -119,7 +119,7 @@ def _check_session(session: Session, asked: Asked, attachment: Attachment) -> No
 def _check_tokens(rows: SessionRows, token_ids: Sequence[int]) -> None:
     if not token_ids:
         return
-    stored = token_ids_of({TOKENS: rows.array(TOKENS)})
+    stored = token_ids_of(rows.array(TOKENS))
     common = common_prefix(stored, token_ids)
     if common < len(token_ids):
         raise TokensDiffer(common_token_count=common, token_count=len(token_ids))

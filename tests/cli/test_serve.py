@@ -49,7 +49,7 @@ def test_people_get_a_few_lines(tmp_path: Path) -> None:
         command, env=without_settings(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(9)]
+        lines = [process.stdout.readline() for _ in range(10)]
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=STOP_TIMEOUT_S)
 
@@ -61,7 +61,8 @@ def test_people_get_a_few_lines(tmp_path: Path) -> None:
     assert "0 sessions found" in lines[5]
     assert "64.0 MiB" in lines[6]
     assert f"{tmp_path}/data/control.sock" in lines[7]
-    assert "64.0 MiB" in lines[8]
+    assert "/metrics" in lines[8]
+    assert "64.0 MiB" in lines[9]
     assert process.returncode == ExitCode.OK
     assert "draining" in stderr
     assert "stopped: everything is on disk" in stderr

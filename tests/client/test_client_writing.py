@@ -120,6 +120,20 @@ def test_a_writer_that_is_kept_open_commits_in_steps(client: Client, far_side: F
     _assert_holds(far_side, 6)
 
 
+def test_a_writer_whose_room_is_full_holds_nothing(connect: Connect, far_side: FarSide) -> None:
+    """The commit that fills the room ends the reservation, however long it was to be kept open."""
+    session = far_side.add(NAME, 0)
+    rows = make_rows(4)
+    client = connect(access="local")
+
+    with client.writer(session, 4) as writer:
+        for stream in LAYOUT:
+            writer.write(stream, 0, rows[stream])
+        session = writer.commit(keep_open=True)
+        with client.writer(session, 1) as second:
+            assert second.write_offset == 4
+
+
 def test_a_writer_left_without_a_commit_leaves_the_session_alone(client: Client, far_side: FarSide) -> None:
     """The room is given back, and the next writer gets it."""
     far_side.add(NAME, 0)

@@ -1,6 +1,8 @@
 """The engine against a real store: the same replies as an engine that never dropped its state."""
 
+import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,11 +17,11 @@ from ctxcache.client.client import Access
 from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.collect import token_ids_of
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 12
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
@@ -81,7 +83,7 @@ def _turn(
 
 def _saved_ids(client: Client, session_id: str) -> list[int]:
     with client.read(f"sessions/{session_id}") as rows:
-        return token_ids_of({TOKENS: rows.array(TOKENS)})
+        return token_ids_of(rows.array(TOKENS))
 
 
 def _corrupt(server: ServerProcess, client: Client, session_id: str, token: int) -> None:
@@ -132,16 +134,24 @@ def test_no_reply_asked_for_is_a_prefill(client: Client, session_id: str) -> Non
     assert turn.token_ids == _never_dropped("llama")[0]
 
 
-def test_the_first_token_comes_before_rows_are_put_together(client: Client, session_id: str) -> None:
-    """What the caller waits for is not held up by saving: at the first token nothing is in the store."""
-    counts: list[int] = []
+def test_tokens_come_while_the_store_stands_still(
+    server: ServerProcess, client: Client, session_id: str
+) -> None:
+    """Nothing that the caller waits for waits for the store: a turn ends on a stopped one, and is saved all the same."""
+    plan = RestorePlan.uniform(Method.KV, 3)
+    with TransformersEngine(_model("llama"), client, _spec("llama"), plan) as engine:
+        try:
+            turn = engine.turn(
+                session_id, TURNS[0], max_new_tokens=REPLY_TOKENS,
+                on_token=lambda _: os.kill(server.pid, signal.SIGSTOP),
+            )  # fmt: skip
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        failure = engine.wait(session_id)
 
-    _turn(
-        client, session_id, TURNS[0],
-        on_token=lambda _: counts.append(client.get_session(f"sessions/{session_id}").token_count),
-    )  # fmt: skip
-
-    assert counts[0] == 0
+    assert failure is None
+    assert turn.token_ids == _never_dropped("llama")[0]
+    assert _saved_ids(client, session_id) == _history("llama", 1)
 
 
 def test_a_damaged_segment_is_a_miss_with_a_reason(

@@ -1,0 +1,69 @@
+"""Accesses: what callers that asked for sessions were given, and why not. Counts and remembers; changes nothing.
+
+Worst case: memory of the history, which is bounded.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from ctxcache.clock import Clock
+from ctxcache.core.history import Event, History
+from ctxcache.core.session import Session
+from ctxcache.errors import CacheError
+
+LOOKUP, READ = "lookup", "read"
+"""How it was asked."""
+HIT, EMPTY, NEVER_STORED, REFUSED = "hit", "empty", "never_stored", "refused"
+EVENTS = {
+    "MODEL_FINGERPRINT_MISMATCH": Event.FINGERPRINT_MISMATCH,
+    "CORRUPT_SEGMENT": Event.CORRUPT,
+    "CAPACITY_EXCEEDED": Event.QUOTA,
+    "TOO_MANY_REQUESTS": Event.QUOTA,
+    "DEADLINE_EXCEEDED": Event.TIMEOUT,
+    "TIER_FAILURE": Event.DEVICE,
+}
+"""What a failed access was, by its error's reason; the others say that the caller was mistaken."""
+RESULTS = (
+    HIT, EMPTY, NEVER_STORED, Event.EVICTED.value, Event.EXPIRED.value, Event.DELETED.value,
+    *dict.fromkeys(event.value for event in EVENTS.values()), REFUSED,
+)  # fmt: skip
+"""Every result there is."""
+
+
+class Accesses:
+    """Counts of results, and the history behind them. Owned by the event loop."""
+
+    def __init__(self, clock: Clock, sessions: Mapping[tuple[str, str], Session]) -> None:
+        """`sessions`: those that are there, by tenant and id."""
+        self._clock, self._sessions = clock, sessions
+        self.history = History()
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def found(self, by: str, *, is_empty: bool = False) -> None:
+        """The session was there."""
+        self.counts[by, EMPTY if is_empty else HIT] += 1
+
+    def missed(self, by: str, tenant: str, session_id: str, error: CacheError) -> None:
+        """It was not, or not for this caller."""
+        session, event = self._sessions.get((tenant, session_id)), EVENTS.get(error.reason)
+        if event is not None:
+            result = event.value
+            # Corruption is told once, by who ends the session before it.
+            if session is not None and event is not Event.CORRUPT:
+                self.happened(session, event, detail=error.reason)
+        elif error.reason != "SESSION_NOT_FOUND":
+            result = REFUSED
+        elif session is not None:
+            # It is over, and not cleared away yet.
+            result = Event.EXPIRED.value
+        else:
+            end = self.history.end_of(tenant, session_id)
+            result = end.value if end else NEVER_STORED
+        self.counts[by, result] += 1
+
+    def happened(self, session: Session, event: Event, *, detail: str = "", token_count: int = 0) -> None:
+        """Something was done to a session that is there, or was until now."""
+        self.history.note(
+            session.tenant, session.session_id, event, time_ns=self._clock.now_ns(), detail=detail,
+            token_count=token_count,
+        )  # fmt: skip

@@ -1,0 +1,87 @@
+"""History: what became of sessions, so that a miss can be explained. Pure; told by who did it.
+
+Only sessions that were there are remembered, so that names which callers make up take no room. Worst case:
+SESSIONS_LIMIT sessions of EVENTS_LIMIT events, some 20 MB; the session to which nothing has happened for longest
+is forgotten first, and its miss counts as never stored.
+"""
+
+import enum
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SESSIONS_LIMIT = 1 << 14
+EVENTS_LIMIT = 8
+"""Of one session, the latest; what repeats the one before is counted there."""
+
+
+class Event(enum.Enum):
+    """What can happen to a session so that less of it is found than was stored."""
+
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+    DELETED = "deleted"
+    TRUNCATED = "truncated"
+    CORRUPT = "corrupt"
+    FINGERPRINT_MISMATCH = "fingerprint_mismatch"
+    QUOTA = "quota"
+    TIMEOUT = "timeout"
+    DEVICE = "device"
+
+
+ENDS = frozenset((Event.EVICTED, Event.EXPIRED, Event.DELETED))
+"""After these the session is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """An event, `count` times from `first_time_ns` to `time_ns`; `token_count`: lost by the last of them."""
+
+    event: Event
+    time_ns: int
+    first_time_ns: int
+    detail: str
+    token_count: int
+    count: int = 1
+
+
+class History:
+    """The latest events of the sessions to which something happened. Owned by the event loop."""
+
+    def __init__(self, sessions_limit: int = SESSIONS_LIMIT) -> None:
+        self._sessions_limit = sessions_limit
+        self._events: OrderedDict[tuple[str, str], tuple[Happened, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def note(
+        self,
+        tenant: str,
+        session_id: str,
+        event: Event,
+        *,
+        time_ns: int,
+        detail: str = "",
+        token_count: int = 0,
+    ) -> None:
+        """It happened to the session; `detail`: by whom or with what, in words."""
+        key = (tenant, session_id)
+        events = self._events.pop(key, ())
+        last = events[-1] if events else None
+        if last and (last.event, last.detail) == (event, detail):
+            again = Happened(event, time_ns, last.first_time_ns, detail, token_count, last.count + 1)
+            events = (*events[:-1], again)
+        else:
+            events = (*events, Happened(event, time_ns, time_ns, detail, token_count))[-EVENTS_LIMIT:]
+        self._events[key] = events
+        if len(self._events) > self._sessions_limit:
+            self._events.popitem(last=False)
+
+    def of(self, tenant: str, session_id: str) -> Sequence[Happened]:
+        """What is remembered of a session, the oldest first."""
+        return self._events.get((tenant, session_id), ())
+
+    def end_of(self, tenant: str, session_id: str) -> Event | None:
+        """How a session that is not there ended; None when nothing is remembered of an end."""
+        return next((h.event for h in reversed(self.of(tenant, session_id)) if h.event in ENDS), None)

@@ -1,0 +1,129 @@
+"""The metrics endpoint: a small HTTP server that only answers GET and HEAD, one request per connection.
+
+Bounded: CONNECTIONS_LIMIT connections, REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one; what goes beyond is
+closed. Knows no metric: pages are given to it. Worst case: a peer that neither sends nor reads is cut off by the timeout.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from ctxcache.errors import AddressUnusable
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_LIMIT = 32
+REQUEST_LIMIT_BYTES = 8 << 10
+TIMEOUT_S = 10.0
+TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a page says."""
+
+    body: bytes
+    content_type: str = TEXT
+    status: HTTPStatus = HTTPStatus.OK
+
+
+Page = Callable[[Mapping[str, str]], Awaitable[Answer]]
+"""Given the request's headers, names in lower case."""
+
+
+class Endpoint:
+    """Serves pages by path. Owned by the event loop."""
+
+    def __init__(self, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.address = ""
+        """`host:port`, once it listens."""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises AddressUnusable."""
+        try:
+            self._server = await asyncio.start_server(
+                self._connected, host, port, limit=REQUEST_LIMIT_BYTES, backlog=CONNECTIONS_LIMIT
+            )
+        except OSError as error:
+            raise AddressUnusable(address=f"{host}:{port}", problem=error.strerror or str(error)) from error
+        bound = self._server.sockets[0].getsockname()
+        self.address = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
+
+    async def stop(self) -> None:
+        """Listen no more, and cut off whoever is connected."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101  # the library makes one for each connection
+        if len(self._connections) >= CONNECTIONS_LIMIT:
+            writer.transport.abort()
+            return
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._serve(reader, writer)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            # Nobody is there to be told.
+            writer.transport.abort()
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        method, path, headers = _parsed(head)
+        answer = await self._answer(method, path, headers)
+        lines = (
+            f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.body)}",
+            "Cache-Control: no-store",
+            "X-Content-Type-Options: nosniff",
+            "Connection: close",
+        )
+        writer.write("\r\n".join((*lines, "", "")).encode())
+        if method != "HEAD":
+            writer.write(answer.body)
+        await writer.drain()
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+
+    async def _answer(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
+        if method not in ("GET", "HEAD"):
+            return _failure(HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus.BAD_REQUEST)
+        page = self._pages.get(path)
+        if page is None:
+            return _failure(HTTPStatus.NOT_FOUND)
+        try:
+            return await page(headers)
+        except Exception:  # an edge of its own: what breaks here must not go unseen
+            log.exception("metrics_page_broken path=%s", path)
+            return _failure(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _failure(status: HTTPStatus) -> Answer:
+    return Answer(f"{status.phrase}\n".encode(), status=status)
+
+
+def _parsed(head: bytes) -> tuple[str, str, Mapping[str, str]]:
+    """Method, path without its query, and headers; an empty method where it is no request."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        return "", "", {}
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    return words[0], words[1].partition("?")[0], headers

@@ -1,0 +1,63 @@
+"""Metrics of what is kept: who found what, what went and when, tiers, placement, tenants. Part of TABLE."""
+
+from ctxcache.observe.metric import Group, counter, gauge, histogram
+
+HITS = Group("Hits", (
+    counter("accesses", "accesses", "Lookups (GetSession, LookupSessions) and reads (leases, streams), by what came of them: `hit`, `empty` (a session without tokens), `never_stored`, `evicted`, `expired`, `deleted`, `fingerprint_mismatch`, `corrupt`, `quota` (no room or too much at once), `timeout`, `device`, `refused` (the caller was mistaken).", "The share of `hit` falls: see which other one grows. `evicted`: more SSD, or `ctxcache simulate`. `expired`: a longer TTL. `fingerprint_mismatch`: a worker runs another model or revision. `never_stored`: engines do not save, or ask under other names, or ended longer ago than is remembered.", "by", "result"),
+    counter("read_tokens", "tokens", "Tokens read or leased, that is reused, by the tier in which they were when asked for.", "`ssd` grows faster than `dram`: sessions leave DRAM before they come back; see `ctxcache_dram_residence_seconds`.", "tier"),
+    counter("appended_tokens", "tokens", "Tokens committed.", "It stands still while engines work: they do not save."),
+    counter("regretted_sessions", "sessions", "Sessions that were evicted and later made anew under the same name.", "More than a few per cent of evictions: SSD is too small for the load, or the policy does not suit it."),
+    counter("regretted_tokens", "tokens", "Tokens those sessions had when they were evicted: what had to be computed again.", "As above; this is the cost."),
+    histogram("evict_to_reuse_seconds", "seconds", "From an eviction until the session was made anew.", "Small values: a little more SSD would have kept them. Large ones: only much more would."),
+))  # fmt: skip
+STAY = Group("What stays and what goes", (
+    gauge("sessions", "sessions", "Sessions.", "Near `max_sessions`: creating more is refused."),
+    gauge("models", "models", "Registered models.", "It grows all the time: workers register under ever new names."),
+    gauge("segments", "segments", "Segments, shared ones counted once.", "For scale only."),
+    counter("ended_sessions", "sessions", "Sessions that ended, by cause: `expired`, `evicted`, `deleted`.", "`evicted` is much of it: SSD is the bound, not the TTL.", "cause"),
+    histogram("evicted_session_age_seconds", "seconds", "From a session's creation until its eviction.", "Below the pause between two turns of a conversation: sessions go before they could be of use."),
+    histogram("evicted_session_idle_seconds", "seconds", "From a session's last access until its eviction.", "As above."),
+    histogram("dram_residence_seconds", "seconds", "For how long all of a session stayed in DRAM.", "Below the pause between two turns: a larger arena, or hints."),
+))  # fmt: skip
+TIERS = Group("Tiers", (
+    gauge("tier_capacity_bytes", "bytes", "What a path holds at most.", "For scale only.", "tier", "path"),
+    gauge("tier_used_bytes", "bytes", "Taken by segments and reservations.", "SSD is full in normal use. DRAM: near capacity for long, see `ctxcache_watermark_bytes`.", "tier", "path"),
+    gauge("tier_largest_free_bytes", "bytes", "The largest run of free room. Against what is free it tells fragmentation.", "Below the size of one segment while much is free: models of very different segment sizes share the path; give them servers of their own.", "tier", "path"),
+    gauge("tier_segments", "segments", "Segments on a path, those on the way included.", "For scale only.", "tier", "path"),
+    gauge("path_state", "0 or 1", "1 for the state that a path is in: `open`, `resting` (it lacked room for a write), `fenced` (its device refused; no writes until a restart).", "`fenced` is 1: look at the device, then restart. `resting` again and again: the filesystem or a quota is full.", "tier", "path", "state"),
+    gauge("filesystem_free_bytes", "bytes", "Free room of the filesystem under the data directory (`of` is `data`) and under each SSD path.", "`data` below 16 MiB: what makes new records is refused. Free some room; no restart is needed.", "of", "path"),
+    gauge("quarantined_slots", "slots", "Places on SSD that gave back other bytes than were written.", "Not 0: `ctxcache verify --release`; if they come again, replace the device."),
+    gauge("quarantined_bytes", "bytes", "What they take.", "As above."),
+    gauge("stranded_slots", "slots", "Places on SSD kept from use because a commit failed; free after a restart.", "Not 0: the metadata's device refused a write, see `ctxcache_metadata_fenced`."),
+    gauge("watermark_bytes", "bytes", "Bounds in the arena: `dram_low` and `dram_high` of what is free, `dirty` and `dirty_limit` of what is not on SSD.", "What they bound is beyond them for long: see the settings' table.", "mark"),
+    gauge("arena_prefaulted_bytes", "bytes", "Of the arena, touched ahead of use.", "Below the arena's capacity minutes after the start: first touches are dear until then."),
+    gauge("pinned_bytes", "bytes", "Of the arena, held from eviction, by `leases` and by `reservations`.", "Near its limit: callers wait and are refused. Who holds leases too long?", "by"),
+    gauge("pinned_limit_bytes", "bytes", "The most that may be held so.", "For scale only.", "by"),
+    gauge("pin_waiters", "callers", "Callers that wait for others to let go.", "Not 0 for long: as above.", "by"),
+))  # fmt: skip
+MOVES = Group("Moves and durability", (
+    counter("promoted_segments", "segments", "Segments brought from SSD into DRAM.", "Much more than sessions come back: DRAM thrashes."),
+    histogram("promotion_seconds", "seconds", "Reading and verifying one segment from SSD.", "p99 far above the device's own latency: the device is busy or ails."),
+    counter("prefetched_segments", "segments", "Segments promoted ahead of need.", "0 with hints on: the arena has no room to spare, or the policy takes no hints."),
+    counter("prefetch_used_segments", "segments", "Of those, read afterwards.", "Few: hints are wrong, or come too early."),
+    counter("prefetch_late_segments", "segments", "Of the used, asked for while they were still on their way.", "Many: hints come too late, or SSD is too slow."),
+    counter("prefetch_unused_segments", "segments", "Of those, dropped without having been read.", "Many: hints are wrong or much too early."),
+    gauge("prefetch_waiting_segments", "segments", "Promoted ahead of need, or being so, and not read yet.", "For scale only."),
+    counter("flushed_segments", "segments", "Segments written to SSD.", "Much faster than tokens come: tails are written again and again, see `tail_age_s`."),
+    histogram("flush_seconds", "seconds", "Making one session durable: rows, sync, record, sync.", "p99 in seconds: the device is slow, durable appends wait for it."),
+    gauge("flushes", "flushes", "Flushes under way.", "Many for long: as above."),
+    gauge("flush_lag_seconds", "seconds", "Age of the oldest rows that only DRAM has: what a crash would cost.", "Beyond `tail_age_s` by more than some seconds: the device does not keep up, or refuses."),
+    gauge("dirty_bytes", "bytes", "Segments of which DRAM has tokens that SSD has not.", "Above its watermark for long: the device does not keep up with writers."),
+    gauge("claimed_bytes", "bytes", "Dirty or reserved: what counts against the dirty limit.", "Near the limit: writers are about to wait."),
+    gauge("unwritten_sessions", "sessions", "Sessions with rows that are not durable: the backlog of write-behind.", "It grows all the time: as above."),
+    counter("delayed_writes", "writes", "Times that a writer had to wait, or was refused, because too much was not on SSD.", "It grows: a faster device, a larger arena, or fewer writers."),
+    counter("corrupt_segments", "segments", "Segments whose bytes failed verification; none was handed out.", "It grows: a device or memory returns wrong bytes. `ctxcache verify`, then look at SMART and ECC counters."),
+    counter("upkeep_failures", "failures", "Steps of upkeep that failed, by name.", "It grows: the log says why (`upkeep_step_failed`).", "step"),
+))  # fmt: skip
+TENANTS = Group("Tenants", (
+    gauge("tenants", "tenants", "Tenants that have something, or a share.", "More than 100: those that have least are counted together as `_other` below."),
+    gauge("tenant_sessions", "sessions", "A tenant's sessions.", "For scale only.", "tenant"),
+    gauge("tenant_bytes", "bytes", "A tenant's segments, in `dram`, on `ssd`, and `kept` (those in both places once).", "One tenant has nearly all, and others miss as `evicted`: give them shares.", "tenant", "tier"),
+    gauge("tenant_guaranteed_bytes", "bytes", "What nobody else's need takes from it.", "It has less than this and misses as `evicted`: report it.", "tenant", "tier"),
+    gauge("tenant_limit_bytes", "bytes", "The most that it may keep, where it has a limit.", "`kept` is near: its own sessions make way for each other.", "tenant"),
+))  # fmt: skip

@@ -1,0 +1,248 @@
+"""The saver: an engine's passes come in, sessions' tokens are committed, and the engine never waits.
+
+Its calls take a lock that nobody holds during a copy or a call of the store. What does not fit into staging
+is shed at once, counted by the reason why. A session with a gap takes no more rows until its engine has looked
+at it again, since rows behind a gap are of no use; those before it are saved. Worst case: a session keeps the
+tokens before the first that was shed or failed, and what staging holds is lost with the process.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ctxcache.client import Client
+from ctxcache.errors import (
+    CacheError,
+    DeadlineExceeded,
+    InvalidArgument,
+    TooManyRequests,
+    WriteOffsetMismatch,
+)
+from ctxcache.format.streams import StateKind, Stream, StreamSpec
+from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
+from gpu_worker.errors import DeviceFailed
+from gpu_worker.saving.board import Board
+from gpu_worker.saving.copies import Copies, copies_from
+from gpu_worker.saving.lane import Lane
+from gpu_worker.saving.progress import Progress
+from gpu_worker.saving.slices import Run, Slice
+from gpu_worker.saving.sorter import Sorter
+from gpu_worker.saving.staging import Frame, Staging
+
+STAGING_BYTES = 1 << 30
+THREAD_COUNT = 2
+SAVE_TIMEOUT_S = 60.0
+_CPU = torch.device("cpu")
+
+
+class Saver:
+    """Saves what goes through one model; `specs` are the streams of its sessions' layout. A context manager.
+
+    One thread runs passes: `with saver.passing(...)` around each, `put` as the sink of a capture that leaves rows
+    on `device`. The other calls come from any thread. `copies` says how rows leave the device, if not as usual.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        specs: Sequence[StreamSpec],
+        *,
+        device: torch.device = _CPU,
+        copies: Copies | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        thread_count: int = THREAD_COUNT,
+    ) -> None:
+        self._client = client
+        self._staging = Staging(
+            specs, copies or copies_from(device), size_bytes=staging_bytes, is_pinned=device.type == "cuda"
+        )
+        self._board = Board(self._staging)
+        self._is_closing = False
+        # The pass under way: the engine thread's own.
+        self._frame: Frame | None = None
+        self._failure: CacheError | None = None
+        self._sorter = Sorter(client, self._board, self._staging, thread_count=thread_count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- figures -------------------------------------------------------------------------------------
+
+    @property
+    def saved_token_count(self) -> int:
+        """Tokens that were committed."""
+        return self._board.saved_token_count
+
+    @property
+    def shed_token_counts(self) -> Mapping[str, int]:
+        """Tokens that were not saved, by the reason of what stopped them or some before them."""
+        with self._board.changed:
+            return dict(self._board.shed)
+
+    @property
+    def staged_share(self) -> float:
+        """How full staging is, in [0, 1]."""
+        ring = self._staging.ring
+        return ring.used_count / ring.row_count
+
+    # -- sessions ------------------------------------------------------------------------------------
+
+    def open(self, session: Session) -> None:
+        """Take rows for a session, from its end on, as the store has it now.
+
+        Raises InvalidArgument while it is open from before: `wait` first.
+        """
+        with self._board.changed:
+            if session.name in self._board.sessions:
+                raise InvalidArgument(field="session", problem=f"{session.name} is being saved")
+            progress = self._board.sessions[session.name] = Progress(Lane(self._client, session))
+            progress.is_finished = progress.is_closed = self._is_closing
+
+    def finish(self, session_name: str, *, durability: Durability.ValueType = DURABILITY_MEMORY) -> None:
+        """No more rows come for a session: what it has is committed, as safe as is asked for. Never waits."""
+        with self._board.changed:
+            progress = self._board.sessions.get(session_name)
+            if progress is not None and not progress.is_finished:
+                progress.durability = durability
+                progress.is_finished = True
+                self._board.look_at(progress)
+
+    def flush(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
+        """Wait until a session's rows so far are committed; what stopped them, if anything did. Raises DeadlineExceeded."""
+        with self._board.changed:
+            progress = self._board.sessions.get(session_name)
+            if progress is None:
+                return None
+            progress.is_hurried = bool(progress.parts)
+            self._board.look_at(progress)
+            self._board.wait(lambda: not progress.is_under_way, session_name, timeout_s)
+            return progress.failure
+
+    def wait(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
+        """Finish a session and wait until that is done; what stopped its saves, if anything, is then forgotten.
+
+        Raises DeadlineExceeded.
+        """
+        self.finish(session_name)
+        with self._board.changed:
+            progress = self._board.sessions.get(session_name)
+            if progress is None:
+                return None
+            self._board.wait(lambda: progress.is_closed, session_name, timeout_s)
+            self._board.sessions.pop(session_name, None)
+            return progress.failure
+
+    def close(self, *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+        """Finish every session, then end the threads. What is not saved by the deadline is shed."""
+        deadline_s = time.monotonic() + timeout_s
+        board = self._board
+        self._is_closing = True
+        for name in list(board.sessions):
+            self.finish(name)
+        with board.changed:
+            board.changed.wait_for(lambda: all(p.is_closed for p in board.sessions.values()), timeout_s)
+            for progress in board.sessions.values():
+                board.drop(progress, DeadlineExceeded(target=progress.name, timeout_s=str(timeout_s)))
+            board.is_ended = True
+            board.changed.notify_all()
+        self._sorter.join(deadline_s)
+
+    # -- passes: the engine's thread -----------------------------------------------------------------
+
+    @contextmanager
+    def passing(self, slices: Sequence[Slice], token_ids: Sequence[int]) -> Iterator[None]:
+        """Around a forward pass over `token_ids`: slices say whose they are, in the same order, each session's once.
+
+        A pass that raises is a gap in all of them. Raises InvalidArgument where slices are not the pass.
+        """
+        ids = np.asarray(token_ids, "<i4")
+        if sum(part.count for part in slices) != len(ids):
+            raise InvalidArgument(field="slices", problem=f"they are not the {len(ids)} tokens of the pass")
+        takers = self._begin(slices, ids)
+        try:
+            yield
+        finally:
+            self._end(takers)
+
+    def put(self, layer: int, kind: StateKind, rows: Tensor) -> None:
+        """Take the rows [T, row] of one layer of the pass under way; those of other streams are passed over.
+
+        Raises nothing: what is wrong with them is a gap.
+        """
+        frame, stream = self._frame, Stream(layer, kind)
+        if frame is not None and self._failure is None and stream in self._staging.specs:
+            self._failure = _failure_of(lambda: self._staging.put(frame, stream, rows))
+
+    def _begin(self, slices: Sequence[Slice], ids: npt.NDArray[np.int32]) -> "_Takers":
+        takers: _Takers = []
+        row = 0
+        self._failure = None
+        with self._board.changed:
+            for part in slices:
+                progress = self._board.sessions.get(part.session_name)
+                if progress is not None and self._takes(progress, part):
+                    takers.append((progress, Run(row, row + part.count)))
+                row += part.count
+            self._frame = self._board.take_frame(ids) if takers else None
+            if takers and self._frame is None:
+                limit = self._staging.ring.row_count
+                self._stop(takers, TooManyRequests(what="tokens waiting to be saved", limit=limit))
+        return takers
+
+    def _takes(self, progress: Progress, part: Slice) -> bool:
+        failure = progress.failure
+        if failure is None and progress.is_finished:
+            failure = InvalidArgument(field="session", problem=f"{progress.name} is finished")
+        if failure is None and part.token_begin != progress.token_count:
+            failure = WriteOffsetMismatch(
+                session=progress.name, token_count=progress.token_count, write_offset=part.token_begin
+            )
+        if failure is not None:
+            self._board.stop(progress, part.count, failure)
+        return failure is None
+
+    def _stop(self, takers: "_Takers", failure: CacheError) -> None:
+        for progress, run in takers:
+            self._board.stop(progress, len(run), failure)
+
+    def _end(self, takers: "_Takers") -> None:
+        frame, self._frame = self._frame, None
+        if frame is None:
+            return
+        sealing = _failure_of(lambda: self._staging.seal(frame))
+        failure = self._failure or sealing
+        with self._board.changed:
+            if failure is not None:
+                self._stop(takers, failure)
+                return
+            for progress, run in takers:
+                begin = frame.rows.begin + run.begin
+                self._board.add(progress, frame, Run(begin, begin + len(run)))
+            self._board.relieve()
+
+
+_Takers = list[tuple[Progress, Run]]
+"""Sessions that take rows of a pass, and which."""
+
+
+def _failure_of(copy: Callable[[], None]) -> CacheError | None:
+    """What went wrong with a copy: nothing of it concerns the pass that it is a copy of."""
+    try:
+        copy()
+    except CacheError as error:
+        return error
+    except RuntimeError as error:
+        return DeviceFailed(problem=str(error))
+    return None

@@ -1,0 +1,485 @@
+"""Saving in two stages: a batch's rows come to their sessions, bounded, never behind a gap, and nobody waits."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from server_process import ServerProcess
+from torch import Tensor
+
+from ctxcache.client import Client
+from ctxcache.client.client import Access
+from ctxcache.errors import (
+    CacheError,
+    DeadlineExceeded,
+    GenerationMismatch,
+    InvalidArgument,
+    SessionNotFound,
+    TooManyRequests,
+)
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
+from gpu_worker.errors import DeviceFailed, ShapeMismatch
+from gpu_worker.rows import token_ids_of
+from gpu_worker.saving import Saver, Slice
+from gpu_worker.saving.copies import HostCopies, Mark
+
+_KV = StreamSpec(Stream(0, StateKind.KV), 64, DType.FLOAT32)
+_HIDDEN = StreamSpec(Stream(1, StateKind.HIDDEN), 48, DType.FLOAT32)
+_STATE = (_KV, _HIDDEN)
+_SPECS = (TOKENS_SPEC, *_STATE)
+_TOKEN_BYTES = 4 + 64 + 48
+_SPEC = ModelSpec(
+    model_id="save", architecture="Test", revision="", weights_digest="", tokenizer_digest="",
+    dtype=DType.FLOAT32, layer_count=2, hidden_size=8, kv_head_count=1, head_size=8, rope="", norm="",
+    is_relocatable=True, streams=_STATE,
+)  # fmt: skip
+
+Create = Callable[[str], Session]
+
+
+@pytest.fixture
+def create(client: Client, session_id: str) -> Create:
+    """Makes empty sessions of a model with two layers."""
+    model = client.register_model(_SPEC).name
+    layout = [spec.stream for spec in _STATE]
+    return lambda suffix: client.create_session(model, session_id=f"{session_id}-{suffix}", layout=layout)
+
+
+@pytest.fixture
+def session(create: Create) -> Session:
+    """One of them."""
+    return create("one")
+
+
+@contextmanager
+def _stopped(server: ServerProcess) -> Iterator[None]:
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def _rows(spec: StreamSpec, ids: Sequence[int]) -> Tensor:
+    """Rows that say whose they are: the token's id and the stream's layer."""
+    rows = torch.zeros(len(ids), spec.row_bytes // 4)
+    rows[:, 0] = torch.tensor(ids)
+    rows[:, -1] = spec.stream.layer + 1
+    return rows
+
+
+def _pass(saver: Saver, *slices: tuple[Session, int, int]) -> None:
+    """A forward pass over tokens `[begin, end)` of sessions, whose ids are their numbers plus 1000 a slice."""
+    ids = [
+        1000 * number + token for number, (_, begin, end) in enumerate(slices) for token in range(begin, end)
+    ]
+    with saver.passing([Slice(session.name, begin, end - begin) for session, begin, end in slices], ids):
+        for spec in _STATE:
+            saver.put(*spec.stream, _rows(spec, ids))
+
+
+def _assert_holds(client: Client, session: Session, ids: Sequence[int]) -> None:
+    with client.read(session.name) as rows:
+        assert token_ids_of(rows.array(TOKENS)) == list(ids)
+        for spec in _STATE:
+            found = rows.array(spec.stream).view(np.float32)
+            np.testing.assert_array_equal(found, _rows(spec, ids).numpy())
+
+
+def _wait_until_saved(saver: Saver, token_count: int) -> None:
+    changed = saver._board.changed
+    with changed:
+        assert changed.wait_for(lambda: saver.saved_token_count >= token_count, timeout=30)
+
+
+@pytest.mark.parametrize("access", ["local", "remote"])
+def test_a_packed_batch_is_sorted_into_its_sessions(
+    server: ServerProcess, create: Create, access: Access
+) -> None:
+    """Prefill chunks and decode steps of several sessions in the same passes: each session has its own, bit for bit."""
+    long, short, other = create("long"), create("short"), create("other")
+    with Client(server.target, access=access) as client, Saver(client, _SPECS) as saver:
+        for session in (long, short):
+            saver.open(session)
+        _pass(saver, (long, 0, 150), (short, 0, 3))
+        # Not among those that are saved: its rows are nobody's.
+        _pass(saver, (long, 150, 300), (other, 0, 70), (short, 3, 4))
+        for token in range(4, 90):
+            _pass(saver, (long, 296 + token, 297 + token), (short, token, token + 1))
+        saver.finish(long.name, durability=DURABILITY_DISK)
+        failures = [saver.wait(long.name), saver.wait(short.name)]
+
+        assert failures == [None, None]
+        _assert_holds(client, long, range(386))
+        _assert_holds(client, short, [*range(1000, 1003), 2003, *range(1004, 1090)])
+        assert client.get_session(long.name).durable_token_count == 386
+        assert client.get_session(other.name).token_count == 0
+        assert (saver.saved_token_count, saver.shed_token_counts) == (476, {})
+
+
+def test_decoding_commits_a_segment_at_a_time(client: Client, session: Session) -> None:
+    """Without anybody asking, rows are committed where a segment ends; the rest waits for the turn's end."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        for token in range(70):
+            _pass(saver, (session, token, token + 1))
+        _wait_until_saved(saver, 64)
+        before = client.get_session(session.name).token_count
+        failure = saver.flush(session.name)
+        flushed = client.get_session(session.name).token_count
+        _pass(saver, (session, 70, 71))
+        saver.wait(session.name)
+
+    assert (before, failure, flushed) == (64, None, 70)
+    _assert_holds(client, session, range(71))
+
+
+def test_full_staging_sheds_and_counts(server: ServerProcess, client: Client, create: Create) -> None:
+    """What a slow store cannot take is shed at once, and what follows too; what came before the gap is saved."""
+    session, other = create("one"), create("other")
+    with Saver(client, _SPECS, staging_bytes=200 * _TOKEN_BYTES) as saver:
+        saver.open(session)
+        saver.open(other)
+        with _stopped(server):
+            _pass(saver, (session, 0, 100))
+            _pass(saver, (session, 100, 180))
+            _pass(saver, (session, 180, 230), (other, 0, 5))
+            _pass(saver, (session, 230, 231))
+            shed = saver.shed_token_counts
+        failures = [saver.wait(session.name), saver.wait(other.name)]
+
+    assert shed == {"TOO_MANY_REQUESTS": 56}
+    assert [type(failure) for failure in failures] == [TooManyRequests, TooManyRequests]
+    _assert_holds(client, session, range(180))
+    assert saver.saved_token_count == 180
+
+
+def test_after_a_look_at_the_session_saves_go_on(client: Client, session: Session) -> None:
+    """Once `wait` has told of the loss, the session takes rows again from where it ends."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        _pass(saver, (session, 0, 6))
+        _pass(saver, (session, 8, 12))
+        _pass(saver, (session, 6, 8))
+        failure = saver.wait(session.name)
+        end = client.get_session(session.name)
+        saver.open(end)
+        _pass(saver, (session, end.token_count, 12))
+        again = saver.wait(session.name)
+
+    assert failure is not None
+    assert failure.reason == "WRITE_OFFSET_MISMATCH"
+    assert again is None
+    assert saver.shed_token_counts == {"WRITE_OFFSET_MISMATCH": 6}
+    _assert_holds(client, session, range(12))
+
+
+def test_a_failed_save_stops_only_its_session(client: Client, create: Create) -> None:
+    """Rows of a session that was deleted meanwhile are lost and counted; another session's are not."""
+    session, other = create("one"), create("other")
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        saver.open(other)
+        client.delete_session(session.name)
+        _pass(saver, (session, 0, 3), (other, 0, 7))
+        first = saver.flush(session.name)
+        _pass(saver, (session, 3, 5), (other, 7, 8))
+        failures = [saver.wait(session.name), saver.wait(other.name)]
+
+    assert isinstance(first, SessionNotFound)
+    assert [type(failure) for failure in failures] == [SessionNotFound, type(None)]
+    assert saver.shed_token_counts == {"SESSION_NOT_FOUND": 5}
+    assert client.get_session(other.name).token_count == 8
+
+
+def test_waiting_has_an_end(server: ServerProcess, client: Client, session: Session) -> None:
+    """A store that does not answer costs the waiter its deadline, and the save is not lost by that."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        with _stopped(server):
+            _pass(saver, (session, 0, 3))
+            with pytest.raises(DeadlineExceeded):
+                saver.flush(session.name, timeout_s=0.05)
+            with pytest.raises(DeadlineExceeded):
+                saver.wait(session.name, timeout_s=0.05)
+        failure = saver.wait(session.name)
+
+    assert failure is None
+    _assert_holds(client, session, range(3))
+
+
+def test_closing_saves_what_is_in_staging(client: Client, session: Session) -> None:
+    """Rows of passes before close are saved; rows after it are shed, and `wait` says so."""
+    saver = Saver(client, _SPECS)
+    saver.open(session)
+    _pass(saver, (session, 0, 9))
+
+    saver.close()
+
+    assert client.get_session(session.name).token_count == 9
+    _pass(saver, (session, 9, 10))
+    assert saver.shed_token_counts == {"INVALID_FIELD": 1}
+    assert isinstance(saver.wait(session.name), InvalidArgument)
+
+
+def test_closing_has_an_end(server: ServerProcess, client: Client, create: Create) -> None:
+    """A store that does not answer costs close its deadline; what no thread has taken by then is shed."""
+    sessions = [create(name) for name in ("one", "two")]
+    saver = Saver(client, _SPECS, thread_count=1)
+    for session in sessions:
+        saver.open(session)
+
+    with _stopped(server):
+        for session in sessions:
+            _pass(saver, (session, 0, 5))
+        saver.close(timeout_s=0.05)
+        shed = saver.shed_token_counts
+
+    assert shed == {"DEADLINE_EXCEEDED": 5}
+
+
+def test_a_session_never_opened_is_not_waited_for(client: Client) -> None:
+    """There is nothing to wait for, and nothing went wrong."""
+    with Saver(client, _SPECS) as saver:
+        assert saver.wait("sessions/never") is None
+        assert saver.flush("sessions/never") is None
+
+
+def test_a_session_is_open_once(client: Client, session: Session) -> None:
+    """Whoever opens a session again has to look at what became of it first."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        with pytest.raises(InvalidArgument, match="is being saved"):
+            saver.open(session)
+
+
+def test_slices_are_the_pass(client: Client, session: Session) -> None:
+    """Slices of other lengths than the tokens are refused before anything is taken."""
+    with (
+        Saver(client, _SPECS) as saver,
+        pytest.raises(InvalidArgument, match="not the 3 tokens"),
+        saver.passing([Slice(session.name, 0, 2)], [1, 2, 3]),
+    ):
+        pytest.fail("the pass must not run")
+
+
+def test_a_pass_that_raises_is_a_gap(client: Client, session: Session) -> None:
+    """The engine gets its own error; tokens before that pass are saved, those of it and behind it are not."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        _pass(saver, (session, 0, 4))
+        with pytest.raises(ZeroDivisionError), saver.passing([Slice(session.name, 4, 1)], [4]):
+            _ = 1 // saver.saved_token_count
+        _pass(saver, (session, 5, 6))
+        failure = saver.wait(session.name)
+
+    assert failure is not None
+    assert failure.reason == "INCOMPLETE_APPEND"
+    assert saver.shed_token_counts == {"INCOMPLETE_APPEND": 2}
+    _assert_holds(client, session, range(4))
+
+
+def test_rows_of_another_shape_are_a_gap(client: Client, session: Session) -> None:
+    """What cannot be stored as it is costs the save, never the pass."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        with saver.passing([Slice(session.name, 0, 2)], [0, 1]):
+            saver.put(*_KV.stream, _rows(_KV, [0, 1])[:, :-1])
+        failure = saver.wait(session.name)
+
+    assert isinstance(failure, ShapeMismatch)
+    assert client.get_session(session.name).token_count == 0
+
+
+def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: Session) -> None:
+    """A session of the same length with other tokens is another generation: rows of ours do not follow those."""
+    row = {TOKENS: np.array([7], "<i4"), **{spec.stream: _rows(spec, [7]).numpy() for spec in _STATE}}
+    with Saver(client, _SPECS) as saver:
+        first = client.append(session, row)
+        saver.open(first)
+        client.append(client.keep_first(first.name, 0), row)
+        _pass(saver, (session, 1, 3))
+        failure = saver.wait(session.name)
+
+    assert isinstance(failure, GenerationMismatch)
+    assert saver.shed_token_counts == {"GENERATION_MISMATCH": 2}
+    _assert_holds(client, session, [7])
+
+
+def test_a_reservation_that_ended_is_opened_again(client: Client, session: Session) -> None:
+    """An idle session's room runs out of time; its next rows are written where nobody else came."""
+    with Saver(client, _SPECS) as saver:
+        saver.open(session)
+        _pass(saver, (session, 0, 5))
+        saver.flush(session.name)
+        saver._board.sessions[session.name].lane._writer._hold.deadline_ns = 0  # type: ignore[union-attr]
+        _pass(saver, (session, 5, 9))
+        failure = saver.wait(session.name)
+
+    assert failure is None
+    _assert_holds(client, session, range(9))
+
+
+def test_a_full_arena_sheds_until_there_is_room(server: ServerProcess, create: Create) -> None:
+    """Room ahead is a wish: where there is little, rows get what they need, and where there is none they are shed."""
+    session, big, more = create("one"), create("big"), create("more")
+    with Client(server.target, access="local") as client, Saver(client, _SPECS) as saver:
+        segment_tokens, slot_bytes = 64, 4 << 12
+        half = (server.ready["arena"]["size_bytes"] // 2 // slot_bytes) * segment_tokens
+        saver.open(session)
+        with client.writer(big, half - 2 * segment_tokens):
+            _pass(saver, (session, 0, 64))
+            fitting = saver.flush(session.name)
+            with client.writer(more, segment_tokens):
+                _pass(saver, (session, 64, 128))
+                failure = saver.wait(session.name)
+        saver.open(client.get_session(session.name))
+        _pass(saver, (session, 64, 70))
+        again = saver.wait(session.name)
+
+        assert fitting is None
+        assert isinstance(failure, TooManyRequests)
+        assert saver.shed_token_counts == {"TOO_MANY_REQUESTS": 64}
+        assert again is None
+        _assert_holds(client, session, range(70))
+
+
+def test_a_paused_session_does_not_keep_staging_from_others(client: Client, create: Create) -> None:
+    """Few old rows of one session are committed early where another needs the room."""
+    paused, busy = create("paused"), create("busy")
+    with Saver(client, _SPECS, staging_bytes=128 * _TOKEN_BYTES, thread_count=1) as saver:
+        saver.open(paused)
+        saver.open(busy)
+        _pass(saver, (paused, 0, 3))
+        for begin in range(0, 640, 32):
+            _pass(saver, (busy, begin, begin + 32))
+            # The one thread has come to whoever was due before.
+            saver.flush(busy.name)
+        failures = [saver.wait(paused.name), saver.wait(busy.name)]
+
+    assert failures == [None, None]
+    _assert_holds(client, paused, range(3))
+    _assert_holds(client, busy, range(640))
+
+
+class _LateCopies:
+    """Copies that are carried out when they are let, as a device would: not before it has come to them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._lock = threading.Lock()
+        self.begun_count = self.done_count = 0
+        self.asked = threading.Event()
+        """Somebody wanted rows whose copy has not ended."""
+
+    def copy(self, target: Tensor, rows: Tensor) -> None:
+        target.fill_(torch.nan)
+        self._waiting.append((target, rows.clone()))
+        self.begun_count += 1
+
+    def mark(self) -> Mark:
+        return _LateMark(self, self.begun_count)
+
+    def let(self) -> None:
+        with self._lock:
+            for target, rows in self._waiting:
+                target.copy_(rows)
+            self._waiting.clear()
+            self.done_count = self.begun_count
+
+
+class _LateMark:
+    def __init__(self, copies: _LateCopies, count: int) -> None:
+        self._copies, self._count = copies, count
+
+    def is_done(self) -> bool:
+        is_done = self._copies.done_count >= self._count
+        if not is_done:
+            self._copies.asked.set()
+        return is_done
+
+
+def test_rows_are_read_and_their_room_reused_behind_the_copy(client: Client, session: Session) -> None:
+    """Neither does a thread read rows that are not there yet, nor does another pass get their room."""
+    copies = _LateCopies()
+    with Saver(client, _SPECS, copies=copies, staging_bytes=128 * _TOKEN_BYTES) as saver:
+        saver.open(session)
+        _pass(saver, (session, 0, 100))
+        assert copies.asked.wait(timeout=30)
+        _pass(saver, (session, 100, 130))
+        copies.let()
+        failure = saver.wait(session.name)
+
+    assert isinstance(failure, TooManyRequests)
+    _assert_holds(client, session, range(100))
+
+
+class _FailingCopies(HostCopies):
+    """A device that fails, at a copy or at the mark behind it."""
+
+    def __init__(self, *, is_failing_at_once: bool) -> None:
+        self._is_failing_at_once = is_failing_at_once
+
+    def copy(self, target: Tensor, rows: Tensor) -> None:
+        if self._is_failing_at_once:
+            raise RuntimeError("an illegal memory access was encountered")
+        super().copy(target, rows)
+
+    def mark(self) -> Mark:
+        return _FailingMark()
+
+
+class _FailingMark:
+    def is_done(self) -> bool:
+        raise DeviceFailed(problem="an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("is_failing_at_once", [True, False])
+def test_a_failed_device_is_a_gap(client: Client, session: Session, *, is_failing_at_once: bool) -> None:
+    """The pass goes on, nothing of it becomes visible, and nobody waits for a copy that never ends."""
+    copies = _FailingCopies(is_failing_at_once=is_failing_at_once)
+    with Saver(client, _SPECS, copies=copies) as saver:
+        saver.open(session)
+        _pass(saver, (session, 0, 64))
+        failure = saver.wait(session.name)
+
+    assert isinstance(failure, DeviceFailed)
+    assert saver.shed_token_counts == {"DEVICE_FAILED": 64}
+    assert client.get_session(session.name).token_count == 0
+
+
+def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> None:
+    """Killed between two saves: what is shed is counted, and what it wakes up with is a prefix, bit for bit."""
+    with ServerProcess(tmp_path / "data") as server:
+        with Client(server.target, timeout_s=5) as client, Saver(client, _SPECS) as saver:
+            layout = [spec.stream for spec in _STATE]
+            model = client.register_model(_SPEC).name
+            sessions = [
+                client.create_session(model, session_id=f"{session_id}-{i}", layout=layout) for i in range(3)
+            ]
+            for session in sessions:
+                saver.open(session)
+            _pass(saver, *((session, 0, 64) for session in sessions))
+            saver.finish(sessions[0].name, durability=DURABILITY_DISK)
+            assert saver.wait(sessions[0].name) is None
+            _wait_until_saved(saver, 192)
+            server.kill9()
+            _pass(saver, *((session, 64, 128) for session in sessions[1:]))
+            failures = [saver.wait(session.name) for session in sessions[1:]]
+            shed: Mapping[str, int] = saver.shed_token_counts
+        server.start()
+        with Client(server.target) as client:
+            _assert_holds(client, sessions[0], range(64))
+            counts = [client.get_session(session.name).token_count for session in sessions[1:]]
+
+    assert all(isinstance(failure, CacheError) for failure in failures)
+    assert sum(shed.values()) == 128
+    assert all(count in (0, 64) for count in counts)

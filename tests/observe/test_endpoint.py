@@ -1,0 +1,146 @@
+"""The metrics endpoint: what it answers, and whom it cuts off."""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from observed import fetch, observed, small_settings
+from service_rig import until
+
+from ctxcache.errors import AddressUnusable, InvalidConfiguration
+from ctxcache.observe import endpoint as endpoint_module
+from ctxcache.observe.endpoint import Answer, Endpoint
+from ctxcache.server import Server
+
+
+async def test_pages_answer(tmp_path: Path) -> None:
+    """Health, readiness and metrics; anything else is not there, and nothing may be changed."""
+    async with observed(tmp_path) as (server, _, _):
+        assert await fetch(server, "/healthz") == (200, "ok\n")
+        assert await fetch(server, "/readyz?x=1") == (200, "ready\n")
+        assert (await fetch(server, "/metrics"))[0] == 200
+        assert await fetch(server, "/metrics", method="HEAD") == (200, "")
+        assert (await fetch(server, "/nothing"))[0] == 404
+        assert (await fetch(server, "/metrics", method="POST"))[0] == 405
+        assert (await fetch(server, "", head=b"nonsense\r\n\r\n"))[0] == 400
+
+
+async def test_it_says_that_the_server_drains(tmp_path: Path) -> None:
+    """Alive, and not ready."""
+    async with observed(tmp_path) as (server, _, _):
+        server._admissions.drain()
+
+        assert await fetch(server, "/readyz") == (503, "draining\n")
+        assert await fetch(server, "/healthz") == (200, "ok\n")
+        assert "ctxcache_ready 0.0" in (await fetch(server, "/metrics"))[1]
+
+
+async def test_openmetrics_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Prometheus asks for it by its Accept header."""
+    head = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
+    async with observed(tmp_path) as (server, _, _):
+        assert (await fetch(server, "", head=head))[1].endswith("# EOF\n")
+
+
+async def test_a_request_that_is_too_long_or_too_late_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection ends without an answer, and the next one is served."""
+    monkeypatch.setattr(endpoint_module, "TIMEOUT_S", 0.05)
+    endpoint = await _started()
+    try:
+        for sent in (b"GET / HTTP/1.1\r\n", b"x" * 20000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", _port(endpoint))
+            writer.write(sent)
+            assert await _rest(reader) == b""
+            writer.close()
+        assert b"200 OK" in await _get(endpoint)
+    finally:
+        await endpoint.stop()
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than there may be is closed at once; when one has ended there is room again."""
+    monkeypatch.setattr(endpoint_module, "CONNECTIONS_LIMIT", 1)
+    endpoint = await _started()
+    try:
+        _, held = await asyncio.open_connection("127.0.0.1", _port(endpoint))
+        reader, refused = await asyncio.open_connection("127.0.0.1", _port(endpoint))
+        assert await _rest(reader) == b""
+        held.close()
+        refused.close()
+        await until(lambda: not endpoint._connections)
+        assert b"200 OK" in await _get(endpoint)
+    finally:
+        await endpoint.stop()
+
+
+async def test_a_page_that_breaks_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, and the endpoint lives on."""
+    endpoint = await _started()
+    try:
+        assert b" 500 " in await _get(endpoint, "/broken")
+        assert "metrics_page_broken path=/broken" in caplog.text
+        assert b"200 OK" in await _get(endpoint)
+    finally:
+        await endpoint.stop()
+
+
+async def test_where_it_listens(tmp_path: Path) -> None:
+    """Nowhere where nothing is named; a port that is taken is an error only where it was asked for."""
+    async with observed(tmp_path / "none", metrics_listen="") as (server, _, _):
+        assert server.metrics_address == ""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = small_settings(tmp_path / "taken", metrics_listen=f"127.0.0.1:{port}")
+        with pytest.raises(AddressUnusable):
+            await Server.start(settings)
+        async with observed(tmp_path / "auto", listen=f"127.0.0.1:{_free_port_before(port)}") as (
+            server,
+            _,
+            _,
+        ):
+            assert server.metrics_address in ("", f"127.0.0.1:{port}")
+    with pytest.raises(InvalidConfiguration):
+        await Server.start(small_settings(tmp_path / "wrong", metrics_listen="here"))
+
+
+def _free_port_before(port: int) -> int:
+    """The port whose successor is taken; another one where it is not free itself."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port - 1))
+        except OSError:
+            return 0
+    return port - 1
+
+
+async def _started() -> Endpoint:
+    async def page(_: Mapping[str, str]) -> Answer:
+        return Answer(b"here")
+
+    async def broken(_: Mapping[str, str]) -> Answer:
+        raise ZeroDivisionError
+
+    endpoint = Endpoint({"/": page, "/broken": broken})
+    await endpoint.start("127.0.0.1", 0)
+    return endpoint
+
+
+def _port(endpoint: Endpoint) -> int:
+    return int(endpoint.address.rpartition(":")[2])
+
+
+async def _get(endpoint: Endpoint, path: str = "/") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", _port(endpoint))
+    writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
