@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Write what is derived from the table of metrics: the tables in docs/operations.md.
+"""Write what is derived from the tables of metrics, alerts and panels.
+
+The tables in docs/operations.md, the entries of docs/runbook.md, observability/alerts.yaml with its tests, and
+observability/dashboard.json.
 
 `generate_observability.py` writes into the tree; `--check` fails when the tree differs from what would be written.
 """
@@ -10,16 +13,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from alert_rules import rule_tests, rules, runbook  # noqa: E402
+from dashboard_json import dashboard  # noqa: E402
+
 from ctxcache.observe.metric import Group, Metric  # noqa: E402
 from ctxcache.observe.table import TABLE  # noqa: E402
 
 OPERATIONS = ROOT / "docs" / "operations.md"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+OBSERVABILITY = ROOT / "observability"
 BEGIN, END = "<!-- metrics: begin, by scripts/generate_observability.py -->", "<!-- metrics: end -->"
 
 
 def main() -> None:
     """Write or check; exits 1 with the names of the files that differ."""
-    wanted = {OPERATIONS: operations(OPERATIONS.read_text())}
+    head = RUNBOOK.read_text().partition("\n## ")[0].rstrip()
+    wanted = {
+        OPERATIONS: operations(OPERATIONS.read_text()),
+        RUNBOOK: runbook(head),
+        OBSERVABILITY / "alerts.yaml": rules(),
+        OBSERVABILITY / "alerts_test.yaml": rule_tests("alerts.yaml"),
+        OBSERVABILITY / "dashboard.json": dashboard(),
+    }
     differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
         if differing:

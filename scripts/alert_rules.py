@@ -1,0 +1,89 @@
+"""Writes alerts as Prometheus rules, as promtool's tests of them, and as a runbook. Pure."""
+
+import json
+from collections.abc import Sequence
+
+from alert_table import ALERTS, Alert
+
+MADE = "Made by scripts/generate_observability.py from scripts/alert_table.py."
+RUNBOOK = "docs/runbook.md"
+
+
+def rules() -> str:
+    """The rule file. YAML whose scalars are JSON strings."""
+    return "\n".join([f"# {MADE}", "groups:", "  - name: ctxcache", "    rules:", *map(_rule, ALERTS), ""])
+
+
+def _rule(alert: Alert) -> str:
+    return "\n".join((
+        f"      - alert: {alert.name}",
+        f"        expr: {_text(alert.expression)}",
+        f"        for: {alert.for_minutes}m",
+        f"        labels: {{severity: {alert.severity}}}",
+        "        annotations:",
+        *(f"          {name}: {_text(text)}" for name, text in _annotations(alert)),
+    ))  # fmt: skip
+
+
+def rule_tests(rule_file: str, alerts: Sequence[Alert] = ALERTS) -> str:
+    """What `promtool test rules` runs: each alert silent at first, and firing when it should."""
+    return "\n".join(
+        [
+            f"# {MADE}",
+            f"rule_files: [{_text(rule_file)}]",
+            "evaluation_interval: 1m",
+            "tests:",
+            *map(_test, alerts),
+            "",
+        ]
+    )
+
+
+def _test(alert: Alert) -> str:
+    labels = ", ".join(
+        f"{name}: {_text(value)}" for name, value in (*alert.labels, ("severity", alert.severity))
+    )
+    annotations = ", ".join(f"{name}: {_text(text)}" for name, text in _annotations(alert))
+    return "\n".join((
+        f"  - name: {alert.name}",
+        "    interval: 1m",
+        "    input_series:",
+        *(f"      - {{series: {_text(name)}, values: {_text(values)}}}" for name, values in alert.series),
+        "    alert_rule_test:",
+        # A minute before anything was seen.
+        f"      - {{eval_time: 0m, alertname: {alert.name}, exp_alerts: {_at_once(alert, labels, annotations)}}}",
+        f"      - eval_time: {alert.fires_at}m",
+        f"        alertname: {alert.name}",
+        f"        exp_alerts: [{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]",
+    ))  # fmt: skip
+
+
+def _at_once(alert: Alert, labels: str, annotations: str) -> str:
+    """What is to fire in the first minute: only what waits for nothing and looks back at nothing."""
+    fires = alert.for_minutes == 0 and "[" not in alert.expression and "offset" not in alert.expression
+    return f"[{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]" if fires else "[]"
+
+
+def _annotations(alert: Alert) -> tuple[tuple[str, str], ...]:
+    return (
+        ("summary", alert.summary),
+        ("description", alert.means),
+        ("runbook", f"{RUNBOOK}#{alert.name.lower()}"),
+    )
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def runbook(head: str) -> str:
+    """The document: its head as it is, and an entry per alert."""
+    return f"{head}\n\n" + "\n\n".join(map(_entry, ALERTS)) + "\n"
+
+
+def _entry(alert: Alert) -> str:
+    wait = f" for {alert.for_minutes} min" if alert.for_minutes else ""
+    return "\n".join((
+        f"## {alert.name}", "", f"*{alert.severity}*: {alert.summary}. `{alert.expression}`{wait}", "",
+        f"**What it means.** {alert.means}", "", f"**Where to look.** {alert.look}", "", f"**What to do.** {alert.do}",
+    ))  # fmt: skip
