@@ -39,6 +39,15 @@ class SequenceCache:
         first, second = self._layers[layer]
         return first[:, :, :end], second[:, :, :end]
 
+    def fork(self) -> "SequenceCache":
+        """Another sequence with the same tokens, and as much room."""
+        other = SequenceCache(self.capacity)
+        other.token_count = self.token_count
+        other._layers = {
+            layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._layers.items()
+        }
+        return other
+
     def _empty(self, like: Tensor) -> Tensor:
         return like.new_empty(*like.shape[:2], self.capacity, like.shape[3])
 
