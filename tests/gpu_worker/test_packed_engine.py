@@ -14,7 +14,8 @@ from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
 from gpu_worker.errors import RowNotRepresentable
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed_rows import widen
