@@ -4,14 +4,14 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker tests scripts
-WORKER_TESTS := $(addprefix tests/,gpu_worker demo faults live bench)
+WORKER_TESTS := $(addprefix tests/,gpu_worker demo faults live bench helm)
 
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format settings proto check-proto setup setup-store test-store test-worker clean
+.PHONY: help demo test lint format settings chart proto check-proto setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/import_law.py
 	$(BIN)/python scripts/generate_settings.py --check
+	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py)
@@ -37,6 +38,10 @@ format: setup ## Rewrite sources in the project's format
 
 settings: setup ## Write docs/settings.md from ctxcache/knobs
 	$(BIN)/python scripts/generate_settings.py
+
+chart: setup ## Write the chart's README, schema and renders
+	$(BIN)/python scripts/generate_chart.py
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/helm/test_chart_renders.py
 
 proto: setup ## Generate the Python code of proto/
 	$(BIN)/python scripts/generate_proto.py

@@ -27,8 +27,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    """Serves operators.
     """
 
     def __init__(self, channel):
@@ -60,8 +59,7 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    """Serves operators.
     """
 
     def GetStats(self, request, context):
@@ -80,7 +78,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DemoteSession(self, request, context):
-        """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
+        """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
         """
@@ -130,8 +128,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    """Serves operators.
     """
 
     @staticmethod

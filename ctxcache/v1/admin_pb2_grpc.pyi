@@ -28,9 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
-    """
+    """Serves operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -43,7 +41,7 @@ class AdminServiceStub:
     server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     DemoteSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]
-    """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
+    """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
@@ -56,9 +54,7 @@ class AdminServiceStub:
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
-    """
+    """Serves operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.Stats]  # type: ignore[assignment]
@@ -68,7 +64,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     DemoteSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
-    """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
+    """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
@@ -80,9 +76,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
-    """
+    """Serves operators."""
 
     @_abc_1.abstractmethod
     def GetStats(
@@ -108,7 +102,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DemoteSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.Session, _abc.Awaitable[_session_pb2.Session]]:
-        """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
+        """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
         """

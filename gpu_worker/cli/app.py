@@ -6,6 +6,7 @@ from gpu_worker.cli.layout import layout
 from gpu_worker.cli.plan import plan
 from gpu_worker.cli.profile import profile
 from gpu_worker.cli.serve import serve
+from gpu_worker.cli.stats import stats
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,3 +19,4 @@ app.command("plan")(plan)
 app.command("layout")(layout)
 app.command("profile")(profile)
 app.command("serve")(serve)
+app.command("stats")(stats)

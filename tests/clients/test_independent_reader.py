@@ -32,8 +32,8 @@ from ctxcache.format.streams import TOKENS as TOKENS_STREAM
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 
-READER = Path(__file__).with_name("independent_reader.py")
-GOLDEN = json.loads((READER.parents[1] / "golden" / "segments.json").read_text(encoding="utf-8"))
+READER = Path(__file__).parents[1] / "independent_reader.py"
+GOLDEN = json.loads((READER.parent / "golden" / "segments.json").read_text(encoding="utf-8"))
 HIDDEN, KV, PACKED = (
     Stream(layer, kind) for layer, kind in ((0, StateKind.HIDDEN), (1, StateKind.KV), (1, StateKind.KV_INT8))
 )

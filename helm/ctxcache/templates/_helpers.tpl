@@ -1,0 +1,127 @@
+{{- define "ctxcache.name" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "ctxcache.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride | trunc 52 | trimSuffix "-" }}
+{{- else if contains (include "ctxcache.name" .) .Release.Name -}}
+{{ .Release.Name | trunc 52 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name (include "ctxcache.name" .) | trunc 52 | trimSuffix "-" }}
+{{- end -}}
+{{- end }}
+
+{{- define "ctxcache.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: ctxcache
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Never changes between versions: selectors are immutable. */}}
+{{- define "ctxcache.storeSelector" -}}
+app.kubernetes.io/name: {{ include "ctxcache.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: store
+{{- end }}
+
+{{- define "ctxcache.workerSelector" -}}
+app.kubernetes.io/name: {{ include "ctxcache.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: worker
+{{- end }}
+
+{{- define "ctxcache.image" -}}
+{{- $name := .Values.image.repository -}}
+{{- with .Values.image.registry }}{{ $name = printf "%s/%s" . $name }}{{ end -}}
+{{- if .Values.image.digest -}}
+{{ $name }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ $name }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{- define "ctxcache.workerImage" -}}
+{{- if .Values.worker.image -}}
+{{ .Values.worker.image }}
+{{- else if .Values.image.digest -}}
+{{ fail "worker.image is needed where image.digest is set: the worker's image is another one" }}
+{{- else -}}
+{{ include "ctxcache.image" . }}-worker
+{{- end -}}
+{{- end }}
+
+{{- define "ctxcache.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ .Values.serviceAccount.name | default (include "ctxcache.fullname" .) }}
+{{- else -}}
+{{ .Values.serviceAccount.name | default "default" }}
+{{- end -}}
+{{- end }}
+
+{{- define "ctxcache.tlsSecretName" -}}
+{{- if eq .Values.tls.mode "secret" -}}
+{{ required "tls.secretName is needed where tls.mode is secret" .Values.tls.secretName }}
+{{- else -}}
+{{ include "ctxcache.fullname" . }}-tls
+{{- end -}}
+{{- end }}
+
+{{- define "ctxcache.settings" -}}
+{{- $own := dict
+  "data_directory" "/var/lib/ctxcache"
+  "listen" (printf "0.0.0.0:%v" .Values.service.port)
+  "bulk_listen" (printf "0.0.0.0:%v" .Values.service.bulkPort)
+  "metrics_listen" (printf "0.0.0.0:%v" .Values.metrics.port)
+  "unix_socket" "/run/ctxcache/ctxcache.sock"
+  "control_socket" "/run/ctxcache/control.sock"
+  "arena_directory" "/dev/shm"
+  "arena_size_bytes" (printf "%vMiB" .Values.store.arena.sizeMiB)
+  "arena_huge_pages" (ternary "on" "off" .Values.store.arena.hugePages)
+-}}
+{{- with .Values.store.ssdFileSize }}{{ $_ := set $own "ssd_size_bytes" . }}{{ end -}}
+{{- if .Values.store.ssd -}}
+{{- $directories := list -}}
+{{- range .Values.store.ssd }}{{ $directories = append $directories (printf "/var/lib/ctxcache-ssd/%s" .name) }}{{ end -}}
+{{- $_ := set $own "ssd_directories" $directories -}}
+{{- end -}}
+{{- if eq .Values.tls.mode "none" -}}
+{{- $_ := set $own "insecure_listen" true -}}
+{{- else -}}
+{{- $_ := set $own "tls_certificate" "/etc/ctxcache-tls/tls.crt" -}}
+{{- $_ := set $own "tls_key" "/etc/ctxcache-tls/tls.key" -}}
+{{- if .Values.tls.requireClientCertificate }}{{ $_ := set $own "tls_client_ca" "/etc/ctxcache-tls/ca.crt" }}{{ end -}}
+{{- end -}}
+{{- range $name, $_ := .Values.store.settings -}}
+{{- if hasKey $own $name }}{{ fail (printf "store.settings.%s is set by the chart: see its other values" $name) }}{{ end -}}
+{{- end -}}
+{{ merge $own .Values.store.settings | toToml }}
+{{- end }}
+
+{{/* Seconds from the signal to the end: what is served out, drained, flushed, and a margin. */}}
+{{- define "ctxcache.graceSeconds" -}}
+{{- $drain := get .Values.store.settings "drain_timeout_s" | default 30 | int -}}
+{{- $flush := get .Values.store.settings "flush_timeout_s" | default 120 | int -}}
+{{ add .Values.store.preStopSleepSeconds $drain $flush 15 }}
+{{- end }}
+
+{{- define "ctxcache.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "ctxcache.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}

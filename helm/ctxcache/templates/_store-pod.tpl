@@ -1,0 +1,186 @@
+{{- define "ctxcache.storePod" -}}
+metadata:
+  labels:
+    {{- include "ctxcache.storeSelector" . | nindent 4 }}
+    {{- include "ctxcache.labels" . | nindent 4 }}
+    {{- with .Values.store.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    # A changed setting is a new pod.
+    checksum/settings: {{ include "ctxcache.settings" . | sha256sum }}
+    {{- with .Values.store.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "ctxcache.serviceAccountName" . }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- with .Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- include "ctxcache.podSecurity" . | nindent 4 }}
+  terminationGracePeriodSeconds: {{ include "ctxcache.graceSeconds" . }}
+  {{- with .Values.store.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.store.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.store.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.store.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if eq .Values.store.kind "StatefulSet" }}
+  topologySpreadConstraints:
+    {{- if .Values.store.topologySpreadConstraints }}
+    {{- toYaml .Values.store.topologySpreadConstraints | nindent 4 }}
+    {{- else }}
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "ctxcache.storeSelector" . | nindent 10 }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: store
+      image: {{ include "ctxcache.image" . }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      args: [serve, --output, json]
+      env:
+        - name: CTXCACHE_CONFIG
+          value: /etc/ctxcache/ctxcache.toml
+        {{- with .Values.store.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - name: grpc
+          containerPort: {{ .Values.service.port }}
+        - name: bulk
+          containerPort: {{ .Values.service.bulkPort }}
+        - name: metrics
+          containerPort: {{ .Values.metrics.port }}
+      # A store that opens a million segments takes seconds, one whose metadata are made anew minutes.
+      startupProbe:
+        httpGet:
+          path: /readyz
+          port: metrics
+        periodSeconds: 5
+        failureThreshold: 180
+      {{- if eq .Values.tls.mode "none" }}
+      readinessProbe:
+        grpc:
+          port: {{ .Values.service.port }}
+        periodSeconds: 5
+        timeoutSeconds: 3
+      {{- else }}
+      # The kubelet's gRPC probe speaks no TLS.
+      readinessProbe:
+        httpGet:
+          path: /readyz
+          port: metrics
+        periodSeconds: 5
+        timeoutSeconds: 3
+      {{- end }}
+      livenessProbe:
+        httpGet:
+          path: /healthz
+          port: metrics
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      lifecycle:
+        preStop:
+          sleep:
+            seconds: {{ .Values.store.preStopSleepSeconds }}
+      securityContext:
+        {{- include "ctxcache.containerSecurity" . | nindent 8 }}
+      resources:
+        {{- $memory := ternary .Values.store.memoryOverheadMiB (add .Values.store.arena.sizeMiB .Values.store.memoryOverheadMiB) .Values.store.arena.hugePages }}
+        requests:
+          cpu: {{ .Values.store.cpu.request | quote }}
+          memory: {{ $memory }}Mi
+        limits:
+          {{- with .Values.store.cpu.limit }}
+          cpu: {{ . | quote }}
+          {{- end }}
+          memory: {{ $memory }}Mi
+          {{- if .Values.store.arena.hugePages }}
+          hugepages-2Mi: {{ .Values.store.arena.sizeMiB }}Mi
+          {{- end }}
+      volumeMounts:
+        - name: settings
+          mountPath: /etc/ctxcache
+          readOnly: true
+        - name: data
+          mountPath: /var/lib/ctxcache
+        {{- range .Values.store.ssd }}
+        - name: ssd-{{ .name }}
+          mountPath: /var/lib/ctxcache-ssd/{{ .name }}
+        {{- end }}
+        - name: arena
+          mountPath: /dev/shm
+        - name: sockets
+          mountPath: /run/ctxcache
+        - name: tmp
+          mountPath: /tmp
+        {{- if ne .Values.tls.mode "none" }}
+        - name: tls
+          mountPath: /etc/ctxcache-tls
+          readOnly: true
+        {{- end }}
+  volumes:
+    - name: settings
+      configMap:
+        name: {{ include "ctxcache.fullname" . }}
+    - name: arena
+      emptyDir:
+        medium: Memory
+        {{- if .Values.store.arena.hugePages }}
+        sizeLimit: 16Mi
+        {{- else }}
+        # The arena's file and room for its neighbours; it is allocated whole, or the store does not start.
+        sizeLimit: {{ add .Values.store.arena.sizeMiB 64 }}Mi
+        {{- end }}
+    - name: sockets
+      {{- if .Values.store.shareWithNode.enabled }}
+      hostPath:
+        path: {{ .Values.store.shareWithNode.hostPath }}
+        type: DirectoryOrCreate
+      {{- else }}
+      emptyDir:
+        sizeLimit: 1Mi
+      {{- end }}
+    - name: tmp
+      emptyDir:
+        sizeLimit: 64Mi
+    {{- if ne .Values.tls.mode "none" }}
+    - name: tls
+      secret:
+        secretName: {{ include "ctxcache.tlsSecretName" . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- if eq .Values.store.kind "DaemonSet" }}
+    - name: data
+      hostPath:
+        path: {{ .Values.store.data.hostPath }}
+        type: DirectoryOrCreate
+    {{- range .Values.store.ssd }}
+    - name: ssd-{{ .name }}
+      hostPath:
+        path: {{ required (printf "store.ssd: %s has no hostPath, which a DaemonSet needs" .name) .hostPath }}
+        type: Directory
+    {{- end }}
+    {{- end }}
+{{- end }}

@@ -1,0 +1,81 @@
+"""Every case renders as it did, is what Kubernetes takes, and holds a configuration that the server takes."""
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate  # type: ignore[import-untyped]  # it has no types
+import pytest
+import yaml
+from chart import CASES, CHART, HERE, ROOT, helm, objects, only, render, store_pod
+
+from ctxcache.config import load
+
+OLDEST, NEWEST = "1.30", "1.37"
+# Not Kubernetes' own: their schemas are their operators'.
+FOREIGN = {"Certificate", "PrometheusRule", "ServiceMonitor"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_renders_as_before(case: str) -> None:
+    """What a change of the chart changes is seen. UPDATE_GOLDEN=1 takes the new one."""
+    golden, text = HERE / "golden" / f"{case}.yaml", render(case)
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    difference = list(difflib.unified_diff(golden.read_text().splitlines(), text.splitlines(), lineterm=""))
+    assert not difference, "\n".join(difference)
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("case", CASES)
+def test_is_what_kubernetes_takes(case: str, version: str) -> None:
+    """Every object is valid by Kubernetes' own schemas, unknown fields refused."""
+    found = objects(render(case))
+    own = [item for (kind, _), item in found.items() if kind not in FOREIGN]
+    for item in own:
+        kubernetes_validate.validate(item, version, strict=True)
+    assert own
+
+
+def test_the_sidecar_example_is_what_kubernetes_takes() -> None:
+    """What people copy is valid, too."""
+    for item in yaml.safe_load_all((CHART / "examples" / "worker-sidecar.yaml").read_text()):
+        kubernetes_validate.validate(item, NEWEST, strict=True)
+
+
+def test_what_kubernetes_refuses_is_noticed() -> None:
+    """The check above can fail."""
+    item = only(objects(render()), "StatefulSet")
+    item["spec"]["template"]["spec"]["containers"][0]["resource"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(item, NEWEST, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_server_takes_its_configuration(case: str, tmp_path: Path) -> None:
+    """The file in the ConfigMap is one that `ctxcache serve` would start with, sizes and all."""
+    found = objects(render(case))
+    config_map = next(item for item in found.values() if "ctxcache.toml" in item.get("data", {}))
+    file = tmp_path / "ctxcache.toml"
+    file.write_text(config_map["data"]["ctxcache.toml"])
+    settings = load({}, file=file)
+
+    mounts = {mount["mountPath"] for mount in store_pod(found)["containers"][0]["volumeMounts"]}
+    assert str(settings.data_directory) in mounts
+    assert {str(path) for path in settings.ssd_directories} <= mounts
+    assert str(settings.arena_directory) in mounts
+    assert bool(settings.tls_certificate) != settings.insecure_listen
+    assert tomllib.loads(file.read_text())["listen"].endswith(":7420")
+
+
+def test_helm_has_nothing_to_say() -> None:
+    """`helm lint --strict` finds nothing."""
+    assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART))
+
+
+def test_the_version_is_the_projects() -> None:
+    """Chart, application and package are one version."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert chart["appVersion"] == project["version"]

@@ -1,0 +1,210 @@
+"""What every switch of the chart does, and what it refuses."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart import CHART, RenderError, helm, kinds, named, objects, only, render, store_pod
+
+PLAIN = [
+    "ConfigMap", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Service", "Service", "ServiceAccount", "StatefulSet",
+]  # fmt: skip
+
+
+def test_by_default_there_is_one_store() -> None:
+    """And nothing that needs an operator of somebody else's."""
+    assert kinds(objects(render())) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("switch", "kind"),
+    [
+        ("tests.enabled=false", "Pod"),
+        ("serviceAccount.create=false", "ServiceAccount"),
+        ("podDisruptionBudget.enabled=false", "PodDisruptionBudget"),
+        ("networkPolicy.enabled=false", "NetworkPolicy"),
+    ],
+)
+def test_what_is_there_can_be_left_out(switch: str, kind: str) -> None:
+    """One object less, and no other."""
+    expected = PLAIN.copy()
+    expected.remove(kind)
+    assert kinds(objects(render("default", switch))) == expected
+
+
+@pytest.mark.parametrize(
+    ("switches", "kind"),
+    [
+        (['metrics.serviceMonitor={"enabled":true}'], "ServiceMonitor"),
+        (['metrics.prometheusRule={"enabled":true}'], "PrometheusRule"),
+        (['metrics.dashboard={"enabled":true}'], "ConfigMap"),
+        (['tls={"mode":"cert-manager","issuerRef":{"name":"i"}}'], "Certificate"),
+        (['worker={"enabled":true}'], "DaemonSet"),
+    ],
+)
+def test_what_is_not_there_can_be_had(switches: list[str], kind: str) -> None:
+    """One object more, and no other."""
+    assert kinds(objects(render("default", *switches))) == sorted([*PLAIN, kind])
+
+
+def test_a_daemon_set_is_one_store_per_node() -> None:
+    """No claims, no budget, no names of single stores; traffic stays on the node."""
+    found = objects(render("node-local"))
+    assert "StatefulSet" not in kinds(found)
+    assert "PodDisruptionBudget" not in kinds(found)
+    assert only(found, "Service")["spec"]["internalTrafficPolicy"] == "Local"
+
+
+def test_memory_is_the_arena_and_the_process() -> None:
+    """Request and limit, so that no node promises what it does not have; huge pages are counted apart."""
+    container = store_pod(objects(render()))["containers"][0]
+    huge = store_pod(objects(render("node-local")))["containers"][0]
+
+    assert (
+        container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"] == "5120Mi"
+    )
+    assert huge["resources"]["limits"] == {"memory": "1024Mi", "hugepages-2Mi": "65536Mi"}
+
+
+def test_the_arena_fits_its_volume() -> None:
+    """The arena is allocated whole, its volume has room for it and a little more."""
+    arena = named(store_pod(objects(render()))["volumes"], "arena")
+    assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "4160Mi"}
+
+
+def test_the_end_has_the_time_that_it_needs() -> None:
+    """Sleep, drain, flush and a margin, by the settings that are given or their defaults."""
+    assert store_pod(objects(render()))["terminationGracePeriodSeconds"] == 5 + 30 + 120 + 15
+    assert (
+        store_pod(objects(render("tls-cert-manager")))["terminationGracePeriodSeconds"] == 5 + 60 + 300 + 15
+    )
+
+
+@pytest.mark.parametrize("case", ["default", "tls-cert-manager", "tls-secret", "watched"])
+def test_pods_are_restricted(case: str) -> None:
+    """What the restricted level of pod security asks for, in every pod."""
+    pods = [pod_of(item) for item in objects(render(case, "tests.enabled=true")).values() if pod_of(item)]
+    assert len(pods) == 2
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not pod["automountServiceAccountToken"]
+        assert not any("hostPath" in volume for volume in pod.get("volumes", []))
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"]
+            assert not security["allowPrivilegeEscalation"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert "limits" in container["resources"]
+
+
+def pod_of(item: Any) -> Any:
+    """The pod's spec in an object; None where there is none."""
+    if item["kind"] == "Pod":
+        return item["spec"]
+    return item["spec"]["template"]["spec"] if "template" in (item.get("spec") or {}) else None
+
+
+def test_only_direct_storage_is_privileged() -> None:
+    """A worker without it is restricted but for its host paths."""
+    plain = only(objects(render("default", 'worker={"enabled":true}')), "DaemonSet")
+    direct = objects(render("node-local"))["DaemonSet", "cache-ctxcache-worker"]
+
+    assert pod_of(plain)["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod_of(direct)["containers"][0]["securityContext"] == {"privileged": True}
+
+
+def test_probes_speak_tls_where_the_port_does() -> None:
+    """The kubelet's gRPC probe does not: with TLS readiness is asked for by HTTP."""
+    assert "grpc" in store_pod(objects(render()))["containers"][0]["readinessProbe"]
+    assert "httpGet" in store_pod(objects(render("tls-secret")))["containers"][0]["readinessProbe"]
+
+
+def test_clients_show_certificates_unless_told_otherwise() -> None:
+    """MTLS is what one gets with TLS."""
+
+    def toml(case: str) -> str:
+        return str(only(objects(render(case)), "ConfigMap")["data"]["ctxcache.toml"])
+
+    assert 'tls_client_ca = "/etc/ctxcache-tls/ca.crt"' in toml("tls-cert-manager")
+    assert "tls_client_ca" not in toml("tls-secret")
+    assert "insecure_listen = true" in toml("default")
+
+
+def test_the_store_asks_nobody() -> None:
+    """No way out, and in only for clients, workers and metrics."""
+    policy = only(objects(render()), "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == []
+    rows, metrics = policy["ingress"]
+    assert [port["port"] for port in rows["ports"]] == ["grpc", "bulk"]
+    assert [list(peer) for peer in rows["from"]] == [["podSelector"], ["podSelector"]]
+    assert [port["port"] for port in metrics["ports"]] == ["metrics"]
+
+
+def test_a_digest_wins_over_a_tag() -> None:
+    """What production pins is what runs."""
+    assert store_pod(objects(render("tls-cert-manager")))["containers"][0]["image"].startswith(
+        "registry.example.com/ctxcache@sha256:aaaa"
+    )
+    assert (
+        store_pod(objects(render("default", 'image.tag="1.2.3"')))["containers"][0]["image"]
+        == "ctxcache:1.2.3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["storee={}"], "storee"),
+        (['store.settings={"max_leses":5}'], "max_leses"),
+        (['store.settings={"dirty_limit":1.5}'], "dirty_limit"),
+        (['store.settings={"listen":"x:1"}'], "listen"),
+        (['store.kind="Deployment"'], "store.kind"),
+        (["store.replicas=0"], "store.replicas"),
+        (['image.digest="sha256:1"'], "image.digest"),
+        (['tls={"mode":"secret"}'], "tls.secretName is needed where tls.mode is secret"),
+        (['tls={"mode":"cert-manager"}'], "tls.issuerRef.name is needed"),
+        (['store.ssd=[{"name":"a"}]'], "a has no size, which a StatefulSet needs"),
+        (['store={"kind":"DaemonSet","ssd":[{"name":"a","size":"1Gi"}]}'], "a has no hostPath"),
+        (["service.port=70000"], "service.port"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(sets: list[str], said: str) -> None:
+    """At install, not at start."""
+    with pytest.raises(RenderError, match=re.escape(said)):
+        render("default", *sets)
+
+
+def test_a_worker_image_is_asked_for_where_it_cannot_be_known() -> None:
+    """A digest names one image, and the worker's is another."""
+    with pytest.raises(RenderError, match=r"worker\.image is needed"):
+        render("tls-cert-manager", 'worker={"enabled":true}')
+
+
+def test_every_value_is_used() -> None:
+    """A key of values.yaml that no template reads would be a promise."""
+    text = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
+    keys = re.findall(r"^\| `([^`]+)` \|", (CHART / "README.md").read_text(), re.MULTILINE)
+    unused = [
+        key for key in keys
+        if f".Values.{key}" not in text and f".Values.{key.rpartition('.')[0]} " not in text
+    ]  # fmt: skip
+    assert len(keys) > 50
+    assert not unused
+
+
+@pytest.mark.parametrize("case", ["default", "node-local"])
+def test_notes_warn(case: str, tmp_path: Path) -> None:
+    """What is dangerous is said at install."""
+    copy = tmp_path / "ctxcache"
+    shutil.copytree(CHART, copy)
+    # Only an installation shows notes, and that needs a cluster: so as an object.
+    notes = (CHART / "templates" / "NOTES.txt").read_text()
+    (copy / "templates" / "notes.yaml").write_text(f"# NOTES\n{notes}# END\n".replace("\n", "\n# "))
+    values = str(CHART.parents[1] / "tests" / "helm" / "cases" / f"{case}.yaml")
+    notes = helm("template", "cache", str(copy), "--values", values, "--show-only", "templates/notes.yaml")
+    assert "WARNING: tls.mode is none" in notes
+    assert ("host paths are used" in notes) == (case == "node-local")
