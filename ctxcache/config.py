@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ctxcache.core.identity import Rule, parse_rules
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.knobs import KNOBS
@@ -27,6 +28,8 @@ ARENA_CAP_BYTES = 8 * GIB
 SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]
+OTHERS = ("CONFIG", "TARGET", "MALLOC", "TOKEN_FILE", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY")
+"""What else has that prefix, for clients and commands."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1} | {
     f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
@@ -83,6 +86,7 @@ def _share(name: str, given: object) -> Share:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_LIMIT_BYTES)]
 TenantShares = Annotated[dict[str, Share], NoDecode, BeforeValidator(parse_tenant_shares)]
+Identities = Annotated[tuple[Rule, ...], NoDecode, BeforeValidator(parse_rules)]
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)]
 
 
@@ -118,6 +122,8 @@ class Settings(BaseSettings):
     tls_certificate: Path | None = _knob("tls_certificate")
     tls_key: Path | None = _knob("tls_key")
     tls_client_ca: Path | None = _knob("tls_client_ca")
+    identities: Identities = _knob("identities")
+    token_hashes: Path | None = _knob("token_hashes")
     insecure_listen: bool = _knob("insecure_listen")
     bulk_listen: str = _knob("bulk_listen")
     metrics_listen: str = _knob("metrics_listen")
@@ -189,7 +195,7 @@ def load_with_sources(
     stray = {name for name in os.environ if name.startswith(PREFIX)} - {
         knob.variable for knob in KNOBS.values()
     }
-    if stray - {"CTXCACHE_CONFIG", "CTXCACHE_TARGET", "CTXCACHE_MALLOC"}:
+    if stray - {PREFIX + name for name in OTHERS}:
         raise InvalidConfiguration(source="environment", problem=f"unknown name {min(stray)}")
     in_file = _file(file) if file else {}
     below = {name: value for name, value in in_file.items() if not _is_in_environment(name)}

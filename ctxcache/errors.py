@@ -68,6 +68,13 @@ class Unauthenticated(CacheError):
     template = "credentials are missing or not accepted"
 
 
+class PermissionDenied(CacheError):
+    """We know who the caller is, and it may not do that."""
+
+    reason = "PERMISSION_DENIED"
+    template = "{subject}: {problem}"
+
+
 # -- it is not there ------------------------------------------------------------------------------
 
 

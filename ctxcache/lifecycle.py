@@ -44,6 +44,8 @@ async def serve(
     for number in SIGNALS:
         signal.signal(number, end_start)
     server = await Server.start(settings, on_loaded=end_in_order)
+    if settings.token_hashes is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     try:
         on_ready(server)
         await ended.wait()

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 
 import grpc
@@ -18,16 +19,15 @@ from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
 from ctxcache.addresses import bulk_places, check_exposure, control_path, metrics_place, targets
+from ctxcache.bounds import limits_of, queue_limits_of, watermarks_of
 from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.expiry import Expiration
-from ctxcache.core.limits import Limits, QueueLimits
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import Shares
-from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import (
     AddressUnusable,
     CacheError,
@@ -45,7 +45,9 @@ from ctxcache.service.arena import ArenaService
 from ctxcache.service.bulk import BulkChannel, BulkService
 from ctxcache.service.control import ControlSocket
 from ctxcache.service.edge import Admission, Admissions, Edge
+from ctxcache.service.guard import Guard
 from ctxcache.service.hints import HintService
+from ctxcache.service.identification import Identification, identified_by
 from ctxcache.service.models import ModelService
 from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.service.sessions import SessionService
@@ -96,39 +98,56 @@ SERVICES = (
 class Server:
     """A running server. Use `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, storage: Storage, cache: Cache, files: ExitStack) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        storage: Storage,
+        cache: Cache,
+        files: ExitStack,
+        identification: Identification,
+    ) -> None:
         self.settings = settings
         self.storage = storage
         self.addresses: tuple[str, ...] = ()
         self._cache = cache
         self._files = files
+        self._identification = identification
+        is_divided = not identification.is_open
         self._admissions = Admissions(
-            Admission("concurrent rpcs", settings.max_concurrent_rpcs),
-            Admission("concurrent streams", settings.max_concurrent_streams, turns=Turns()),
-            Admission("local clients", settings.max_local_clients),
+            Admission("concurrent rpcs", settings.max_concurrent_rpcs, is_divided=is_divided),
+            Admission(
+                "concurrent streams", settings.max_concurrent_streams, turns=Turns(), is_divided=is_divided
+            ),
+            Admission("local clients", settings.max_local_clients, is_divided=is_divided),
             # An engine that reconnects may have a dead stream yet.
-            Admission("engines' streams", 2 * settings.max_engines),
+            Admission("engines' streams", 2 * settings.max_engines, is_divided=is_divided),
         )
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         self._bulk = BulkChannel(
-            cache, self._admissions.streams, connection_limit=settings.max_bulk_connections,
+            cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
             tls=self._tls.context if self._tls else None,
         )  # fmt: skip
         self._health = health.aio.HealthServicer()
         self._lag, rpc_times = LoopLag(), RpcTimes()
         self._metrics = Endpoint(pages_of(self._sources(rpc_times)))
         edge = Edge(
-            self._admissions, stall_timeout_s=settings.stall_timeout_s, decoders=DECODERS, times=rpc_times
+            self._admissions,
+            Guard(identification),
+            stall_timeout_s=settings.stall_timeout_s,
+            decoders=DECODERS,
+            times=rpc_times,
         )
         options = (*OPTIONS, *_keepalive(settings.keepalive_s))
         self._grpc = grpc.aio.server(interceptors=[edge], options=options)
         self._upkeep: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         path = control_path(settings)
         self._arena = _arena_message(storage.arena, path)
         self._local_turns = Turns()
         self._control = ControlSocket(
-            cache, self._arena, storage.arena.fd, self._admissions.local_clients, self._local_turns
-        )
+            cache, self._arena, storage.arena.fd, self._admissions.local_clients, self._local_turns,
+            identification,
+        )  # fmt: skip
 
     @property
     def control_socket(self) -> str:
@@ -167,19 +186,21 @@ class Server:
 
     @classmethod
     async def _start(cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None]) -> "Server":
+        identification = identified_by(settings.identities, settings.token_hashes)
+        is_divided = not identification.is_open
         with ExitStack() as files:
             storage = open_storage(settings, files)
             cache = Cache(
                 arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
                 clock=clock or SystemClock(), policy=_policy(settings, storage),
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
-                crash_count=storage.directory.crash_count, limits=_limits(settings), watermarks=_watermarks(settings),
+                crash_count=storage.directory.crash_count, limits=limits_of(settings, are_divided=is_divided), watermarks=watermarks_of(settings),
                 shares=Shares(settings.tenant_shares),
-                queue_limits=_queue_limits(settings),
+                queue_limits=queue_limits_of(settings, are_divided=is_divided),
             )  # fmt: skip
             await _load(cache)
             on_loaded()
-            server = cls(settings, storage, cache, files)
+            server = cls(settings, storage, cache, files, identification)
             await server._listen()
             server._files = files.pop_all()
         return server
@@ -188,6 +209,10 @@ class Server:
     def session_count(self) -> int:
         """Sessions it has."""
         return len(self._cache.state.sessions)
+
+    def reload(self) -> None:
+        """Read again what may change while it runs: the token file. One that cannot be used changes nothing, and is logged."""
+        self._identification.reload()
 
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
@@ -199,10 +224,10 @@ class Server:
             await asyncio.gather(
                 self._grpc.stop(patience_s), self._control.stop(patience_s), self._bulk.drain(patience_s)
             )
-            if self._upkeep:
-                self._upkeep.cancel()
+            for task in filter(None, (self._upkeep, self._watch)):
+                task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await self._upkeep
+                    await task
             await self._cache.close()
             self._lag.stop()
             await self._metrics.stop()
@@ -226,7 +251,9 @@ class Server:
         self._lag.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self._upkeep = asyncio.get_running_loop().create_task(Upkeep(self._cache).run())
+        loop = asyncio.get_running_loop()
+        self._upkeep = loop.create_task(Upkeep(self._cache).run())
+        self._watch = loop.create_task(self._identification.watch())
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
 
@@ -272,7 +299,9 @@ class Server:
             if self._tls and not is_unix:
                 port = self._grpc.add_secure_port(target, self._tls.credentials)
             else:
-                port = self._grpc.add_insecure_port(target)
+                # gRPC does not say who is at the other end of a Unix socket; its mode lets in nobody else.
+                with _private() if is_unix and not self._identification.is_open else nullcontext():
+                    port = self._grpc.add_insecure_port(target)
         except OSError as error:
             raise AddressUnusable(address=target, problem=error.strerror or str(error)) from error
         except RuntimeError as error:
@@ -299,6 +328,16 @@ class Server:
         reflection.enable_server_reflection(names, self._grpc)
 
 
+@contextmanager
+def _private() -> Iterator[None]:
+    """What is made within the block is for this user alone."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def _keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:
     """Find out peers behind a cut cable, and let clients find out us."""
     silence_ms = int(silence_s * 1000)
@@ -323,30 +362,6 @@ async def _load(cache: Cache) -> None:
         gc.freeze()
     finally:
         gc.enable()
-
-
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        session_count=settings.max_sessions, lease_count=settings.max_leases,
-        lease_share=settings.lease_share, reservation_share=settings.reservation_share,
-        client_share=settings.client_share, retention_share=settings.retention_share,
-        pin_share=settings.pin_share, retention_ns=int(settings.max_retention_s * 10**9), room_wait_ns=int(settings.room_wait_s * 10**9),
-    )  # fmt: skip
-
-
-def _queue_limits(settings: Settings) -> QueueLimits:
-    return QueueLimits(
-        engine_count=settings.max_engines, job_count=settings.max_engine_jobs,
-        grace_ns=int(settings.engine_grace_s * 10**9),
-    )  # fmt: skip
-
-
-def _watermarks(settings: Settings) -> Watermarks:
-    return Watermarks(
-        low=settings.dram_low_watermark, high=settings.dram_high_watermark, dirty=settings.dirty_watermark,
-        dirty_limit=settings.dirty_limit, tail_age_ns=int(settings.tail_age_s * 10**9),
-        write_behind_bytes_per_s=settings.write_behind_bytes_per_s,
-    )  # fmt: skip
 
 
 def _policy(settings: Settings, storage: Storage) -> Ranked:

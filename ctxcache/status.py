@@ -28,6 +28,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.ChecksumMismatch: grpc.StatusCode.INVALID_ARGUMENT,
     errors.TokenRangeOutOfBounds: grpc.StatusCode.OUT_OF_RANGE,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.SessionNotFound: grpc.StatusCode.NOT_FOUND,
     errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
     errors.LeaseNotFound: grpc.StatusCode.NOT_FOUND,

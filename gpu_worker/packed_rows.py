@@ -17,9 +17,16 @@ _BITS_PER_BYTE = 8
 
 
 def pack(rows: Tensor, kind: StateKind) -> Tensor:
-    """Rows [T, D] -> [T, row_bytes] uint8. Raises RowNotRepresentable, ValueError for a D that is not packed."""
+    """Rows [T, D] -> [T, row_bytes] uint8. Raises RowNotRepresentable, ShapeMismatch for a D that is not packed."""
     packing = PACKINGS[kind]
-    layout = packing.layout(rows.shape[1])
+    try:
+        layout = packing.layout(rows.shape[1] if rows.ndim == 2 else 0)
+    except ValueError as error:
+        raise ShapeMismatch(
+            what=f"{kind.name.lower()} rows",
+            expected="[T, an even number up to 32768]",
+            actual=str(list(rows.shape)),
+        ) from error
     packed = torch.zeros(len(rows), layout.row_bytes, dtype=torch.uint8, device=rows.device)
     if not len(rows):
         return packed

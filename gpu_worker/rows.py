@@ -72,8 +72,8 @@ def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
 def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
     """Bytes of whole rows -> [T, row] on the host, a view of `data`: read it, never write to it.
 
-    Packed rows stay packed, [T, row_bytes] uint8: they are made wide where they are used. Raises ShapeMismatch where `data` is no whole number of rows, UnsupportedDtype for a type that
-    torch cannot hold here.
+    Packed rows stay packed, [T, row_bytes] uint8: they are made wide where they are used. Raises ShapeMismatch
+    where `data` is no whole number of rows, UnsupportedDtype for a type that torch cannot hold here.
     """
     if spec.dtype not in _TORCH_DTYPES:
         raise UnsupportedDtype(what=str(spec.stream), expected="a torch element type", actual=spec.dtype.name)

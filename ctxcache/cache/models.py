@@ -21,7 +21,8 @@ class Models:
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
             limit = self._state.limits.model_count
-            if len(self._state.models) >= limit:
+            own = sum(owner == tenant for owner, _ in self._state.models)
+            if self._state.limits.bound(limit).is_reached(len(self._state.models), own):
                 raise TooManyRequests(what="models", limit=limit)
             self._metadata.check()
             known = ModelRecord(tenant, spec, self._state.clock.now_ns())

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ctxcache.cache.state import State
-from ctxcache.core.limits import QueueLimits
+from ctxcache.core.limits import Bound, QueueLimits
 from ctxcache.core.placement.schedule import Job, Schedule
 from ctxcache.core.session import Session
 from ctxcache.errors import CacheError, EngineTakenOver, TooManyRequests
@@ -137,7 +137,9 @@ class Queues:
         """
         queue = Queue(tenant, engine)
         known = self._queues.get(queue.name)
-        if known is None and len(self._queues) >= self.limits.engine_count:
+        own = sum(queue.tenant == tenant for queue in self._queues.values())
+        bound = Bound(self.limits.engine_count, self.limits.are_divided)
+        if known is None and bound.is_reached(len(self._queues), own):
             raise TooManyRequests(what="engines", limit=self.limits.engine_count)
         queue = self._queues.setdefault(queue.name, queue)
         queue.taken_over.set()

@@ -5,6 +5,7 @@ before it ends. What does not fit into DRAM can still be read as a stream, chunk
 """
 
 import mmap
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class Reading:
         self._io = io
         self.pins = pins
         self._leases: dict[int, Lease] = {}
+        self._counts: Counter[str] = Counter()
+        """Leases by tenant."""
         self._last_id = 0
 
     @property
@@ -148,6 +151,7 @@ class Reading:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
+        self._count_down(lease.view.tenant)
         session = self._state.by_uid.get(lease.view.uid)
         if session is not None:
             self._state.placement.rested(session)
@@ -214,6 +218,11 @@ class Reading:
 
     # -- parts -----------------------------------------------------------------------------------------
 
+    def _count_down(self, tenant: str) -> None:
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]
+
     def _keep(self, lease: Lease) -> None:
         for piece in lease.pieces:
             self._residency.hold(piece.segment, is_past=lease.is_past(piece.segment))
@@ -244,7 +253,8 @@ class Reading:
         self._state.accesses.missed(READ, request.tenant, request.session_id, error)
 
     async def _hold_what_is_there(self, request: Request, *, is_stream: bool) -> Lease:
-        if len(self._leases) >= self._state.limits.lease_count:
+        bound = self._state.limits.bound(self._state.limits.lease_count)
+        if bound.is_reached(len(self._leases), self._counts[request.tenant]):
             raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
         asked = Asked(self._state, request)
         look = partial(asked.look_for_stream, self.pins.budget) if is_stream else asked.look
@@ -260,6 +270,7 @@ class Reading:
         )  # fmt: skip
         self._keep(lease)
         self._leases[lease.lease_id] = lease
+        self._counts[lease.view.tenant] += 1
         self._state.placement.accessed(session)
         return lease
 

@@ -348,7 +348,8 @@ class Sessions:
 
     def _check_new(self, tenant: str, session_id: str) -> None:
         limit = self._state.limits.session_count
-        if len(self._state.sessions) >= limit:
+        own = len(self._state.names.get(tenant, ()))
+        if self._state.limits.bound(limit).is_reached(len(self._state.sessions), own):
             raise TooManyRequests(what="sessions", limit=limit)
         known = self._state.sessions.get((tenant, session_id))
         if known and known.expire_time_ns > self._state.clock.now_ns():

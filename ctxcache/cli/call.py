@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_ty
 
 import typer
 
+from ctxcache.cli.credentials import NO_CREDENTIALS, Credentials
 from ctxcache.cli.signature import option, with_signature
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Call:
     target: str = DEFAULT_TARGET
     output: Output = Output.TABLE
     timeout_s: float = DEFAULT_TIMEOUT_S
+    credentials: Credentials = NO_CREDENTIALS
 
     def but(self, target: str | None, output: Output | None, timeout_s: float | None) -> "Call":
         """Return this with those options changed that are given."""
@@ -74,7 +76,13 @@ class Call:
         """Open a client that maps no memory: a command moves no rows."""
         from ctxcache.client import Client  # noqa: PLC0415  grpc is half the start time of --help
 
-        with Client(self.target, timeout_s=self.timeout_s, access="remote") as client:
+        with Client(
+            self.target,
+            timeout_s=self.timeout_s,
+            access="remote",
+            tls=self.credentials.tls(),
+            token_file=self.credentials.token_file,
+        ) as client:
             yield client
 
     @property

@@ -72,7 +72,7 @@ def _doubts(settings: "Settings") -> list[str]:
     found = []
     if settings.insecure_listen:
         found.append("insecure_listen: whoever reaches the port may do everything")
-    if settings.tls_certificate and not settings.tls_client_ca:
+    if settings.tls_certificate and not (settings.tls_client_ca or settings.token_hashes):
         found.append("tls_client_ca is not set: clients on TCP show no certificate")
     if settings.tail_age_s == 0:
         found.append("tail_age_s is 0: a crash takes every growing segment that nobody asked to flush")

@@ -28,6 +28,7 @@ class ExitCode(enum.IntEnum):
     ADDRESS = 12
     DEVICE = 13
     UNAUTHENTICATED = 14
+    PERMISSION_DENIED = 15
 
 
 EXIT_CODES: dict[type[CacheError], ExitCode] = {
@@ -61,6 +62,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.AddressUnusable: ExitCode.ADDRESS,
     errors.TierFailure: ExitCode.DEVICE,
     errors.Unauthenticated: ExitCode.UNAUTHENTICATED,
+    errors.PermissionDenied: ExitCode.PERMISSION_DENIED,
 }
 
 

@@ -10,10 +10,17 @@ import sys
 
 import typer
 
-from ctxcache.cli import models, sessions
+from ctxcache.cli import models, sessions, tokens
 from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, online
 from ctxcache.cli.config import config_app
+from ctxcache.cli.credentials import (
+    CaOption,
+    CertificateOption,
+    Credentials,
+    KeyOption,
+    TokenFileOption,
+)
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.exit_codes import exit_code_of
 from ctxcache.cli.plugins import add_plugins
@@ -37,6 +44,7 @@ app.command("simulate")(simulate_command())
 app.add_typer(sessions.app, name="session")
 app.add_typer(models.app, name="model")
 app.add_typer(config_app(), name="config")
+app.add_typer(tokens.app, name="token")
 
 
 @app.callback()
@@ -45,9 +53,16 @@ def shared_options(
     target: TargetOption = None,
     output: OutputOption = None,
     timeout: TimeoutOption = None,
+    token_file: TokenFileOption = None,
+    tls_ca: CaOption = None,
+    tls_client_certificate: CertificateOption = None,
+    tls_client_key: KeyOption = None,
 ) -> None:
     """Keep sessions' state for LLM inference, and restore their KV cache from it."""
-    context.obj = Call().but(target or os.environ.get("CTXCACHE_TARGET"), output, timeout)
+    credentials = Credentials(token_file, tls_ca, tls_client_certificate, tls_client_key)
+    context.obj = Call(credentials=credentials).but(
+        target or os.environ.get("CTXCACHE_TARGET"), output, timeout
+    )
 
 
 @app.command("stats")

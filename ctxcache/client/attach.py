@@ -85,7 +85,8 @@ class LocalAccess:
     def _by_socket(self, arena: arena_pb2.Arena) -> Attachment | None:
         if not arena.control_socket:
             return None
-        control = connect_control(arena.control_socket, self._wire.target, self._wire.timeout_s)
+        token = "" if self._wire.token is None else self._wire.token.read()
+        control = connect_control(arena.control_socket, self._wire.target, self._wire.timeout_s, token)
         if control is None:
             return None
         try:

@@ -5,6 +5,7 @@ case: a server that vanishes costs each call its deadline, and each call raises 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from ctxcache.client.admin import AdminCalls
 from ctxcache.client.attach import Attachment, LocalAccess, Way
+from ctxcache.client.authorized import TokenFile
 from ctxcache.client.bulk_channel import BulkChannel
 from ctxcache.client.bulk_rows import BulkRows
 from ctxcache.client.convert import model_from_wire, row_sizes, stream_from_wire, stream_to_wire, token_range
@@ -62,6 +64,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     channel where it has one and it can be reached, and streams of gRPC otherwise; `bulk` and `grpc` allow
     only the one or the other. `verify`: rows are verified when the server loads them from SSD (`loaded`),
     and besides whenever this client leases them (`always`). `tls`: for a server whose TCP port has it.
+    `token_file`: where the token is that says whose tenant's sessions this client works with; it is read again when it changes.
     Where a session is asked for, its name does; a Session that an earlier call returned saves a call.
     """
 
@@ -73,10 +76,11 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         access: Access = "auto",
         verify: Verify = "loaded",
         tls: ClientTls | None = None,
+        token_file: Path | None = None,
     ) -> None:
         _check_one_of("access", access, get_args(Access))
         _check_one_of("verify", verify, get_args(Verify))
-        super().__init__(Wire(target, timeout_s, tls))
+        super().__init__(Wire(target, timeout_s, tls, None if token_file is None else TokenFile(token_file)))
         self._access = access
         self._bulk = BulkChannel(self._wire)
         self._transport = self._choose_transport(access)

@@ -34,10 +34,11 @@ class Control:
     stream: SocketAccess
 
 
-def connect_control(path: str, target: str, timeout_s: float) -> Control | None:
+def connect_control(path: str, target: str, timeout_s: float, token: str = "") -> Control | None:
     """Connect and greet; None where no socket of a trusted server is.
 
-    Raises what the server refuses with (TooManyRequests, Draining, Unauthenticated), DeadlineExceeded, Unavailable.
+    `token`: as whom, empty for this process' user. Raises what the server refuses with (TooManyRequests, Draining,
+    Unauthenticated, PermissionDenied), DeadlineExceeded, Unavailable.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -50,19 +51,20 @@ def connect_control(path: str, target: str, timeout_s: float) -> Control | None:
         if not _is_trusted(connection):
             connection.close()
             return None
-        return _greet(connection, target, timeout_s)
+        return _greet(connection, target, timeout_s, token)
     except BaseException:
         connection.close()
         raise
 
 
-def _greet(connection: socket.socket, target: str, timeout_s: float) -> Control:
+def _greet(connection: socket.socket, target: str, timeout_s: float, token: str) -> Control:
     with ExitStack() as received:
         reader = FrameReader(ANSWER_LIMIT_BYTES)
         fds: list[int] = []
         received.callback(_close, fds)
         try:
-            frame = _first_frame(connection, reader, fds, time.monotonic() + timeout_s)
+            hello = ControlHello(protocol_version=PROTOCOL_VERSION, token=token)
+            frame = _first_frame(connection, hello, reader, fds, time.monotonic() + timeout_s)
             arena = _welcomed(frame, fds, target).arena
         except TimeoutError as error:
             raise DeadlineExceeded(target=target, timeout_s=f"{timeout_s:g}") from error
@@ -81,11 +83,12 @@ def _welcomed(frame: Frame, fds: list[int], target: str) -> ControlWelcome:
     return welcome
 
 
-def _first_frame(connection: socket.socket, reader: FrameReader, fds: list[int], deadline_s: float) -> Frame:
-    hello = ControlHello(protocol_version=PROTOCOL_VERSION).SerializeToString()
+def _first_frame(
+    connection: socket.socket, hello: ControlHello, reader: FrameReader, fds: list[int], deadline_s: float
+) -> Frame:
     # Refused before the hello: why is there to be read all the same.
     with suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(encode_frame(Kind.HELLO, hello))
+        connection.sendall(encode_frame(Kind.HELLO, hello.SerializeToString()))
     while (frame := reader.next()) is None:
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
         data, received, _, _ = socket.recv_fds(connection, _READ_BYTES, 4)

@@ -12,6 +12,7 @@ import grpc
 import grpc.experimental
 from grpc_health.v1 import health_pb2
 
+from ctxcache.client.authorized import AuthorizedChannel, TokenFile
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
@@ -98,17 +99,22 @@ class Closable(Protocol):
 class Wire:
     """A channel to `target` and the services behind it. Thread-safe."""
 
-    def __init__(self, target: str, timeout_s: float, tls: ClientTls | None = None) -> None:
+    def __init__(
+        self, target: str, timeout_s: float, tls: ClientTls | None = None, token: TokenFile | None = None
+    ) -> None:
         self.target = target
         self.open_streams: set[Closable] = set()
         """Reads and queues that were not closed: each would keep the connection beyond the channel's end."""
         self.timeout_s = timeout_s
         self.tls_context = None if tls is None else tls.context()
-        self._channel = (
+        self.token = token
+        self._channel: grpc.Channel = (
             grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
             if tls is None
             else grpc.secure_channel(target, tls.credentials(), options=CHANNEL_OPTIONS)
         )
+        if token is not None:
+            self._channel = AuthorizedChannel(self._channel, token)
         self.models = model_pb2_grpc.ModelServiceStub(self._channel)
         self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self.arena = arena_pb2_grpc.ArenaServiceStub(self._channel)

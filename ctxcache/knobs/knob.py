@@ -25,6 +25,7 @@ class Kind(enum.Enum):
     SWITCH = "BOOL"
     WORD = "WORD"
     SHARES = "NAME=SHARE,..."
+    IDENTITIES = "SUBJECT=TENANT,..."
 
     @property
     def metavar(self) -> str:
@@ -41,6 +42,7 @@ _UNITS = {
     Kind.DIRECTORY: "path", Kind.DIRECTORIES: "paths", Kind.FILE: "path", Kind.PATH: "path",
     Kind.ADDRESS: "`host:port`", Kind.SIZE: "bytes", Kind.SHARE: "share", Kind.SECONDS: "seconds",
     Kind.SWITCH: "true or false", Kind.WORD: "word", Kind.SHARES: "shares by tenant",
+    Kind.IDENTITIES: "rules",
 }  # fmt: skip
 
 

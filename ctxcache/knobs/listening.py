@@ -41,6 +41,26 @@ LISTENING = Section(
             advice="set wherever more than one party reaches the port",
         ),
         Knob(
+            name="identities",
+            kind=Kind.IDENTITIES,
+            default=(),
+            shown="none",
+            help="Whom a certificate or a user is let in as; `:operator` and `:shared-memory` at the end give more.",
+            more=(
+                "SUBJECT is `spiffe://…`, `dns:…`, `cn:…` or `uid:…`; `*` is one part of it, `$1` in TENANT the first such part."
+                " Tables in the file: `[[identities]]` with `subject`, `tenant`, `role`, `shared_memory`. The first that fits"
+                " decides. Without any, and without `token_hashes`, everybody is tenant `default` and an operator."
+            ),
+            advice="set, or `token_hashes`, wherever callers shall not have each other's sessions; see operations.md, Security",
+        ),
+        Knob(
+            name="token_hashes",
+            kind=Kind.FILE,
+            help="Hashes of tokens and whom each is let in as, as `ctxcache token new` writes it.",
+            more="Read again when it changes, looked at every second, and at SIGHUP.",
+            advice="a file that only the server's user may write",
+        ),
+        Knob(
             name="insecure_listen",
             kind=Kind.SWITCH,
             default=False,

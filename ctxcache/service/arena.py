@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from ctxcache.cache import Cache
+from ctxcache.service.caller import current
 from ctxcache.service.edge import Admission, Context
 from ctxcache.service.holder import Holder
 from ctxcache.service.tenant import tenant_of
@@ -24,12 +25,16 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
 
     async def GetArena(self, request: arena_pb2.GetArenaRequest, context: Context) -> arena_pb2.Arena:  # noqa: ARG002, N802
         """See the proto."""
-        return self._arena
+        if current().grant.has_shared_memory:
+            return self._arena
+        return arena_pb2.Arena(arena_id=self._arena.arena_id, size_bytes=self._arena.size_bytes)
 
     async def Access(  # noqa: N802
         self, request_iterator: AsyncIterator[arena_pb2.AccessRequest], context: Context
     ) -> AsyncIterator[arena_pb2.AccessResponse]:
         """See the proto."""
+        # What is reserved has others' bytes in it, and would be committed unseen.
+        current().check_shared_memory()
         holder = Holder(self._cache, tenant_of(context), self._turns)
         try:
             async with aclosing(self._until_drained(request_iterator, holder)) as requests:

@@ -20,9 +20,11 @@ from ctxcache.framed_socket import PIECE_TIMEOUT_S, FramedSocket
 from ctxcache.service import convert
 from ctxcache.service.bulk_connection import BulkConnection
 from ctxcache.service.bulk_transfers import Transfers
+from ctxcache.service.caller import current
 from ctxcache.service.edge import Admission, Context
-from ctxcache.service.tenant import tenant_of
+from ctxcache.service.identification import Identification
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
+from ctxcache.service.tls import peer_properties
 from ctxcache.service.unix_path import remove_stale
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 
@@ -48,13 +50,14 @@ class BulkChannel:
     """Listens and serves. Use `open`, then `drain`."""
 
     def __init__(
-        self, cache: Cache, calls: Admission, *, connection_limit: int, tls: ssl.SSLContext | None = None
-    ) -> None:
-        self.tickets = Tickets(cache.state.clock)
+        self, cache: Cache, calls: Admission, identification: Identification, *, connection_limit: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        self.tickets = Tickets(cache.state.clock, are_divided=cache.state.limits.are_divided)
         self.tcp_port = 0
         self.unix_path = ""
         self.addresses: tuple[str, ...] = ()
-        self._transfers = Transfers(cache, calls, self.tickets)
+        self._transfers = Transfers(cache, calls, self.tickets, identification)
         self._limit = connection_limit
         self._tls = tls
         self._listening: list[socket.socket] = []
@@ -184,7 +187,8 @@ class _Accepted:
             log.info("bulk_connection_ended problem=%s", error)
             self._connected.close()
             return
-        self._connection = BulkConnection(framed, self._transfers, self._loop)
+        properties = peer_properties(self._connected)
+        self._connection = BulkConnection(framed, self._transfers, self._loop, properties)
         self._connection.is_draining = self._is_draining
         self._connection.serve()
 
@@ -234,13 +238,13 @@ class BulkService(bulk_pb2_grpc.BulkServiceServicer):
     async def OpenBulk(  # noqa: N802
         self,
         request: bulk_pb2.OpenBulkRequest,  # noqa: ARG002
-        context: Context,
+        context: Context,  # noqa: ARG002
     ) -> bulk_pb2.BulkTicket:
         """See the proto."""
         if not self._channel.addresses:
             return bulk_pb2.BulkTicket()
         return bulk_pb2.BulkTicket(
-            ticket=self._channel.tickets.issue(tenant_of(context)),
+            ticket=self._channel.tickets.issue(current()),
             tcp_port=self._channel.tcp_port,
             unix_path=self._channel.unix_path,
             expire_time=convert.timestamp(self._clock.now_ns() + TICKET_LIFETIME_NS),

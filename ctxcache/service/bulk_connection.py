@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -22,6 +23,8 @@ from ctxcache.process_memory import refused_memory
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import CHUNK_BYTES_LIMIT
 from ctxcache.service.bulk_transfers import AppendTransfer, ReadTransfer, Transfers
+from ctxcache.service.caller import Caller
+from ctxcache.service.identification import Properties
 from ctxcache.service.streams import MESSAGE_BYTES
 from ctxcache.status import to_status
 from ctxcache.v1 import bulk_pb2, session_pb2
@@ -41,8 +44,16 @@ M = TypeVar("M", bound=Message)
 class BulkConnection:
     """Serves requests one after the other until the peer ends."""
 
-    def __init__(self, framed: FramedSocket, transfers: Transfers, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        framed: FramedSocket,
+        transfers: Transfers,
+        loop: asyncio.AbstractEventLoop,
+        properties: Properties = MappingProxyType({}),
+    ) -> None:
+        """`properties`: what the connection proves of its peer."""
         self._framed, self._transfers, self._loop = framed, transfers, loop
+        self._properties = properties
         self.is_draining = False
         self.is_busy = False
         self._is_unfinished = False
@@ -50,9 +61,9 @@ class BulkConnection:
     def serve(self) -> None:
         """Run to the end; raises nothing."""
         try:
-            tenant = self._greet()
-            while tenant is not None and (frame := self._next_request()) is not None:
-                self._answer(frame, tenant)
+            caller = self._greet()
+            while caller is not None and (frame := self._next_request()) is not None:
+                self._answer(frame, caller)
         except FrameError as error:
             log.info("bulk_connection_ended problem=%s", error)
         except Exception:  # the edge: nothing may end a thread in silence
@@ -60,27 +71,27 @@ class BulkConnection:
         finally:
             self._framed.close()
 
-    def _greet(self) -> str | None:
+    def _greet(self) -> Caller | None:
         if not self._framed.wait(HELLO_TIMEOUT_S) or (frame := self._framed.receive()) is None:
             return None
         try:
-            tenant = self._check_hello(frame)
+            caller = self._check_hello(frame)
         except CacheError as error:
             self._refuse(error)
             return None
         welcome = bulk_pb2.BulkWelcome(version=VERSION)
         welcome.idle_timeout.FromSeconds(IDLE_TIMEOUT_S)
         self._framed.send(Kind.WELCOME, welcome.SerializeToString())
-        return tenant
+        return caller
 
-    def _check_hello(self, frame: Frame) -> str:
+    def _check_hello(self, frame: Frame) -> Caller:
         if frame.kind is not Kind.HELLO:
             raise InvalidArgument(field="hello", problem="the first frame must be HELLO")
         hello = _parse(bulk_pb2.BulkHello, frame)
-        tenant = self._await(self._transfers.tenant_of(hello.ticket))
+        caller = self._await(self._transfers.caller_of(hello.ticket, self._properties))
         if hello.version != VERSION:
             raise InvalidArgument(field="version", problem=f"{hello.version} is not {VERSION}")
-        return tenant
+        return caller
 
     def _next_request(self) -> Frame | None:
         self.is_busy = False
@@ -89,10 +100,10 @@ class BulkConnection:
         self.is_busy = True
         return self._framed.receive()
 
-    def _answer(self, frame: Frame, tenant: str) -> None:
+    def _answer(self, frame: Frame, caller: Caller) -> None:
         self._is_unfinished = frame.kind is Kind.APPEND
         try:
-            self._carry_out(frame, tenant)
+            self._carry_out(frame, caller)
         except CacheError as error:
             self._refuse(error)
             self._skip()
@@ -105,11 +116,11 @@ class BulkConnection:
                 raise
             self._skip()
 
-    def _carry_out(self, frame: Frame, tenant: str) -> None:
+    def _carry_out(self, frame: Frame, caller: Caller) -> None:
         if frame.kind is Kind.READ:
-            self._read(_parse(session_pb2.ReadSessionRequest, frame), tenant)
+            self._read(_parse(session_pb2.ReadSessionRequest, frame), caller)
         elif frame.kind is Kind.APPEND:
-            self._append(_parse(session_pb2.AppendHeader, frame), tenant)
+            self._append(_parse(session_pb2.AppendHeader, frame), caller)
         else:
             raise InvalidArgument(field="frame", problem=f"{frame.kind.name} is no request")
 
@@ -126,8 +137,8 @@ class BulkConnection:
 
     # -- reads ---------------------------------------------------------------------------------------
 
-    def _read(self, request: session_pb2.ReadSessionRequest, tenant: str) -> None:
-        transfer = self._await(self._transfers.read(request, tenant))
+    def _read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> None:
+        transfer = self._await(self._transfers.read(request, caller))
         with self._closing(transfer.close):
             self._framed.send(Kind.READ_HEADER, transfer.header.SerializeToString())
             renewed = time.monotonic()
@@ -154,8 +165,8 @@ class BulkConnection:
 
     # -- appends -------------------------------------------------------------------------------------
 
-    def _append(self, header: session_pb2.AppendHeader, tenant: str) -> None:
-        transfer = self._await(self._transfers.append(header, tenant))
+    def _append(self, header: session_pb2.AppendHeader, caller: Caller) -> None:
+        transfer = self._await(self._transfers.append(header, caller))
         with self._closing(transfer.close):
             room: Room | None = None
             renewed = time.monotonic()

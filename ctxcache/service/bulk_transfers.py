@@ -12,7 +12,9 @@ from ctxcache.cache.reservation import Room
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert
 from ctxcache.service.appending import Append, begin_append
+from ctxcache.service.caller import Caller
 from ctxcache.service.edge import Admission
+from ctxcache.service.identification import Identification, Properties
 from ctxcache.service.streams import read_header, read_request
 from ctxcache.service.tickets import Tickets
 from ctxcache.v1 import session_pb2
@@ -30,11 +32,12 @@ class ReadTransfer:
         self.streams: tuple[Stream, ...]
         self.pieces: tuple[Lent, ...]
 
-    async def open(self, request: session_pb2.ReadSessionRequest, tenant: str, calls: Admission) -> None:
+    async def open(self, request: session_pb2.ReadSessionRequest, caller: Caller, calls: Admission) -> None:
         """Hold what is asked for. Raises what ReadSession raises."""
         async with AsyncExitStack() as held:
-            held.enter_context(calls.enter())
-            asked, streams = read_request(request, tenant)
+            caller.check()
+            held.enter_context(calls.enter(caller.tenant))
+            asked, streams = read_request(request, caller.tenant)
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)
             self.pieces = held.enter_context(self._reading.lend(lease))
@@ -63,11 +66,12 @@ class AppendTransfer:
         self._lent = ExitStack()
         self.append: Append
 
-    async def open(self, header: session_pb2.AppendHeader, tenant: str, calls: Admission) -> None:
+    async def open(self, header: session_pb2.AppendHeader, caller: Caller, calls: Admission) -> None:
         """Begin. Raises what AppendSession raises for its header."""
         with ExitStack() as held:
-            held.enter_context(calls.enter())
-            self.append = await begin_append(self._writing, header, tenant)
+            caller.check()
+            held.enter_context(calls.enter(caller.tenant))
+            self.append = await begin_append(self._writing, header, caller.tenant)
             held.callback(self.append.release)
             self._held = held.pop_all()
 
@@ -101,21 +105,26 @@ class AppendTransfer:
 class Transfers:
     """Begins transfers. Owned by the event loop."""
 
-    def __init__(self, cache: Cache, calls: Admission, tickets: Tickets) -> None:
+    def __init__(
+        self, cache: Cache, calls: Admission, tickets: Tickets, identification: Identification
+    ) -> None:
         self._cache, self._calls, self._tickets = cache, calls, tickets
+        self._identification = identification
 
-    async def tenant_of(self, ticket: bytes) -> str:
-        """Whose ticket it is; it is used up. Raises Unauthenticated."""
-        return self._tickets.use(ticket)
+    async def caller_of(self, ticket: bytes, properties: Properties) -> Caller:
+        """Whose ticket it is; it is used up. `properties`: what the connection proves. Raises Unauthenticated."""
+        caller = self._tickets.use(ticket)
+        self._identification.check_certificate(caller, properties)
+        return caller
 
-    async def read(self, request: session_pb2.ReadSessionRequest, tenant: str) -> ReadTransfer:
+    async def read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> ReadTransfer:
         """Begin a read. Raises what ReadSession raises."""
         transfer = ReadTransfer(self._cache.reading)
-        await transfer.open(request, tenant, self._calls)
+        await transfer.open(request, caller, self._calls)
         return transfer
 
-    async def append(self, header: session_pb2.AppendHeader, tenant: str) -> AppendTransfer:
+    async def append(self, header: session_pb2.AppendHeader, caller: Caller) -> AppendTransfer:
         """Begin an append. Raises what AppendSession raises for its header."""
         transfer = AppendTransfer(self._cache)
-        await transfer.open(header, tenant, self._calls)
+        await transfer.open(header, caller, self._calls)
         return transfer

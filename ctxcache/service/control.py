@@ -19,12 +19,13 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
-from ctxcache.errors import AddressUnusable, CacheError, InvalidArgument, Unauthenticated
+from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
 from ctxcache.frames import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.service.caller import Caller
 from ctxcache.service.eager import Suspended, begin
 from ctxcache.service.edge import Admission, known_error
 from ctxcache.service.holder import Holder
-from ctxcache.service.tenant import DEFAULT_TENANT
+from ctxcache.service.identification import Identification
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.service.unix_path import remove_stale
 from ctxcache.status import to_status
@@ -45,10 +46,12 @@ class ControlSocket:
     """Listens for local clients. Owned by the event loop."""
 
     def __init__(
-        self, cache: Cache, arena: arena_pb2.Arena, arena_fd: int, admission: Admission, turns: Turns
-    ) -> None:
+        self, cache: Cache, arena: arena_pb2.Arena, arena_fd: int, admission: Admission, turns: Turns,
+        identification: Identification,
+    ) -> None:  # fmt: skip
         """`turns`: in which local clients' work is done that takes long."""
         self.cache = cache
+        self.identification = identification
         self.turns = turns
         self.admission = admission
         self.arena_fd = arena_fd
@@ -61,9 +64,14 @@ class ControlSocket:
         self._drain: asyncio.Task[None] | None = None
 
     async def start(self, path: str) -> None:
-        """Listen at `path`, for this user alone; a socket that nobody listens to is replaced. Raises AddressUnusable."""
+        """Listen at `path`, for this user and those that rules name; a socket that nobody listens to is replaced.
+
+        Raises AddressUnusable.
+        """
+        others = self.identification.uids - {0, os.geteuid()}
         try:
-            listener = _bind(path)
+            # Others are looked at by their credentials.
+            listener = _bind(path, mode=0o666 if others else 0o600)
         except OSError as error:
             raise AddressUnusable(address=f"unix:{path}", problem=error.strerror or str(error)) from error
         self._path = path
@@ -100,13 +108,14 @@ class _Connection(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection is gone and nothing is held for it any more."""
         self._control = control
-        self._holder = Holder(control.cache, DEFAULT_TENANT, control.turns)
+        self._caller: Caller | None = None
+        self._holder: Holder | None = None
         self._frames = FrameReader()
         self._admitted = ExitStack()
         self._transport: asyncio.Transport | None = None
         self._batch: asyncio.Task[None] | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._is_greeted = self._is_draining = self._is_over = self._is_stalled = False
+        self._is_draining = self._is_over = self._is_stalled = False
 
     # -- the loop's calls ----------------------------------------------------------------------
 
@@ -117,8 +126,9 @@ class _Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=UNSENT_LIMIT_BYTES)
         self._control.connections.add(self)
         try:
-            _check_peer(transport)
-            self._admitted.enter_context(self._control.admission.enter())
+            # Whoever may not come at all is told so at once, whatever it would say of itself.
+            caller = self._control.identification.of_process(_peer_uid(transport), "")
+            self._admitted.enter_context(self._control.admission.enter(caller.tenant))
         except CacheError as error:
             self._end(error)
         else:
@@ -172,17 +182,21 @@ class _Connection(asyncio.Protocol):
         if self._is_over or self._transport is None:
             return
         self._is_over = True
-        self._holder.end(is_abandoned=error is not None)
+        self._give_back(is_abandoned=error is not None)
         status = b"" if error is None else to_status(error).SerializeToString()
         self._transport.write(encode_frame(Kind.END, status))
         self._transport.close()
 
     def _let_go(self) -> None:
-        self._holder.end(is_abandoned=True)
+        self._give_back(is_abandoned=True)
         self._admitted.close()
         self._control.connections.discard(self)
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def _give_back(self, *, is_abandoned: bool) -> None:
+        if self._holder is not None:
+            self._holder.end(is_abandoned=is_abandoned)
 
     # -- frames --------------------------------------------------------------------------------
 
@@ -195,7 +209,7 @@ class _Connection(asyncio.Protocol):
                 if part.is_over and self._is_ready():
                     self._finish_later(part.rest())
             if self._is_draining and self._is_ready():
-                self._holder.check_empty()
+                self._check_empty()
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._end(known_error(error))
         self._throttle()
@@ -212,12 +226,17 @@ class _Connection(asyncio.Protocol):
         else:
             transport.resume_reading()
 
+    def _check_empty(self) -> None:
+        if self._holder is None:
+            raise Draining
+        self._holder.check_empty()
+
     def _take(self, frame: Frame) -> None:
-        if frame.kind == Kind.ACCESS and self._is_greeted:
-            self._carry_out(_read(arena_pb2.AccessRequest.FromString, frame.message))
-        elif frame.kind == Kind.HELLO and not self._is_greeted:
+        if frame.kind == Kind.ACCESS and self._holder is not None:
+            self._carry_out(self._holder, _read(arena_pb2.AccessRequest.FromString, frame.message))
+        elif frame.kind == Kind.HELLO and self._holder is None:
             self._greet(_read(arena_pb2.ControlHello.FromString, frame.message))
-        elif frame.kind == Kind.END and self._is_greeted:
+        elif frame.kind == Kind.END and self._holder is not None:
             self._end(None)
         else:
             raise _bad("frame", f"of kind {frame.kind} cannot come here")
@@ -225,10 +244,12 @@ class _Connection(asyncio.Protocol):
     def _greet(self, hello: arena_pb2.ControlHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise _bad("protocol_version", f"{hello.protocol_version} is not {PROTOCOL_VERSION}")
-        self._is_greeted = True
+        assert self._transport is not None  # noqa: S101  # frames come after it was made
+        self._caller = self._control.identification.of_process(_peer_uid(self._transport), hello.token)
+        self._caller.check_shared_memory()
+        self._holder = Holder(self._control.cache, self._caller.tenant, self._control.turns)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        assert self._transport is not None  # noqa: S101  # frames come after it was made
         # By itself and first: a descriptor comes with the byte that it was sent with.
         raw = socket.socket(fileno=self._transport.get_extra_info("socket").fileno())
         try:
@@ -239,8 +260,10 @@ class _Connection(asyncio.Protocol):
         finally:
             raw.detach()
 
-    def _carry_out(self, request: arena_pb2.AccessRequest) -> None:
-        begun = begin(self._holder.carry_out(request))
+    def _carry_out(self, holder: Holder, request: arena_pb2.AccessRequest) -> None:
+        assert self._caller is not None  # noqa: S101  # whoever holds something has said hello
+        self._caller.check()
+        begun = begin(holder.carry_out(request))
         if isinstance(begun, Suspended):
             self._finish_later(begun)
         else:
@@ -289,22 +312,19 @@ def _bad(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument(field=field, problem=problem)
 
 
-def _check_peer(transport: asyncio.Transport) -> None:
+def _peer_uid(transport: asyncio.Transport) -> int:
     raw = transport.get_extra_info("socket")
-    _, uid, _ = _PEER_CREDENTIALS.unpack(
-        raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    )
-    if uid not in (0, os.geteuid()):
-        raise Unauthenticated(f"user {uid} may not use the arena of user {os.geteuid()}", uid=uid)
+    credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return int(_PEER_CREDENTIALS.unpack(credentials)[1])
 
 
-def _bind(path: str) -> socket.socket:
+def _bind(path: str, *, mode: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_stale(path)
         listener.bind(path)
         # Nobody can connect before it listens.
-        Path(path).chmod(0o600)
+        Path(path).chmod(mode)
     except BaseException:
         listener.close()
         raise

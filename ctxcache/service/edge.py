@@ -1,10 +1,11 @@
-"""The RPC edge: admission, and every error turned into a status with its reason. Never lets one through.
+"""The RPC edge: who calls, admission, and every error turned into a status with its reason. Never lets one through.
 
 Wraps all four kinds of rpc. Health and reflection pass untouched: they answer also when draining.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, fields
@@ -15,8 +16,12 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from ctxcache.core.limits import Bound
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument, TooManyRequests
 from ctxcache.process_memory import refused_memory
+from ctxcache.service.audit import audited_call, audited_stream, is_audited
+from ctxcache.service.caller import Caller, current
+from ctxcache.service.guard import Guard
 from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
 from ctxcache.service.turns import Turns
 from ctxcache.status import code_of, message_of, trailing_metadata
@@ -48,11 +53,15 @@ class Admission:
     of all. A refusal says when to come again.
     """
 
-    def __init__(self, what: str, limit: int, *, turns: Turns | None = None) -> None:
-        """`turns`: in which its rpcs move their messages."""
+    def __init__(
+        self, what: str, limit: int, *, turns: Turns | None = None, is_divided: bool = False
+    ) -> None:
+        """`turns`: in which its rpcs move their messages. `is_divided`: no tenant takes all of it."""
         self.turns = turns
         self.limit = limit
+        self._bound = Bound(limit, is_divided)
         self._running = 0
+        self._own: Counter[str] = Counter()
         self._lingering = 0
         self._draining = asyncio.Event()
         self.when_full = Refusal(TooManyRequests(what=what, limit=limit))
@@ -84,16 +93,25 @@ class Admission:
         return self.when_full if is_full else None
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Count one rpc while it runs. Raises Draining, TooManyRequests."""
+    def enter(self, tenant: str) -> Iterator[None]:
+        """Count one rpc of that tenant while it runs. Raises Draining, TooManyRequests."""
         refusal = self.refusal()
+        if refusal is None and self._bound.is_divided and self._is_too_much_of(tenant):
+            refusal = self.when_full
         if refusal:
             raise refusal.again()
         self._running += 1
+        self._own[tenant] += 1
         try:
             yield
         finally:
             self._running -= 1
+            self._own[tenant] -= 1
+            if not self._own[tenant]:
+                del self._own[tenant]
+
+    def _is_too_much_of(self, tenant: str) -> bool:
+        return self._bound.is_reached(self._running, self._own[tenant])
 
     @contextmanager
     def linger(self) -> Iterator[None]:
@@ -161,7 +179,7 @@ class Edge(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, admissions: Admissions, *, stall_timeout_s: float,
+        self, admissions: Admissions, guard: Guard, *, stall_timeout_s: float,
         decoders: Mapping[str, Decoder] | None = None, times: RpcTimes | None = None,
     ) -> None:  # fmt: skip
         """`decoders`, by method, read what the generated code would copy; `times` are told of every rpc's end.
@@ -169,6 +187,7 @@ class Edge(grpc.aio.ServerInterceptor):
         `stall_timeout_s`: how long a client may take none of a response that waits for it.
         """
         self._admissions = admissions
+        self._guard = guard
         self._stall_timeout_s = stall_timeout_s
         self._decoders = decoders or {}
         self._times = times or RpcTimes()
@@ -191,11 +210,12 @@ class Edge(grpc.aio.ServerInterceptor):
             return refusal.handler
         wrapped = self._wrapped.get(method)
         if wrapped is None and (handler := await continuation(handler_call_details)):
-            wrapped = self._wrapped[method] = self._wrap(method, handler, admission)
+            wrapped = self._wrapped[method] = self._wrap(handler, method)
         return wrapped
 
     # grpc's handlers are untyped tuples
-    def _wrap(self, method: str, handler: Any, admission: Admission) -> Handler:
+    def _wrap(self, handler: Any, method: str) -> Handler:
+        admission = self._admissions.of(method)
         # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
         read = self._decoders.get(method) or handler.request_deserializer
         decode = partial(_each, read, admission.turns) if handler.request_streaming else partial(_one, read)
@@ -203,11 +223,13 @@ class Edge(grpc.aio.ServerInterceptor):
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
-        timer = self._times.of(method)
+        if is_audited(method):
+            behaviour = (audited_call if is_single else audited_stream)(behaviour, method)
+        let_in, timer = partial(self._guard.let_in, method=method), self._times.of(method)
         call = (
-            _single(behaviour, decode, admission, timer)
+            _single(behaviour, decode, admission, let_in, timer)
             if is_single
-            else _many(behaviour, decode, admission, self._stall_timeout_s, timer)
+            else _many(behaviour, decode, admission, let_in, self._stall_timeout_s, timer)
         )
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
         return make(call, None, partial(_encoded, handler.response_serializer))
@@ -234,12 +256,16 @@ def _until_drained(handler: Any, admission: Admission) -> Handler:
 
 
 def _single(
-    behaviour: Callable[..., Awaitable[Any]], decode: Callable[..., Any], admission: Admission, timer: Timer
+    behaviour: Callable[..., Awaitable[Any]],
+    decode: Callable[..., Any],
+    admission: Admission,
+    let_in: Callable[[Context], Caller],
+    timer: Timer,
 ) -> Callable[..., Awaitable[Any]]:
     async def call(request: object, context: Context) -> Any:
         begun_s, end = perf_counter(), CANCELLED
         try:
-            with admission.enter():
+            with admission.enter(let_in(context).tenant):
                 response = await behaviour(decode(request), context)
             end = OK
             return response  # noqa: TRY300  # what follows the try is for failures
@@ -257,16 +283,19 @@ def _many(
     behaviour: Callable[..., AsyncGenerator[Any]],
     decode: Callable[..., Any],
     admission: Admission,
+    let_in: Callable[[Context], Caller],
     stall_timeout_s: float,
     timer: Timer,
 ) -> Callable[..., Awaitable[None]]:
     async def call(request: object, context: Context) -> None:
         begun_s, end = perf_counter(), CANCELLED
         try:
+            caller = let_in(context)
             # Closed here and now when the client goes away: what the rpc holds ends with it.
-            with admission.enter():
+            with admission.enter(caller.tenant):
                 async with aclosing(behaviour(decode(request), context)) as responses:
                     async for response in responses:
+                        caller.check()
                         await _send(context, response, stall_timeout_s)
                         # Before the next one is made.
                         if admission.turns:
@@ -313,7 +342,9 @@ def _one(read: Callable[[bytes], Any], encoded: bytes) -> Any:
 async def _each(
     read: Callable[[bytes], Any], turns: Turns | None, encoded: AsyncIterator[bytes]
 ) -> AsyncIterator[Any]:
+    caller = current()
     async for item in encoded:
+        caller.check()
         if turns:
             await turns.take()
         yield _one(read, item)

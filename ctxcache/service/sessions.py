@@ -11,6 +11,7 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
 from ctxcache.service import convert, validate
+from ctxcache.service.caller import current
 from ctxcache.service.edge import Context
 from ctxcache.service.streams import StreamRpcs
 from ctxcache.service.tenant import tenant_of
@@ -40,6 +41,8 @@ class SessionService(StreamRpcs):
         self, request: session_pb2.CreateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
+        if request.is_pinned:
+            current().check_operator("is_pinned")
         view = await self._sessions.create(
             tenant_of(context),
             validate.new_session_id(request.session_id),
@@ -78,6 +81,8 @@ class SessionService(StreamRpcs):
         self, request: session_pb2.UpdateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
+        if request.HasField("is_pinned"):
+            current().check_operator("is_pinned")
         view = await self._sessions.update(
             tenant_of(context),
             validate.session_id(request.name),

@@ -1,11 +1,10 @@
-"""Who is calling. The tenant comes from the connection's credentials, never from a request field."""
+"""Whose sessions an rpc is about. The tenant comes from the connection's credentials, never from a request field."""
 
+from ctxcache.service.caller import current
 from ctxcache.service.edge import Context
-
-DEFAULT_TENANT = "default"
 
 
 def tenant_of(context: Context) -> str:
-    """The caller's tenant. Without authentication configured, everyone is the same one."""
+    """The tenant of the rpc that runs in this task."""
     del context
-    return DEFAULT_TENANT
+    return current().tenant

@@ -9,7 +9,9 @@ import secrets
 from dataclasses import dataclass
 
 from ctxcache.clock import Clock
+from ctxcache.core.limits import Bound
 from ctxcache.errors import TooManyRequests, Unauthenticated
+from ctxcache.service.caller import Caller
 
 TICKET_LIFETIME_NS = 30 * 10**9
 TICKET_LIMIT = 1024
@@ -20,34 +22,37 @@ ID_BYTES, SECRET_BYTES = 8, 24
 @dataclass(frozen=True, slots=True)
 class _Issued:
     secret: bytes
-    tenant: str
+    caller: Caller
     deadline_ns: int
 
 
 class Tickets:
     """What was issued and not used yet, oldest first."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, are_divided: bool = False) -> None:
         self._clock = clock
+        self._bound = Bound(TICKET_LIMIT, are_divided)
         self._issued: dict[bytes, _Issued] = {}
 
-    def issue(self, tenant: str) -> bytes:
-        """Make a ticket for one connection of that tenant. Raises TooManyRequests."""
+    def issue(self, caller: Caller) -> bytes:
+        """Make a ticket for one connection of that caller. Raises TooManyRequests."""
         now_ns = self._clock.monotonic_ns()
         self._forget_past(now_ns)
-        if len(self._issued) >= TICKET_LIMIT:
+        own = sum(issued.caller.tenant == caller.tenant for issued in self._issued.values())
+        if self._bound.is_reached(len(self._issued), own):
             raise TooManyRequests(what="bulk tickets", limit=TICKET_LIMIT)
         ticket_id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
-        self._issued[ticket_id] = _Issued(secret, tenant, now_ns + TICKET_LIFETIME_NS)
+        self._issued[ticket_id] = _Issued(secret, caller, now_ns + TICKET_LIFETIME_NS)
         return ticket_id + secret
 
-    def use(self, ticket: bytes) -> str:
-        """End a ticket, good or not, and return its tenant. Raises Unauthenticated."""
+    def use(self, ticket: bytes) -> Caller:
+        """End a ticket, good or not, and return whose it was. Raises Unauthenticated."""
         self._forget_past(self._clock.monotonic_ns())
         issued = self._issued.pop(ticket[:ID_BYTES], None)
         if issued is None or not hmac.compare_digest(issued.secret, ticket[ID_BYTES:]):
             raise Unauthenticated
-        return issued.tenant
+        issued.caller.check()
+        return issued.caller
 
     def _forget_past(self, now_ns: int) -> None:
         for ticket_id, issued in list(self._issued.items()):

@@ -4,9 +4,12 @@ Files are read once, at start. Worst case: a file that cannot be used, which is 
 before anything listens.
 """
 
+import socket
 import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -48,6 +51,24 @@ def load_tls(certificate: Path | None, key: Path | None, client_ca: Path | None)
         [(secret, chain)], authorities, require_client_auth=authorities is not None
     )
     return Tls(credentials, context)
+
+
+def peer_properties(connected: socket.socket) -> Mapping[str, Sequence[bytes]]:
+    """The verified certificate at the other end, in the words in which gRPC says it; empty without one."""
+    certificate = connected.getpeercert() if isinstance(connected, ssl.SSLSocket) else None
+    if not certificate:
+        return {}
+    # Typed as any nesting of tuples by the library.
+    names: Any = certificate.get("subjectAltName", ())
+    subject: Any = certificate.get("subject", ())
+    found: dict[str, list[bytes]] = {"peer_uri": [], "peer_dns": [], "x509_common_name": []}
+    kinds = {"URI": "peer_uri", "DNS": "peer_dns"}
+    for kind, name in names:
+        if kind in kinds:
+            found[kinds[kind]].append(name.encode())
+    common = [value for part in subject for kind, value in part if kind == "commonName"]
+    found["x509_common_name"] += [value.encode() for value in common[:1]]
+    return found
 
 
 def _read(path: Path, source: str) -> bytes:

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Serves operators.
+    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
+    something is written to the audit log with the caller and the result.
     """
 
     def __init__(self, channel):
@@ -59,7 +60,8 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Serves operators.
+    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
+    something is written to the audit log with the caller and the result.
     """
 
     def GetStats(self, request, context):
@@ -78,7 +80,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DemoteSession(self, request, context):
-        """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
+        """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
         """
@@ -128,7 +130,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Serves operators.
+    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
+    something is written to the audit log with the caller and the result.
     """
 
     @staticmethod

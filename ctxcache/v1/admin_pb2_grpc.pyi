@@ -28,7 +28,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Serves operators."""
+    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
+    something is written to the audit log with the caller and the result.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -41,7 +43,7 @@ class AdminServiceStub:
     server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     DemoteSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]
-    """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
+    """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
@@ -54,7 +56,9 @@ class AdminServiceStub:
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Serves operators."""
+    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
+    something is written to the audit log with the caller and the result.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.Stats]  # type: ignore[assignment]
@@ -64,7 +68,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     DemoteSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
-    """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
+    """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
     """
@@ -76,7 +80,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Serves operators."""
+    """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
+    something is written to the audit log with the caller and the result.
+    """
 
     @_abc_1.abstractmethod
     def GetStats(
@@ -102,7 +108,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DemoteSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.Session, _abc.Awaitable[_session_pb2.Session]]:
-        """Makes a session durable and takes it out of DRAM, leased segments excepted. Errors:
+        """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
         """

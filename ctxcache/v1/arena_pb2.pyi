@@ -87,18 +87,25 @@ class ControlHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the framing that the client speaks: 1. Another one is refused with INVALID_ARGUMENT
     (INVALID_FIELD).
+    """
+    token: _builtins.str
+    """Token of the tenant as which the client comes, as in `authorization: Bearer TOKEN` over gRPC. Empty: it comes
+    as its user. One that is not known is refused with UNAUTHENTICATED (UNAUTHENTICATED), one that has no
+    shared memory with PERMISSION_DENIED (PERMISSION_DENIED).
     """
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
+        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

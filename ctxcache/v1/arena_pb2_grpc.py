@@ -53,7 +53,8 @@ class ArenaServiceServicer:
 
     def GetArena(self, request, context):
         """Says where the arena is. A client that can open `path` and finds `arena_id` in its first 16
-        bytes is on the same host. Errors: none of its own.
+        bytes is on the same host. A caller that has no shared memory is told neither path nor socket, and reads and
+        writes by stream. Errors: none of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,7 +65,8 @@ class ArenaServiceServicer:
         acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
         kept from others for a minute, because whoever had them may still be writing: release them before.
         Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
-        with INVALID_ARGUMENT.
+        with INVALID_ARGUMENT. Errors of the stream itself: PERMISSION_DENIED (PERMISSION_DENIED) for a caller that has no
+        shared memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

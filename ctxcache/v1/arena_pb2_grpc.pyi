@@ -35,14 +35,16 @@ class ArenaServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ArenaServiceAsyncStub: ...
     GetArena: _grpc.UnaryUnaryMultiCallable[_arena_pb2.GetArenaRequest, _arena_pb2.Arena]
     """Says where the arena is. A client that can open `path` and finds `arena_id` in its first 16
-    bytes is on the same host. Errors: none of its own.
+    bytes is on the same host. A caller that has no shared memory is told neither path nor socket, and reads and
+    writes by stream. Errors: none of its own.
     """
     Access: _grpc.StreamStreamMultiCallable[_arena_pb2.AccessRequest, _arena_pb2.AccessResponse]
     """A stream of batches of operations, answered in order. The stream is the liveness of everything
     acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
     kept from others for a minute, because whoever had them may still be writing: release them before.
     Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
-    with INVALID_ARGUMENT.
+    with INVALID_ARGUMENT. Errors of the stream itself: PERMISSION_DENIED (PERMISSION_DENIED) for a caller that has no
+    shared memory.
     """
 
 @_typing.type_check_only
@@ -52,14 +54,16 @@ class ArenaServiceAsyncStub(ArenaServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetArena: _aio.UnaryUnaryMultiCallable[_arena_pb2.GetArenaRequest, _arena_pb2.Arena]  # type: ignore[assignment]
     """Says where the arena is. A client that can open `path` and finds `arena_id` in its first 16
-    bytes is on the same host. Errors: none of its own.
+    bytes is on the same host. A caller that has no shared memory is told neither path nor socket, and reads and
+    writes by stream. Errors: none of its own.
     """
     Access: _aio.StreamStreamMultiCallable[_arena_pb2.AccessRequest, _arena_pb2.AccessResponse]  # type: ignore[assignment]
     """A stream of batches of operations, answered in order. The stream is the liveness of everything
     acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
     kept from others for a minute, because whoever had them may still be writing: release them before.
     Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
-    with INVALID_ARGUMENT.
+    with INVALID_ARGUMENT. Errors of the stream itself: PERMISSION_DENIED (PERMISSION_DENIED) for a caller that has no
+    shared memory.
     """
 
 class ArenaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -72,7 +76,8 @@ class ArenaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_arena_pb2.Arena, _abc.Awaitable[_arena_pb2.Arena]]:
         """Says where the arena is. A client that can open `path` and finds `arena_id` in its first 16
-        bytes is on the same host. Errors: none of its own.
+        bytes is on the same host. A caller that has no shared memory is told neither path nor socket, and reads and
+        writes by stream. Errors: none of its own.
         """
 
     @_abc_1.abstractmethod
@@ -85,7 +90,8 @@ class ArenaServiceServicer(metaclass=_abc_1.ABCMeta):
         acquired on it: when it ends, its leases and reservations end. Slots that are reserved then are
         kept from others for a minute, because whoever had them may still be writing: release them before.
         Each operation succeeds or fails by itself; a message that cannot be read at all ends the stream
-        with INVALID_ARGUMENT.
+        with INVALID_ARGUMENT. Errors of the stream itself: PERMISSION_DENIED (PERMISSION_DENIED) for a caller that has no
+        shared memory.
         """
 
 def add_ArenaServiceServicer_to_server(servicer: ArenaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -49,7 +49,7 @@ class BulkServiceServicer:
     """
 
     def OpenBulk(self, request, context):
-        """Gives a ticket for one connection to the bulk channel, as the caller's tenant. Errors:
+        """Gives a ticket for one connection to the bulk channel, as this caller and no other. Errors:
         RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) when too many tickets wait to be used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,7 +36,7 @@ class BulkServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BulkServiceAsyncStub: ...
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_bulk_pb2.OpenBulkRequest, _bulk_pb2.BulkTicket]
-    """Gives a ticket for one connection to the bulk channel, as the caller's tenant. Errors:
+    """Gives a ticket for one connection to the bulk channel, as this caller and no other. Errors:
     RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) when too many tickets wait to be used.
     """
 
@@ -48,7 +48,7 @@ class BulkServiceAsyncStub(BulkServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenBulk: _aio.UnaryUnaryMultiCallable[_bulk_pb2.OpenBulkRequest, _bulk_pb2.BulkTicket]  # type: ignore[assignment]
-    """Gives a ticket for one connection to the bulk channel, as the caller's tenant. Errors:
+    """Gives a ticket for one connection to the bulk channel, as this caller and no other. Errors:
     RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) when too many tickets wait to be used.
     """
 
@@ -63,7 +63,7 @@ class BulkServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _bulk_pb2.OpenBulkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bulk_pb2.BulkTicket, _abc.Awaitable[_bulk_pb2.BulkTicket]]:
-        """Gives a ticket for one connection to the bulk channel, as the caller's tenant. Errors:
+        """Gives a ticket for one connection to the bulk channel, as this caller and no other. Errors:
         RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS) when too many tickets wait to be used.
         """
 

@@ -235,7 +235,7 @@ class CreateSessionRequest(_message.Message):
     model: _builtins.str
     """Its model, `models/{model_id}`. Required."""
     is_pinned: _builtins.bool
-    """Hold it against eviction. Default false."""
+    """Hold it against eviction. Default false; true needs the role operator, else PERMISSION_DENIED."""
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamName]:
         """Streams it stores, each one of the model's; token ids are always among them. Empty: token ids only."""
@@ -361,7 +361,9 @@ class UpdateSessionRequest(_message.Message):
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     is_pinned: _builtins.bool
-    """Hold it against eviction, or no longer. Unset: as before."""
+    """Hold it against eviction, or no longer. Unset: as before; set, it needs the role operator, else
+    PERMISSION_DENIED.
+    """
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """At this instant; in the past: now."""

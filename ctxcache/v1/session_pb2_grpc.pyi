@@ -33,9 +33,11 @@ class SessionServiceStub:
     re-numbers what stays. A caller that must not act on an outdated view sends
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
-    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
+    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
+    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
+    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
+    is not there. An expire_time is at most in the year 2262.
     """
 
     @_typing.overload
@@ -114,9 +116,11 @@ class SessionServiceAsyncStub(SessionServiceStub):
     re-numbers what stays. A caller that must not act on an outdated view sends
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
-    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
+    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
+    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
+    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
+    is not there. An expire_time is at most in the year 2262.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -191,9 +195,11 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     re-numbers what stays. A caller that must not act on an outdated view sends
     `if_generation_match`. Every rpc works within the caller's tenant. Errors carry
     google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc; any rpc may
-    also end with UNAUTHENTICATED (UNAUTHENTICATED), UNAVAILABLE (DRAINING) or RESOURCE_EXHAUSTED
-    (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as there may be),
-    the latter two with google.rpc.RetryInfo. An expire_time is at most in the year 2262.
+    also end with UNAUTHENTICATED (UNAUTHENTICATED: no credentials, or such as are not known),
+    PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
+    RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
+    there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
+    is not there. An expire_time is at most in the year 2262.
     """
 
     @_abc_1.abstractmethod

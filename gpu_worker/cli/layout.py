@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.streams import TOKEN_ROW_BYTES
 from gpu_worker.cli import options as given
 from gpu_worker.planning.layout import Layout, Return, choose_layout
 
@@ -37,6 +38,7 @@ def layout(
     element_bytes: given.ElementBytes = 2,
     no_recompute: given.NoRecompute = False,
     by_layer: given.ByLayer = False,
+    allow_loss: given.AllowLoss = "",
     as_json: given.AsJson = False,
 ) -> None:
     """Choose which state of a new session to save."""
@@ -48,19 +50,29 @@ def layout(
         shape,
         machine,
         [Return(tokens, new, given.place(place), count) for tokens, count in _returns(returns)],
-        engine=given.engine(no_recompute=no_recompute, by_layer=by_layer, split=False),
+        engine=given.engine(no_recompute=no_recompute, by_layer=by_layer, split=False, allow_loss=allow_loss),
         byte_price_s=byte_price,
     )
     names = ["none" if kind is None else kind.name.lower() for kind in chosen.kinds]
     if as_json:
         typer.echo(json.dumps({"format": 1, "model": shape.name, **_facts(chosen), "layers": names}))
         return
-    typer.echo(f"save {_spans(names)}: {chosen.bytes_per_token:,.0f} bytes a token")
+    kv_bytes = TOKEN_ROW_BYTES + sum(layer.kv_row_bytes for layer in shape.layers)
+    typer.echo(
+        f"save {_spans(names)}: {chosen.bytes_per_token:,.0f} bytes a token, "
+        f"{kv_bytes / chosen.bytes_per_token:.2f} times smaller than K/V"
+    )
+    if chosen.loss_nats:
+        typer.echo(f"lossy: predictions diverge by {chosen.loss_nats:.0e} nats a token at most")
     typer.echo(f"all expected returns together: {chosen.restore_s * 1e3:,.3f} ms")
 
 
 def _facts(chosen: Layout) -> dict[str, float]:
-    return {"bytes_per_token": chosen.bytes_per_token, "restore_s": chosen.restore_s}
+    return {
+        "bytes_per_token": chosen.bytes_per_token,
+        "restore_s": chosen.restore_s,
+        "loss_nats": chosen.loss_nats,
+    }
 
 
 def _spans(names: list[str]) -> str:

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.known_models import MODEL_NAMES, known_model
 from gpu_worker.planning.known_profiles import PROFILE_NAMES, known_profile
+from gpu_worker.planning.loss import allowed_loss
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import LayerKind, ModelShape
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile
@@ -52,6 +54,13 @@ NoRecompute = Annotated[
 ]
 ByLayer = Annotated[bool, typer.Option("--by-layer", help="The engine starts when its first layer is there.")]
 Split = Annotated[bool, typer.Option("--split", help="The engine takes a layer's tokens by two methods.")]
+AllowLoss = Annotated[
+    str,
+    typer.Option(
+        help=f"Rows in few bits: most KL divergence in nats a token, or kinds: {', '.join(k.name.lower() for k in PACKINGS)}.",
+        metavar="NATS|KIND,...", show_default="none",
+    ),
+]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Directory = Annotated[
     Path | None,
@@ -92,9 +101,14 @@ def machine(
     return _named_model(model, element_bytes), replace(found, is_direct=found.is_direct and not staged)
 
 
-def engine(*, no_recompute: bool, by_layer: bool, split: bool) -> Engine:
-    """Return the engine's abilities."""
-    return Engine(can_recompute=not no_recompute, starts_by_layer=by_layer, can_split=split)
+def engine(*, no_recompute: bool, by_layer: bool, split: bool, allow_loss: str) -> Engine:
+    """Return the engine's abilities, and what loss is allowed."""
+    return Engine(
+        can_recompute=not no_recompute,
+        starts_by_layer=by_layer,
+        can_split=split,
+        lossy_kinds=allowed_loss(allow_loss),
+    )
 
 
 def kinds(names: str, model: ModelShape) -> tuple[StateKind, ...]:
@@ -102,6 +116,7 @@ def kinds(names: str, model: ModelShape) -> tuple[StateKind, ...]:
     has_latents = any(layer.kind is LayerKind.LATENT for layer in model.layers)
     rows = StateKind.LATENT if has_latents else StateKind.KV
     known = {"hidden": StateKind.HIDDEN, "kv": rows, "latent": rows}
+    known |= {kind.name.lower(): kind for kind in PACKINGS}
     unknown = [name for name in names.split(",") if name and name not in known]
     if unknown:
         raise InvalidArgument(field="--hold", problem=f"{unknown[0]!r} is not one of {', '.join(known)}")

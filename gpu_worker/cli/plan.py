@@ -35,6 +35,7 @@ def plan(
     element_bytes: given.ElementBytes = 2,
     no_recompute: given.NoRecompute = False,
     by_layer: given.ByLayer = False,
+    allow_loss: given.AllowLoss = "",
     split: given.Split = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show every layer, its times, and why.")] = False,
     as_json: given.AsJson = False,
@@ -51,7 +52,7 @@ def plan(
         history=history,
         profile=machine,
         new_tokens=new,
-        engine=given.engine(no_recompute=no_recompute, by_layer=by_layer, split=split),
+        engine=given.engine(no_recompute=no_recompute, by_layer=by_layer, split=split, allow_loss=allow_loss),
     )
     chosen = decide(request)
     if as_json:

@@ -31,7 +31,8 @@ from gpu_worker.demo.subject import METHOD_TITLES, Subject
 from gpu_worker.demo.user_turns import user_turns
 from gpu_worker.demo.view import View
 from gpu_worker.demo.words import duration, source_words
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
 from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, continue_greedy, prefill
 from gpu_worker.plan import Method

@@ -10,7 +10,8 @@ from ctxcache.client import Client
 from gpu_worker.conversation import common_prefix
 from gpu_worker.demo.results import ReferenceTurn, RestoredTurn, Source, Stored
 from gpu_worker.demo.subject import METHOD_TITLES, Subject
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
 from gpu_worker.plan import Method
 
 

@@ -17,7 +17,8 @@ from gpu_worker.demo.results import WindowTurn
 from gpu_worker.demo.subject import METHOD_TITLES, Subject
 from gpu_worker.demo.view import View
 from gpu_worker.demo.words import window_facts
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
 from gpu_worker.plan import Method
 
 

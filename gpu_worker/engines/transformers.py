@@ -1,27 +1,27 @@
 """transformers with a context store: every turn restores its session, continues it, and saves it.
 
 The engine keeps nothing between turns. A turn looks its session up, restores what the store has,
-prefills what is new, generates, and hands every row over as it is computed; background threads
-commit them. A session that is missing, short or damaged is a miss with a reason, and what the
-caller knows of the history is prefilled again. Worst case: a full prefill.
+prefills what is new (while later layers are still restored, where a planner decides), generates, and hands
+every row over as it is computed; background threads commit them. A session that is missing, short or damaged
+is a miss with a reason, and what the caller knows of the history is prefilled again. Worst case: a full prefill.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import torch
-from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ctxcache.client import Client, SessionRows
+from ctxcache.client import Client
+from ctxcache.client.convert import stream_from_wire
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
     CorruptSegment,
+    InvalidArgument,
     LeaseNotFound,
     ModelFingerprintMismatch,
     PositionsNotRelocatable,
@@ -29,48 +29,48 @@ from ctxcache.errors import (
     TierFailure,
 )
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.format.streams import TOKENS
 from ctxcache.v1 import session_pb2
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
+from gpu_worker.engines.restoring import Restoring, SessionRestorer
+from gpu_worker.engines.turn import Turn
+from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
+from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.planned import Chooser
 from gpu_worker.plan import RestorePlan
-from gpu_worker.restore import restore_cache
-from gpu_worker.rows import in_batches, token_ids_of, unpack_rows
+from gpu_worker.planning.layout import Return
+from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
 
-# What a read may answer for state that cannot be had: a miss, never a failed turn.
-_MISSES = (SessionNotFound, CorruptSegment, CapacityExceeded, TierFailure, LeaseNotFound)
-
-
-@dataclass(slots=True)
-class Turn:
-    """What one turn did. Times in nanoseconds from its begin.
-
-    `miss_reason` says why the store had less than it should: the reason of the error that a read
-    met, that truncation met, or that stopped an earlier turn's saves. Empty for a hit.
-    `history_token_count` tokens came before the turn, after `dropped_token_count` were truncated;
-    `reused_token_count` of them were restored, and `prefilled_token_count` were computed.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    history_token_count: int = 0
-    dropped_token_count: int = 0
-    reused_token_count: int = 0
-    prefilled_token_count: int = 0
-    restore_ns: int = 0
-    first_token_ns: int = 0
-    miss_reason: str = ""
+RESTORE_TIMEOUT_S = 60.0
+# What a read or a restore may answer for state that cannot be had: a miss, never a failed turn.
+_MISSES = (
+    SessionNotFound, CorruptSegment, CapacityExceeded, TierFailure, LeaseNotFound, RestoreTooLate, RestoreFailed,
+    LaneStuck,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where a turn starts from: a session that holds `reused`, and a cache that holds its KV."""
+    """Where a turn starts from: a session that holds `reused`, and a cache that holds its KV or is about to.
+
+    `lost`: the session's tokens, where they could be read and nothing else of it could be restored.
+    """
 
     session: session_pb2.Session
     reused: list[int]
     cache: Cache
+    restoring: Restoring | None = None
+    lost: Sequence[int] = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the turn begins before all is restored."""
+        return self.restoring is not None and self.restoring.choice.lead is not None
 
 
 class TransformersEngine:
@@ -81,23 +81,38 @@ class TransformersEngine:
         model: PreTrainedModel,
         client: Client,
         spec: ModelSpec,
-        plan: RestorePlan,
+        plan: RestorePlan | None = None,
         *,
+        profile: Profile | None = None,
+        expected: Sequence[Return] = (),
+        restore_timeout_s: float = RESTORE_TIMEOUT_S,
+        settings: Settings | None = None,
         window: int | None = None,
         sink_count: int = SINK_TOKENS,
         durability: "session_pb2.Durability.ValueType" = session_pb2.DURABILITY_DISK,
     ) -> None:
-        """`plan` says what is saved and how it comes back; `window` defaults to the model's context.
+        """`plan` says what is saved and how it comes back. Without one, a planner does, that starts from `profile`.
 
-        Registers the model. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, Unavailable.
+        `expected`: how sessions are expected back, which decides what is saved of new ones; by default once, of half
+        a window. `window` defaults to the model's context. A restore that takes longer than `restore_timeout_s` is a
+        miss. Registers the model. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, Unavailable.
         """
-        plan.check(spec)
+        if plan is not None:
+            plan.check(spec)
+        elif profile is None:
+            raise InvalidArgument(field="plan", problem="neither a plan nor a profile to plan by")
         self._adapter = adapt(model)
-        self._model, self._client, self._spec, self._plan = model, client, spec, plan
+        self._model, self._client, self._spec = model, client, spec
         self._window = window or int(model.config.max_position_embeddings)
+        self._chooser = Chooser(self._adapter, plan, profile)
+        self._layout = self._chooser.layout(expected or [Return(self._window // 2)])
+        self._restorer = SessionRestorer(
+            self._adapter, self._chooser, timeout_s=restore_timeout_s, settings=settings
+        )
+        self._place = Place.DRAM
         self._sink_count, self._durability = sink_count, durability
         self._registered = client.register_model(spec)
-        self._saver = Saver(client, spec.resolve(plan.streams()), device=model.device)
+        self._saver = Saver(client, spec.resolve(self._layout), device=model.device)
 
     def __enter__(self) -> Self:
         return self
@@ -108,8 +123,14 @@ class TransformersEngine:
         self.close()
 
     def close(self) -> None:
-        """Save what is still in staging, then end the saving threads."""
+        """Save what is still in staging, then end the threads that save and restore."""
         self._saver.close()
+        self._restorer.close()
+
+    @property
+    def profile(self) -> Profile | None:
+        """The machine as the planner knows it by now; None where the plan is the caller's."""
+        return self._chooser.profile
 
     def wait(self, session_id: str) -> CacheError | None:
         """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
@@ -134,12 +155,12 @@ class TransformersEngine:
         begin_ns = time.perf_counter_ns()
         turn = Turn()
         session, known = self._fit(session_id, history, len(new_token_ids) + max_new_tokens, turn)
-        start = self._restore(session, known, turn)
+        start = self._restore(session, known, len(new_token_ids), turn)
         turn.restore_ns = time.perf_counter_ns() - begin_ns
-        missing = [] if known is None else known[len(start.reused) :]
+        missing = list(start.lost) if known is None else known[len(start.reused) :]
         turn.history_token_count = len(start.reused) + len(missing)
         turn.prefilled_token_count = len(missing) + len(new_token_ids)
-        for token in self._generate(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids):
+        for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
             turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
             turn.token_ids.append(token)
             on_token(token)
@@ -172,7 +193,7 @@ class TransformersEngine:
             session = self._client.get_session(f"sessions/{session_id}")
         except SessionNotFound:
             return self._client.create_session(
-                self._registered.name, session_id=session_id, layout=self._plan.streams()
+                self._registered.name, session_id=session_id, layout=self._layout
             )
         if session.model_fingerprint != self._registered.fingerprint:
             # Reads and appends go by the session's own fingerprint: another model's state would pass.
@@ -197,11 +218,13 @@ class TransformersEngine:
         with self._client.read(session, streams=[TOKENS]) as rows:
             return token_ids_of(rows.array(TOKENS))
 
-    def _restore(self, session: session_pb2.Session, known: Sequence[int] | None, turn: Turn) -> _Start:
+    def _restore(
+        self, session: session_pb2.Session, known: Sequence[int] | None, new_count: int, turn: Turn
+    ) -> _Start:
         """Restore what the session and the history have in common. A damaged session is tried once more, cut."""
         for _attempt in range(2):
             try:
-                start = self._restore_common(session, known)
+                start = self._restore_common(session, known, new_count, turn)
             except _MISSES as error:
                 turn.miss_reason = error.reason
                 if known is None:
@@ -210,43 +233,81 @@ class TransformersEngine:
                 continue
             turn.reused_token_count = len(start.reused)
             return start
-        return _Start(self._client.keep_first(session.name, 0), [], self._empty_cache())
+        return self._nothing_restored(session)
 
-    def _restore_common(self, session: session_pb2.Session, known: Sequence[int] | None) -> _Start:
+    def _restore_common(
+        self, session: session_pb2.Session, known: Sequence[int] | None, new_count: int, turn: Turn
+    ) -> _Start:
         if not session.token_count:
             return _Start(session, [], self._empty_cache())
-        with self._client.read(session, streams={TOKENS, *self._plan.streams()}) as rows:
+        held = frozenset(map(stream_from_wire, session.layout))
+        choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
+        rows = self._client.read(session, streams=choice.streams())
+        with ExitStack() as stack:
+            stack.enter_context(rows)
+            self._place = Place.DRAM if rows.is_local else Place.REMOTE
             ids = token_ids_of(rows.array(TOKENS))
             common = len(ids) if known is None else common_prefix(ids, known)
-            cache = self._restored_cache(rows, ids[:common])
-        if common < session.token_count:
-            session = self._client.keep_first(session.name, common, if_generation_match=session.generation)
-        return _Start(session, ids[:common], cache)
+            missing_count = 0 if known is None else len(known) - common
+            session = self._cut(session, common)
+            if not common:
+                return _Start(session, [], self._empty_cache())
+            if missing_count or common < len(ids):
+                # What was read is all there is to choose from.
+                choice = self._chooser.choose(
+                    choice.streams(), common, missing_count + new_count, place=self._place
+                )
+            restoring = self._restorer.begin(rows, choice, ids[:common])
+            stack.pop_all()
+        try:
+            restoring.wait_for_lead()
+        except _MISSES as error:
+            if known is not None:
+                raise
+            turn.miss_reason = error.reason
+            return self._nothing_restored(session, lost=ids)
+        return _Start(session, ids[:common], restoring.cache, restoring)
 
-    def _restored_cache(self, rows: SessionRows, ids: Sequence[int]) -> Cache:
-        if not ids:
-            return self._empty_cache()
-        cache = restore_cache(
-            self._adapter, self._plan, self._reader(rows),
-            positions=torch.arange(len(ids)), token_ids=torch.tensor(ids),
-        )  # fmt: skip
-        # The cache is a copy; whether it was copied from rows that were still ours is known only now.
-        rows.check()
-        return cache
+    def _cut(self, session: session_pb2.Session, token_count: int) -> session_pb2.Session:
+        if token_count == session.token_count:
+            return session
+        return self._client.keep_first(session.name, token_count, if_generation_match=session.generation)
 
-    def _reader(self, rows: SessionRows) -> Callable[[Stream, int, int], Iterator[Tensor]]:
-        specs = {spec.stream: spec for spec in self._spec.resolve(self._plan.streams())}
-
-        def read(stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
-            for batch in in_batches(rows.pieces(stream), begin, end):
-                yield unpack_rows(batch.data.cast("B"), specs[stream])
-
-        return read
+    def _nothing_restored(self, session: session_pb2.Session, lost: Sequence[int] = ()) -> _Start:
+        return _Start(self._client.keep_first(session.name, 0), [], self._empty_cache(), lost=lost)
 
     def _empty_cache(self) -> Cache:
         return DynamicCache(config=self._model.config)
 
     # -- generating and saving ---------------------------------------------------------------------
+
+    def _answer(
+        self,
+        start: _Start,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] | None,
+        turn: Turn,
+    ) -> Iterator[int]:
+        """Yield tokens. A restore that fails under the first pass is a miss: everything is prefilled."""
+        try:
+            yield from self._generate(start, token_ids, max_new_tokens, eos_token_ids)
+        except _MISSES as error:
+            if not start.is_ahead or turn.token_ids:
+                raise
+            turn.miss_reason = error.reason
+            turn.reused_token_count = 0
+            turn.prefilled_token_count += len(start.reused)
+            everything = [*start.reused, *token_ids]
+            self._saver.wait(
+                start.session.name
+            )  # the pass that broke is a gap, of a session that begins anew
+            yield from self._generate(
+                self._nothing_restored(start.session), everything, max_new_tokens, eos_token_ids
+            )
+        if start.restoring is not None:
+            turn.restored_ns = start.restoring.restored_ns
+            turn.predicted_ns = int(start.restoring.choice.predicted_s * 1e9)
 
     def _generate(
         self,
@@ -264,14 +325,18 @@ class TransformersEngine:
             end += len(token_ids)
             return saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
 
+        streams = [stream for stream in self._layout if stream != TOKENS]
         saver.open(session)
         try:
-            with Capture(self._adapter, self._plan_state_streams(), saver.put, is_on_host=False):
+            with ExitStack() as first_pass, Capture(self._adapter, streams, saver.put, is_on_host=False):
+                if start.restoring is not None and start.is_ahead:
+                    first_pass.enter_context(start.restoring)
                 pending = list(token_ids)
                 for token in stream_greedy(
                     self._model, start.cache, token_ids,
                     max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, around=passing,
                 ):  # fmt: skip
+                    first_pass.close()
                     pending = [token]
                     yield token
                 if max_new_tokens:
@@ -279,6 +344,3 @@ class TransformersEngine:
                     prefill(self._model, start.cache, pending, around=passing)
         finally:
             saver.finish(session.name, durability=self._durability)
-
-    def _plan_state_streams(self) -> list[Stream]:
-        return [stream for stream in self._plan.streams() if stream != TOKENS]

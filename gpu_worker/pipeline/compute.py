@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.errors import InvalidArgument
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import Stream
 from gpu_worker.errors import IncompleteRestore
 from gpu_worker.families import Adapter
@@ -22,7 +23,7 @@ from gpu_worker.recompute import recompute_layers
 from gpu_worker.restore import Restorer
 
 Decode = Callable[[Stream, Tensor], Tensor]
-"""(stream, bytes [t, row_bytes] on the device) -> rows [t, D] in the model's element type."""
+"""(stream, bytes [t, row_bytes] on the device) -> rows [t, D] in the model's element type; packed rows as they are."""
 
 
 class Compute(Protocol):
@@ -44,7 +45,10 @@ class Modules:
         """`positions` [T] int64; `decode` for rows that are stored otherwise than the model computes."""
         self._adapter, self._positions = adapter, positions
         self._restorer = Restorer(adapter, positions)
-        self._decode = decode or (lambda _stream, data: data.view(adapter.model.dtype))
+        # Packed rows stay bytes: the restorer makes them wide.
+        self._decode = decode or (
+            lambda stream, data: data if stream.kind in PACKINGS else data.view(adapter.model.dtype)
+        )
 
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
         """See Compute."""

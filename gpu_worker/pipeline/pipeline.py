@@ -97,6 +97,11 @@ class Pipeline:
         restoration.begin(behind=self.device.mark())
         return restoration
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a lane did not come to rest, so that no restore can begin here any more."""
+        return self._stuck is not None
+
     def close(self, *, timeout_s: float = 30.0) -> None:
         """End the lanes behind what is under way. Raises LaneStuck."""
         deadline = Deadline.after_s(timeout_s)

@@ -24,11 +24,9 @@ from gpu_worker.pipeline.schedule import Part, Schedule
 from gpu_worker.pipeline.source import Source
 from gpu_worker.pipeline.states import LayerState, LayerStates
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import Method
 from gpu_worker.planning.profile import Stage
 
 DRAIN_TIMEOUT_S = 30.0
-_STAGES = {Method.HIDDEN: Stage.PROJECT, Method.TOKENS: Stage.RECOMPUTE}
 
 
 class Lanes(NamedTuple):
@@ -214,7 +212,7 @@ class Restoration:
             self._compute.restore(part.layer, part.method, rows, begin, room)
 
         event = self._submit(self._lanes.compute, work, *after)
-        self._events.append((_STAGES.get(part.method, Stage.EMBED), event))
+        self._events.append((Stage.of(part.method), event))
         return event
 
     def _checking(self, layer: int) -> Work:

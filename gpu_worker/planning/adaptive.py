@@ -7,7 +7,6 @@ Worst case: `PLAN_LIMIT` different requests between two that are equal, each pla
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from gpu_worker.plan import Method
 from gpu_worker.planning.drift import Drift, DriftBounds, DriftDetector
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding
@@ -16,7 +15,6 @@ from gpu_worker.planning.profile import Profile, Stage
 from gpu_worker.planning.shape import ModelShape
 
 PLAN_LIMIT = 256
-_STAGES = {Method.HIDDEN: Stage.PROJECT, Method.TOKENS: Stage.RECOMPUTE}
 
 
 class AdaptivePlanner:
@@ -64,5 +62,5 @@ def stage_seconds(chosen: Plan) -> Mapping[Stage, float]:
         seconds[Stage.READ] += piece.read_s
         seconds[Stage.COPY] += piece.copy_s
         if piece.method is not None:
-            seconds[_STAGES.get(piece.method, Stage.EMBED)] += piece.compute_s
+            seconds[Stage.of(piece.method)] += piece.compute_s
     return seconds

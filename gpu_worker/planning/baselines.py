@@ -54,8 +54,9 @@ def _assignment(layers: Sequence[LayerOptions], schedule: Schedule) -> Assignmen
 
 def _option(layer: LayerOptions, method: Method) -> Option | None:
     """The option by that method, rows of any kind counting as K/V; whatever there is where it is the only one."""
+    by_method = {option.method: option for option in layer.options}
     is_hidden = method is Method.HIDDEN
-    fitting = (option for option in layer.options if (option.method is Method.HIDDEN) == is_hidden)
+    fitting = (each for of, each in by_method.items() if of and (of.unpacked is Method.HIDDEN) == is_hidden)
     return next(
         fitting, layer.options[0] if len(layer.options) == 1 and not layer.options[0].method else None
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gpu_worker.planning.assignment import PREFILL
+from gpu_worker.planning.loss import loss_nats
 from gpu_worker.planning.option import Piece
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.reasons import reason
@@ -70,6 +71,7 @@ def document(plan: Plan, others_s: Mapping[str, float]) -> dict[str, object]:
         "restored_s": plan.restored_s,
         "bound_s": plan.bound_s,
         "is_exact": plan.is_exact,
+        "loss_nats": loss_nats(method.kind for method in plan.methods if method is not None),
         "busy_s": plan.timeline.busy_s,
         "others_s": dict(others_s),
         "layers": [

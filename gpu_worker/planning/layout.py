@@ -7,13 +7,16 @@ only slower.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
 from gpu_worker.plan import Method
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, LayerHolding, Span
+from gpu_worker.planning.loss import loss_nats
 from gpu_worker.planning.planner import Request, plan
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
@@ -39,6 +42,11 @@ class Layout:
     kinds: Kinds
     bytes_per_token: float
     restore_s: float
+
+    @property
+    def loss_nats(self) -> float:
+        """What it costs in predictions at most: KL divergence per token; 0 without packed kinds."""
+        return loss_nats(kind for kind in self.kinds if kind is not None)
 
     def streams(self) -> tuple[Stream, ...]:
         """The streams of the session to create; token ids always."""
@@ -85,11 +93,25 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
     if case.engine.can_recompute:
         yield (None,) * len(layers)
     yield tuple(_rows(layer) for layer in layers)
-    yield tuple(None if layer.kind is LayerKind.SHARED else StateKind.HIDDEN for layer in layers)
-    everything = tuple(_all_kinds(layer) for layer in layers)
-    for each in case.returns:
-        methods = plan(_request(case, everything, each)).methods
-        yield tuple(None if method in (None, Method.TOKENS) else method.kind for method in methods)
+    for kind in (StateKind.HIDDEN, *sorted(case.engine.lossy_kinds)):
+        yield tuple(_or_rows(layer, kind) for layer in layers)
+    for some in _sets_of_kinds(case.engine):
+        held = tuple(tuple(kind for kind in layer.kinds if kind in some) for layer in layers)
+        for each in case.returns:
+            with suppress(InvalidArgument):
+                methods = plan(_request(case, held, each)).methods
+                yield tuple(None if method in (None, Method.TOKENS) else method.kind for method in methods)
+
+
+def _sets_of_kinds(engine: Engine) -> Iterator[frozenset[StateKind]]:
+    """What may be held together: two kinds each, since the best plan hardly needs more (docs/planner.md)."""
+    wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT))
+    yield wide
+    for packed in sorted(engine.lossy_kinds):
+        yield frozenset((packed, StateKind.LATENT, StateKind.KV))
+        yield frozenset((packed, StateKind.LATENT, StateKind.HIDDEN))
+    for pair in combinations(sorted(engine.lossy_kinds), 2):
+        yield frozenset((*pair, StateKind.LATENT))
 
 
 def _layout(case: _Case, kinds: Kinds) -> Layout | None:
@@ -114,12 +136,11 @@ def _rows(layer: LayerShape) -> StateKind | None:
     return StateKind.LATENT if layer.kind is LayerKind.LATENT else StateKind.KV
 
 
-def _all_kinds(layer: LayerShape) -> tuple[StateKind, ...]:
-    rows = _rows(layer)
-    return () if rows is None else (StateKind.HIDDEN, rows)
+def _or_rows(layer: LayerShape, kind: StateKind) -> StateKind | None:
+    return kind if kind in layer.kinds else _rows(layer)
 
 
 def _row_bytes(layer: LayerShape, kind: StateKind | None) -> float:
     if kind is None:
         return 0.0
-    return layer.hidden_row_bytes if kind is StateKind.HIDDEN else layer.kv_row_bytes
+    return layer.row_bytes(kind)

@@ -5,7 +5,9 @@ Knows shapes, holdings and profiles. Worst case: a layer without any, which must
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import le
 
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES
 from gpu_worker.plan import Method
 from gpu_worker.planning.block import NOTHING, Block, step
@@ -14,7 +16,9 @@ from gpu_worker.planning.holding import LayerHolding
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import LayerKind, LayerShape
 
-_ROW_KINDS = {LayerKind.FULL: Method.KV, LayerKind.SLIDING: Method.KV, LayerKind.LATENT: Method.LATENT}
+_SPLIT_KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT)
+_FEW_OPTIONS = 2
+"""Not worth comparing; and what the papers take is then always there to be compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +76,17 @@ def layer_options(
     if layer.kind is LayerKind.SHARED or not history:
         nothing = Option((Piece(None, history, history),))
         return LayerOptions((nothing,), (), (), recompute)
-    maker = _Maker(layer, holding, history, profile)
+    maker = _Maker(layer, holding, history, profile, _methods(layer, engine))
     begin = layer.needed_from(history)
-    whole = [maker.hidden(begin, history), maker.rows(begin, history)]
-    options = tuple(Option((piece,)) for piece in whole if piece is not None)
+    whole = [maker.whole(method, begin, history) for method in maker.methods]
+    options = tuple(
+        Option((piece,)) for piece in _worth_a_look([piece for piece in whole if piece is not None])
+    )
     splits: tuple[Option, ...] = ()
     frontier: tuple[Option, ...] = ()
-    if engine.can_split and layer.kind in _ROW_KINDS:
+    if engine.can_split and layer.kind in _SPLIT_KINDS:
         cuts = _cuts(begin, history, engine.split_count)
-        if len(options) > 1:
+        if maker.hidden(begin, history) and maker.rows(begin, history):
             splits = tuple(maker.split(begin, cut) for cut in cuts)
         if recompute is not None:
             frontier = tuple(option for cut in cuts for option in maker.recomputed_until(cut))
@@ -88,12 +94,13 @@ def layer_options(
 
 
 def split_option(
-    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, cut: int
+    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: Engine, cut: int
 ) -> Option | None:
     """Return the layer split at a token: hidden rows before it, K and V behind it; None where it cannot be."""
-    if layer.kind not in _ROW_KINDS:
+    if layer.kind not in _SPLIT_KINDS:
         return None
-    maker, begin = _Maker(layer, holding, history, profile), layer.needed_from(history)
+    maker = _Maker(layer, holding, history, profile, _methods(layer, engine))
+    begin = layer.needed_from(history)
     if maker.hidden(begin, history) is None or maker.rows(begin, history) is None:
         return None
     return maker.split(begin, max(begin, min(cut, history)))
@@ -107,6 +114,30 @@ def token_ids_block(place: Place, history: int, profile: Profile) -> Block:
 
 def _recomputed(layer: LayerShape, begin: int, end: int, profile: Profile) -> Piece:
     return Piece(Method.TOKENS, begin, end, compute_s=profile.recompute_s(layer, begin, end))
+
+
+def _methods(layer: LayerShape, engine: Engine) -> tuple[Method, ...]:
+    """The methods that are allowed, exact ones first, otherwise those with the smallest rows."""
+    kinds = [kind for kind in layer.kinds if kind not in PACKINGS or kind in engine.lossy_kinds]
+    kinds.sort(key=lambda kind: (kind in PACKINGS, 0 if kind not in PACKINGS else layer.row_bytes(kind)))
+    return tuple(Method[kind.name] for kind in kinds)
+
+
+def _worth_a_look(pieces: list[Piece]) -> list[Piece]:
+    """The pieces without those that another one beats, or equals before them, on every stream."""
+    found: list[Piece] = []
+    for i, piece in enumerate(pieces):
+        others = (*found, *pieces[i + 1 :])
+        if len(pieces) <= _FEW_OPTIONS or not any(
+            _is_no_later(other, piece, is_first=other in found) for other in others
+        ):
+            found.append(piece)
+    return found
+
+
+def _is_no_later(one: Piece, other: Piece, *, is_first: bool) -> bool:
+    ours, theirs = (one.read_s, one.copy_s, one.compute_s), (other.read_s, other.copy_s, other.compute_s)
+    return all(map(le, ours, theirs)) and (is_first or ours != theirs)
 
 
 def _cuts(begin: int, end: int, most: int) -> list[int]:
@@ -125,21 +156,39 @@ class _Maker:
     holding: LayerHolding
     history: int
     profile: Profile
+    methods: tuple[Method, ...]
+
+    def whole(self, method: Method, begin: int, end: int) -> Piece | None:
+        """Tokens [begin, end) by one method."""
+        layer, profile = self.layer, self.profile
+        if layer.kind is LayerKind.LINEAR:
+            return self._linear(method, end)
+        if method.unpacked is Method.HIDDEN:
+            compute_s = profile.project_s(layer, end - begin, method)
+        else:
+            compute_s = profile.embed_s(layer, end - begin, method)
+        return self._piece(method, begin, end, layer.row_bytes(method.kind), compute_s)
 
     def hidden(self, begin: int, end: int) -> Piece | None:
-        """From the layer's inputs. A linear layer's state is made from all of them."""
-        begin = 0 if self.layer.kind is LayerKind.LINEAR else begin
-        compute_s = self.profile.project_s(self.layer, end - begin)
-        return self._piece(Method.HIDDEN, begin, end, self.layer.hidden_row_bytes, compute_s)
+        """From the layer's inputs, by the smallest rows of them."""
+        return self._smallest(begin, end, is_hidden=True)
 
     def rows(self, begin: int, end: int) -> Piece | None:
-        """From K and V, latents, or a linear layer's state: one, held at the end of the history."""
-        if self.layer.kind is LayerKind.LINEAR:
-            last = self._piece(Method.KV, end - 1, end, self.layer.state_bytes, 0.0)
-            return last and Piece(Method.KV, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0)
-        method = _ROW_KINDS[self.layer.kind]
-        compute_s = self.profile.embed_s(self.layer, end - begin)
-        return self._piece(method, begin, end, self.layer.kv_row_bytes, compute_s)
+        """From K and V or latents, by the smallest rows of them."""
+        return self._smallest(begin, end, is_hidden=False)
+
+    def _smallest(self, begin: int, end: int, *, is_hidden: bool) -> Piece | None:
+        fitting = [each for each in self.methods if (each.unpacked is Method.HIDDEN) == is_hidden]
+        pieces = (self.whole(method, begin, end) for method in fitting)
+        return min((piece for piece in pieces if piece), key=lambda piece: piece.size_bytes, default=None)
+
+    def _linear(self, method: Method, end: int) -> Piece | None:
+        """From all of a layer's inputs, or its state: one, held at the end of the history."""
+        if method is Method.HIDDEN:
+            compute_s = self.profile.project_s(self.layer, end)
+            return self._piece(method, 0, end, self.layer.hidden_row_bytes, compute_s)
+        last = self._piece(method, end - 1, end, self.layer.state_bytes, 0.0)
+        return last and Piece(method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0)
 
     def split(self, begin: int, cut: int) -> Option:
         """Hidden rows before the cut, whose projection hides the copy of K and V behind it (KVPR)."""

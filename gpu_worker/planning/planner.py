@@ -5,7 +5,8 @@ would do on the same machine: `compare`. Worst case: state that is neither held 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.plan import Method, RestorePlan
@@ -26,6 +27,8 @@ from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.search import Choices, Solution, solve
 from gpu_worker.planning.shape import ModelShape
 from gpu_worker.planning.timeline import Timeline
+
+LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +127,18 @@ def _not_searched(request: Request, problem: "_Problem", *, is_exact: bool) -> I
 
 
 def compare(request: Request) -> Mapping[str, float]:
-    """Return in how many seconds others would be through the same pipeline, by name."""
+    """Return in how many seconds others would be through the same pipeline, by name, none with a loss.
+
+    Where a loss is allowed, `lossless` is the best plan without.
+    """
+    found: dict[str, float] = {}
+    if request.engine.lossy_kinds:
+        request = replace(request, engine=replace(request.engine, lossy_kinds=frozenset()))
+        with suppress(InvalidArgument):
+            found[LOSSLESS] = plan(request).end_s
     problem = _Problem.of(request)
     others = baselines(problem.layers, request.history, _splitter(request))
-    return {name: problem.timeline(assignment).end_s for name, assignment in others.items()}
+    return found | {name: problem.timeline(assignment).end_s for name, assignment in others.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +231,9 @@ def _splitter(request: Request) -> SplitAt | None:
     def split_at(layer: int, cut: int) -> Option | None:
         shape, held = request.model.layers[layer], request.holding.layers[layer]
         if (shape, held, cut) not in known:
-            known[shape, held, cut] = split_option(shape, held, request.history, request.profile, cut)
+            known[shape, held, cut] = split_option(
+                shape, held, request.history, request.profile, request.engine, cut
+            )
         return known[shape, held, cut]
 
     return split_at

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ctxcache.errors import InvalidArgument
+from gpu_worker.plan import Method
 from gpu_worker.planning.shape import LayerShape
 
 NO_LIMIT = float("inf")
@@ -32,6 +33,27 @@ class Stage(enum.Enum):
     PROJECT = "project"
     EMBED = "embed"
     RECOMPUTE = "recompute"
+    PROJECT_INT8 = "project int8"
+    EMBED_INT8 = "embed int8"
+    PROJECT_INT4 = "project int4"
+    EMBED_INT4 = "embed int4"
+
+    @classmethod
+    def of(cls, method: Method) -> "Stage":
+        """What the device does for a layer by that method."""
+        return _STAGES[method]
+
+
+_STAGES = {
+    Method.TOKENS: Stage.RECOMPUTE,
+    Method.HIDDEN: Stage.PROJECT,
+    Method.KV: Stage.EMBED,
+    Method.LATENT: Stage.EMBED,
+    Method.HIDDEN_INT8: Stage.PROJECT_INT8,
+    Method.KV_INT8: Stage.EMBED_INT8,
+    Method.HIDDEN_INT4: Stage.PROJECT_INT4,
+    Method.KV_INT4: Stage.EMBED_INT4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +149,18 @@ class Profile:
         copy_s += self.copy.seconds(staged)
         return read_s * self.factor(Stage.READ), copy_s * self.factor(Stage.COPY)
 
-    def project_s(self, layer: LayerShape, tokens: int) -> float:
-        """Seconds from hidden rows to the engine's cache."""
+    def project_s(self, layer: LayerShape, tokens: int, method: Method = Method.HIDDEN) -> float:
+        """Seconds from hidden rows, packed ones too, to the engine's cache."""
         flops_s = tokens * layer.project_flops / self.gemm_flops_per_s
-        memory_s = tokens * (layer.hidden_row_bytes + layer.kv_row_bytes) / self.memory_bytes_per_s
-        return self._seconds(Stage.PROJECT, layer, tokens, max(flops_s, memory_s))
-
-    def embed_s(self, layer: LayerShape, tokens: int) -> float:
-        """Seconds from K/V or latent rows to the engine's cache."""
+        moved_bytes = layer.row_bytes(method.kind) + layer.kv_row_bytes + _widened_bytes(layer, method)
         return self._seconds(
-            Stage.EMBED, layer, tokens, 2 * tokens * layer.kv_row_bytes / self.memory_bytes_per_s
+            Stage.of(method), layer, tokens, max(flops_s, tokens * moved_bytes / self.memory_bytes_per_s)
         )
+
+    def embed_s(self, layer: LayerShape, tokens: int, method: Method = Method.KV) -> float:
+        """Seconds from K/V or latent rows, packed ones too, to the engine's cache."""
+        moved_bytes = layer.row_bytes(method.kind) + layer.kv_row_bytes + _widened_bytes(layer, method)
+        return self._seconds(Stage.of(method), layer, tokens, tokens * moved_bytes / self.memory_bytes_per_s)
 
     def recompute_s(self, layer: LayerShape, begin: int, end: int) -> float:
         """Seconds to run a layer over tokens [begin, end), those before being in its cache."""
@@ -155,3 +178,8 @@ class Profile:
         curve = self.curves.get((stage, layer))
         seconds = work_s + self.layer_overhead_s if curve is None else curve.seconds(tokens)
         return seconds * self.factor(stage)
+
+
+def _widened_bytes(layer: LayerShape, method: Method) -> int:
+    """Bytes that are written and read again where rows are made wide first, as plain torch does."""
+    return 0 if method.is_exact else 2 * layer.row_bytes(method.unpacked.kind)

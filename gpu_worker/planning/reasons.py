@@ -2,6 +2,7 @@
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
+from gpu_worker.planning.loss import LOSSES_NATS
 from gpu_worker.planning.option import Piece
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.shape import LayerKind, LayerShape
@@ -33,7 +34,11 @@ def _whole(plan: Plan, layer: int, shape: LayerShape, piece: Piece) -> str:
             else "nothing of it is held"
         )
     if len(kinds - {StateKind.TOKENS}) == 1 and shape.kind is not LayerKind.LINEAR:
-        return f"only {piece.method.value} is held"
+        return f"only {piece.method.value} is held" + (
+            "" if piece.method.is_exact else f", {_loss(piece.method)}"
+        )
+    if not piece.method.is_exact:
+        return _packed(shape, piece.method)
     if piece.method is Method.HIDDEN:
         return _hidden(shape)
     return _rows(shape, plan.request.history)
@@ -44,6 +49,15 @@ def _hidden(shape: LayerShape) -> str:
         return "its state is rebuilt from its inputs"
     ratio = shape.hidden_row_bytes / shape.kv_row_bytes
     return f"{shape.hidden_row_bytes:,} bytes a token, {ratio:.2f} of its K/V, and a projection that fits"
+
+
+def _packed(shape: LayerShape, method: Method) -> str:
+    size = shape.row_bytes(method.kind)
+    return f"{size:,} bytes a token, {size / shape.kv_row_bytes:.2f} of its K/V, {_loss(method)}"
+
+
+def _loss(method: Method) -> str:
+    return f"at a loss of {LOSSES_NATS[method.kind]:.0e} nats a token"
 
 
 def _rows(shape: LayerShape, history: int) -> str:

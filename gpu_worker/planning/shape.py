@@ -6,6 +6,9 @@ Worst case: a count that leaves something out (a norm, a router); a measured pro
 import enum
 from dataclasses import dataclass
 
+from ctxcache.format.packing import MOST_ELEMENTS, PACKINGS, unpacked
+from ctxcache.format.streams import StateKind
+
 MULTIPLY_ADD_FLOPS = 2
 GATED_MATRICES, PLAIN_MATRICES = 3, 2
 """Matrices of a feed-forward part: gate, up, down; or up, down."""
@@ -45,6 +48,24 @@ class LayerShape:
     """Tokens that a token of a SLIDING layer sees, itself included."""
     state_bytes: int = 0
     """Size of a LINEAR layer's state."""
+    element_bytes: int = 2
+    """Of what rows are made of, before they are packed."""
+
+    def row_bytes(self, kind: StateKind) -> int:
+        """Bytes of one token's row of a kind. Raises ValueError for a packed kind and rows that are not packed."""
+        wide = self.hidden_row_bytes if unpacked(kind) is StateKind.HIDDEN else self.kv_row_bytes
+        return PACKINGS[kind].row_bytes(wide // self.element_bytes) if kind in PACKINGS else wide
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """The kinds that it can be saved by, packed ones behind the others."""
+        if self.kind is LayerKind.SHARED:
+            return ()
+        wide = (StateKind.HIDDEN, StateKind.LATENT if self.kind is LayerKind.LATENT else StateKind.KV)
+        if self.kind not in (LayerKind.FULL, LayerKind.SLIDING):
+            return wide
+        sizes = {kind: _element_count(self, kind) for kind in PACKINGS}
+        return (*wide, *(kind for kind, size in sizes.items() if 0 < size <= MOST_ELEMENTS and size % 2 == 0))
 
     def needed_from(self, history: int) -> int:
         """The first of `history` tokens whose row a later token may see."""
@@ -89,6 +110,7 @@ def attention_layer(
         linear_flops=project + queries + MULTIPLY_ADD_FLOPS * ffn_matrix_count * hidden_size * ffn_size,
         attention_flops=2 * MULTIPLY_ADD_FLOPS * head_count * head_size,
         window=window,
+        element_bytes=element_bytes,
     )
 
 
@@ -109,6 +131,7 @@ def latent_layer(
         project_flops=MULTIPLY_ADD_FLOPS * hidden_size * latent_size,
         linear_flops=linear_flops,
         attention_flops=2 * MULTIPLY_ADD_FLOPS * head_count * head_size,
+        element_bytes=element_bytes,
     )
 
 
@@ -124,6 +147,7 @@ def linear_layer(
         linear_flops=linear_flops,
         attention_flops=0,
         state_bytes=state_bytes,
+        element_bytes=element_bytes,
     )
 
 
@@ -137,4 +161,9 @@ def shared_layer(layer: LayerShape) -> LayerShape:
         linear_flops=layer.linear_flops - layer.project_flops,
         attention_flops=layer.attention_flops,
         window=layer.window,
+        element_bytes=layer.element_bytes,
     )
+
+
+def _element_count(layer: LayerShape, kind: StateKind) -> int:
+    return layer.row_bytes(unpacked(kind)) // layer.element_bytes

@@ -7,6 +7,7 @@ seconds per length, and a busy machine, whose profile is that of a busy machine;
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gpu_worker.families import Adapter
+from gpu_worker.packed_rows import pack
 from gpu_worker.plan import Method
 from gpu_worker.planning.known_profiles import known_profile
 from gpu_worker.planning.profile import Curve, Link, Profile, Stage
@@ -74,7 +76,7 @@ def measure_restoring(
 
 def _add_restored(points: Points, adapter: Adapter, shape: ModelShape, length: int, watch: Stopwatch) -> None:
     for layer, index in representatives(shape).items():
-        for stage, seconds in _restored(adapter, index, length, watch).items():
+        for stage, seconds in _restored(adapter, layer, index, length, watch).items():
             points[stage, layer].append((length, seconds))
 
 
@@ -99,18 +101,22 @@ def _machine(hardware: str, watch: Stopwatch, ssd_directory: Path | None, size_b
     return replace(base, name=hardware, copy=copy, ssd=ssd, is_direct=False, is_measured=True)
 
 
-def _restored(adapter: Adapter, layer: int, length: int, watch: Stopwatch) -> dict[Stage, float]:
-    """Seconds from hidden rows and from K/V or latent rows to keys and values."""
+def _restored(
+    adapter: Adapter, shape: LayerShape, layer: int, length: int, watch: Stopwatch
+) -> dict[Stage, float]:
+    """Seconds from rows of each kind, packed ones made wide first, to keys and values."""
     device, dtype = adapter.layers[layer].device, adapter.model.dtype
     restorer = Restorer(adapter, torch.arange(length))
-    rows = {
-        Method.HIDDEN: (Stage.PROJECT, adapter.hidden_size),
-        Method[adapter.kind.name]: (Stage.EMBED, adapter.row_size),
-    }
     found = {}
-    for method, (stage, size) in rows.items():
+    for kind in shape.kinds:
+        method, size = Method[kind.name], adapter.element_count(kind)
+        if size is None:
+            continue
         example = torch.ones(length, size, dtype=dtype, device=device)
-        found[stage] = median(watch.seconds(lambda m=method, e=example: restorer.layer(layer, m, e)))  # type: ignore[misc]
+        if not method.is_exact:
+            example = pack(example, kind)
+        restore = partial(restorer.layer, layer, method, example)
+        found[Stage.of(method)] = median(watch.seconds(restore))
     return found
 
 

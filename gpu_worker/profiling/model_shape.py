@@ -44,6 +44,7 @@ def _layer_shape(adapter: Adapter, layer: DecoderLayer) -> LayerShape:
         linear_flops=float(MULTIPLY_ADD_FLOPS * weights),
         attention_flops=float(2 * MULTIPLY_ADD_FLOPS * config.num_attention_heads * head_size),
         window=layer.window,
+        element_bytes=element_bytes,
     )
 
 

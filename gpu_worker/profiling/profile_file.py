@@ -16,7 +16,7 @@ from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.planning.profile import NO_LIMIT, Curve, Link, Profile, Stage
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 
-FORMAT = 1
+FORMAT = 2
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 
 

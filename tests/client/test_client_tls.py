@@ -1,50 +1,18 @@
 """TLS on both TCP ports, against a real server, with certificates made here."""
 
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from far_side import KV, LAYOUT, SPEC, make_rows
+from pki import Pki
 from server_process import ServerDidNotStart, ServerProcess
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import InvalidConfiguration, Unavailable
-
-
-@dataclass(frozen=True)
-class Pki:
-    """Files that openssl made."""
-
-    directory: Path
-
-    def authority(self, name: str) -> Path:
-        """Make an authority; its certificate."""
-        self._run(
-            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-            "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem",
-        )  # fmt: skip
-        return self.directory / f"{name}.pem"
-
-    def issue(self, name: str, authority: str, *, days: int = 2) -> tuple[Path, Path]:
-        """Make a certificate for 127.0.0.1; it and its key. Negative days: it has expired."""
-        self._run(
-            "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
-            "-keyout", f"{name}.key", "-out", f"{name}.csr",
-        )  # fmt: skip
-        (self.directory / "san").write_text("subjectAltName=IP:127.0.0.1\n")
-        self._run(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
-            "-CAcreateserial", "-days", str(days), "-extfile", "san", "-out", f"{name}.pem",
-        )  # fmt: skip
-        return self.directory / f"{name}.pem", self.directory / f"{name}.key"
-
-    def _run(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=self.directory, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")

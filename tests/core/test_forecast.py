@@ -1,36 +1,71 @@
-"""When jobs start: by the pace at which those before them did, from the moment at which their place was said."""
+"""When jobs start: by the order that is said, or by that in which they came where it is false."""
 
-from ctxcache.core.placement.forecast import TOLERANCE_S, Forecast
+from collections.abc import Callable, Sequence
+
+from ctxcache.core.placement.forecast import Forecast
+
+LENGTH = 20
 
 
-def _serving(job_count: int) -> Forecast:
-    """A queue of `a`, `b` and `c` since second 100, which starts a job each second."""
-    queue = Forecast()
-    for number in range(job_count):
-        queue.put(b"served %d" % number, float(number), float(number))
-        queue.started(b"served %d" % number, float(number))
+def _serve(queue: Forecast, count: int, place: Callable[[int], float], pace_s: float = 1.0) -> None:
+    """Keep `LENGTH` jobs, each at its `place`, and start them as they came."""
+    waiting: list[int] = []
+    for number in range(count + LENGTH):
+        queue.put(b"served %d" % number, place(number))
+        waiting.append(number)
+        if len(waiting) > LENGTH:
+            uid = b"served %d" % waiting.pop(0)
+            queue.started(uid, pace_s * number)
+            queue.discard(uid)
+    for number in waiting:
         queue.discard(b"served %d" % number)
-    for order, uid in enumerate((b"a", b"b", b"c"), job_count):
-        queue.put(uid, float(order), 100.0)
-    return queue
 
 
-def test_a_job_that_keeps_its_place_is_due_when_it_was() -> None:
-    """A store estimates starts anew as time goes by: that says nothing of the queue."""
-    queue = _serving(100)
-    late_s = 100 + 4 * TOLERANCE_S
-    assert queue.is_late(b"b", late_s)
-
-    queue.put(b"b", 100.5, late_s)
-    assert queue.is_late(b"b", late_s)
-    assert queue.wait_s(b"a") < queue.wait_s(b"b") < queue.wait_s(b"c")
+def _by_wait(queue: Forecast, uids: Sequence[bytes]) -> list[bytes]:
+    return sorted(uids, key=queue.wait_s)
 
 
-def test_a_job_that_is_moved_is_due_by_its_new_place() -> None:
-    """A scheduler that puts it behind another has said something new."""
-    queue = _serving(100)
-    late_s = 100 + 4 * TOLERANCE_S
-    queue.put(b"b", 103.0, late_s)
+def test_an_order_that_comes_true_is_believed_whatever_the_pace() -> None:
+    """That a queue grows slow, or that most of its jobs are never heard of, says nothing of its order."""
+    queue = Forecast()
+    _serve(queue, 200, float)
+    _serve(queue, 200, float, pace_s=50.0)
 
-    assert not queue.is_late(b"b", late_s)
-    assert queue.wait_s(b"c") < queue.wait_s(b"b")
+    assert queue.said_share == queue.share == 1
+
+
+def test_where_the_order_that_is_said_is_false_jobs_start_as_they_came() -> None:
+    """A scheduler that says the last come first, and serves the first."""
+    queue = Forecast()
+    _serve(queue, 200, lambda number: -number)
+    for order, uid in enumerate((b"a", b"b", b"c")):
+        queue.put(uid, -1000.0 - order)
+
+    assert queue.said_share == 0
+    assert queue.share == 1
+    assert _by_wait(queue, (b"c", b"b", b"a")) == [b"a", b"b", b"c"]
+
+
+def test_a_job_that_is_moved_has_come_when_it_did() -> None:
+    """A store estimates starts anew as time goes by; that moves a job in the order that is said alone."""
+    queue = Forecast()
+    _serve(queue, 200, float)
+    for order, uid in enumerate((b"a", b"b", b"c"), 1000):
+        queue.put(uid, order)
+    queue.put(b"b", 2000.0)
+    assert _by_wait(queue, (b"a", b"b", b"c")) == [b"a", b"c", b"b"]
+
+    _serve(queue, 200, lambda number: -number)
+    assert _by_wait(queue, (b"a", b"b", b"c")) == [b"a", b"b", b"c"]
+
+
+def test_a_job_that_others_overtook_is_late() -> None:
+    """So many in a row that stood behind it started: of when it starts its place says nothing."""
+    queue = Forecast()
+    queue.put(b"phantom", -1.0)
+    _serve(queue, 4, float)
+    assert not queue.is_late(b"phantom")
+
+    _serve(queue, 100, float)
+    assert queue.is_late(b"phantom")
+    assert not queue.discard(b"nobody")

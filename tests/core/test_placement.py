@@ -355,6 +355,18 @@ def test_an_expected_return_is_waited_for_until_it_is_overdue() -> None:
     assert policy.evict(lambda uid: uid in (b"soon", b"late")) == b"soon"
 
 
+def test_who_comes_up_is_looked_at_again() -> None:
+    """A return that was said long ago is near by now, though nothing has happened to the session since."""
+    ledger, policy = _learned()
+    _turn(ledger, b"near", 9000)
+    policy.expected(b"near", 9990)
+    _turn(ledger, b"far", 9900)
+    policy.expected(b"far", 10_020)
+    policy.passed(9980)
+
+    assert policy.evict(lambda uid: uid in (b"near", b"far")) == b"far"
+
+
 def _serve_queue(ledger: Ledger, pick: Callable[[int], int], rounds: int, *, start: int = 0) -> None:
     """Keep 20 jobs in the queue, in the order of their numbers, and start the one that `pick` says of them."""
     waiting = [start * 100 + number for number in range(20)]

@@ -1,6 +1,7 @@
-"""What is learned of return times: the work of one call is bounded, whatever time has passed."""
+"""What is learned of return times, of hints about them, and that the work of one call is bounded."""
 
 import itertools
+from collections.abc import Callable
 
 from ctxcache.core.placement.policy import Facts
 from ctxcache.core.placement.returns import AGED_AT_ONCE, ReturnTimes
@@ -39,3 +40,74 @@ def test_those_that_are_away_for_too_long_are_forgotten_some_at_a_time() -> None
         watched.append(sum(returns.index_per_s(uid) > 0 for uid in uids))
     assert all(before - after <= AGED_AT_ONCE for before, after in itertools.pairwise(watched))
     assert watched[-1] == 0
+
+
+def _rest(returns: ReturnTimes, uid: bytes, turn_count: int = 1) -> None:
+    returns.idle(uid, Facts(1000, turn_count, 1000))
+
+
+def _learn(returns: ReturnTimes, count: int = 1024, away_s: float = 8.0) -> None:
+    """Sessions rest, and return when they have been away for so long."""
+    for number in range(count):
+        now_s = returns.now_s
+        _rest(returns, b"before %d" % number)
+        returns.advance(now_s + away_s)
+        returns.began(b"before %d" % number)
+
+
+def test_an_age_that_nobody_has_reached_promises_no_more_than_the_last_that_somebody_has() -> None:
+    """Else what is idle for long would be kept for those that have just come, until the load is as old as it."""
+    returns = ReturnTimes(lambda _: None)
+    for number in range(2048):
+        returns.advance(0.1 * number)
+        _rest(returns, b"%d" % number)
+    oldest, youngest = returns.index_per_s(b"0"), returns.index_per_s(b"2047")
+
+    assert 0 < oldest < youngest
+
+
+def _index_after(then: Callable[[ReturnTimes, bytes], None]) -> float:
+    """What a session promises when jobs of 512 others came a second after their turns."""
+    returns = ReturnTimes(lambda _: None)
+    for number in range(512):
+        uid = b"%d" % number
+        _rest(returns, uid)
+        returns.advance(returns.now_s + 1)
+        returns.queued(uid)
+        then(returns, uid)
+    _rest(returns, b"asked")
+    return returns.index_per_s(b"asked")
+
+
+def test_a_job_that_waits_is_a_return_before_its_turn_begins() -> None:
+    """Waits may be as long as the load is old. A job that was taken back was no return."""
+    waiting = _index_after(lambda _returns, _uid: None)
+    served = _index_after(ReturnTimes.began)
+    withdrawn = _index_after(ReturnTimes.unqueued)
+
+    assert served / 3 < waiting <= served
+    assert waiting > 2 * withdrawn
+
+
+def test_what_clients_say_is_over_promises_what_others_of_which_they_said_so_did() -> None:
+    """It is believed at first; and hints that nobody can have found out yet are no proof that it is true."""
+    returns = ReturnTimes(lambda _: None)
+    _learn(returns)
+    _rest(returns, b"over")
+    returns.said(b"over", is_over=True)
+    assert returns.index_per_s(b"over") == 0
+
+    for number in range(1024):
+        _rest(returns, b"liar %d" % number)
+        returns.said(b"liar %d" % number, is_over=True)
+        returns.advance(returns.now_s + 8)
+        returns.began(b"liar %d" % number)
+    for number in range(512):
+        _rest(returns, b"fresh %d" % number)
+        returns.said(b"fresh %d" % number, is_over=True)
+    _rest(returns, b"loyal")
+    assert returns.index_per_s(b"fresh 511") > 0.8 * returns.index_per_s(b"loyal")
+
+    returns.said(b"loyal", is_over=True)
+    returns.said(b"loyal", is_over=False)
+    assert returns.index_per_s(b"loyal") >= returns.index_per_s(b"fresh 511")

@@ -14,7 +14,9 @@ from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
+from gpu_worker.errors import RowNotRepresentable
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed_rows import widen
 from gpu_worker.plan import Method, RestorePlan
@@ -97,3 +99,23 @@ def test_a_lossless_engine_does_not_take_packed_sessions(client: Client, session
         pytest.raises(ModelFingerprintMismatch),
     ):
         engine.turn(session_id, TURNS[1], max_new_tokens=1)
+
+
+def test_a_row_that_cannot_be_packed_ends_what_is_saved_not_the_turn(client: Client, session_id: str) -> None:
+    """The reply is as it would be; the session keeps what came before, and says why it keeps no more."""
+    model, plan = _model(), RestorePlan.uniform(Method.KV_INT8, LAYER_COUNT)
+    with TransformersEngine(model, client, _spec(), plan) as engine:
+        engine.turn(session_id, TURNS[0], max_new_tokens=1)
+        assert engine.wait(session_id) is None
+        projection = model.model.layers[1].self_attn.v_proj
+        spoil = projection.register_forward_hook(lambda _module, _args, out: out * torch.inf)
+        try:
+            turn = engine.turn(session_id, TURNS[1], max_new_tokens=2)
+        finally:
+            spoil.remove()
+        failure = engine.wait(session_id)
+
+    assert len(turn.token_ids) == 2
+    assert isinstance(failure, RowNotRepresentable)
+    assert "kv_int8" in str(failure)
+    assert client.get_session(f"sessions/{session_id}").token_count == len(TURNS[0]) + 1

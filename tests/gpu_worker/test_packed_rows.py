@@ -99,6 +99,9 @@ def test_rows_of_other_shapes_and_types_are_refused() -> None:
 
     with pytest.raises(ShapeMismatch, match=r"expected shape \[T, 96\]"):
         pack_rows(_normal(2, 96), spec)
+    for shape in ((2, 63), (2, 0), (64,), (2, 2, 32)):
+        with pytest.raises(ShapeMismatch, match="an even number up to 32768"):
+            pack_rows(torch.zeros(shape), spec)
     with pytest.raises(ShapeMismatch, match="hidden_int4 rows of 64 elements"):
         widen(packed, StateKind.HIDDEN_INT4, 64, torch.float32)
     with pytest.raises(ShapeMismatch, match="hidden_int8 rows of 96 elements"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import adapt
+from gpu_worker.plan import Method
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, Span
@@ -59,8 +60,11 @@ def test_every_stage_of_every_sort_of_layer_is_measured(name: str) -> None:
     sorts = set(measured.model.layers)
 
     assert set(measured.profile.curves) == {
-        (stage, layer) for stage in (Stage.PROJECT, Stage.EMBED, Stage.RECOMPUTE) for layer in sorts
+        (stage, layer)
+        for layer in sorts
+        for stage in (Stage.RECOMPUTE, *(Stage.of(Method[kind.name]) for kind in layer.kinds))
     }
+    assert all(len(layer.kinds) == (2 if layer.kind is LayerKind.LATENT else 6) for layer in sorts)
     assert {curve.points for curve in measured.profile.curves.values()} == {((8, 1e-3), (32, 1e-3))}
     assert measured.profile.is_measured
 
@@ -168,7 +172,7 @@ def test_profiles_come_back_from_their_files_as_they_were(tmp_path: Path) -> Non
     ("damage", "problem"),
     [
         (lambda text: text[:-20], "cannot be read"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2, not 1"),
+        (lambda text: text.replace('"format": 2', '"format": 1'), "has format 1, not 2"),
         (lambda text: text.replace('"copy"', '"kopy"'), "cannot be read"),
         (lambda text: text.replace('"bytes_per_s": ', '"bytes_per_s": -'), "cannot be read"),
         (lambda _text: json.dumps([1]), "cannot be read"),

@@ -82,7 +82,16 @@ def test_a_liar_costs_two_points_at_most(lie: Lie, share: float) -> None:
 
 @pytest.mark.parametrize("lie", Lie)
 def test_who_lies_always_is_worse_than_who_never_does(lie: Lie) -> None:
-    """Or nothing would be believed, and lies would prove nothing."""
-    truthful, false = _played(OURS, lie, 0.0), _played(OURS, lie, 1.0)
+    """Or nothing would be believed, and lies would prove nothing. Of a false order ours sees that jobs start as they came."""
+    believer = "look-ahead" if lie is Lie.ORDER else OURS
+    truthful, false = _played(believer, lie, 0.0), _played(believer, lie, 1.0)
 
     assert truthful.turns > false.turns
+
+
+def test_a_false_order_is_seen_through() -> None:
+    """Jobs that start as they came are found as those of a true order are."""
+    truthful, false = _played(OURS, Lie.ORDER, 0.0), _played(OURS, Lie.ORDER, 1.0)
+
+    assert abs(truthful.turns - false.turns) < LIMIT / 2
+    assert abs(truthful.tokens - false.tokens) < LIMIT / 2

@@ -14,7 +14,7 @@ class MissCost:
     x layers x tokens squared against 2 x parameters x tokens; 0 by default, since it made no more tokens hit.
     """
 
-    per_miss_s: float = 0.5
+    per_miss_s: float = 0.75
     per_gib_s: float = 0.187
     per_gib2_s: float = 0.0
 

@@ -25,7 +25,7 @@ REFRESHED_EVERY = 256
 AGED_AT_ONCE = 256
 """Sessions that grow older, or are forgotten, in one call: whoever calls must not wait, however long the gap was."""
 PRIOR_COUNT = 12.0
-"""How many sessions of a class outweigh what its parent class says."""
+"""How many sessions of a class outweigh what its parent class says, or of a root what its bin before does."""
 MOST_TURNS = 6
 MOST_HAZARD = 0.95
 WAIT_MEMORY = 64
@@ -33,7 +33,10 @@ WAIT_TIMES = 2.0
 """Who joins the queue now waits that many times as long as those that came to their turns of late."""
 
 SessionClass = tuple[int, ...]
-IDLE, QUEUED = 0, 1
+IDLE, QUEUED, OVER = 0, 1, 2
+"""Roots: nothing was said of the session, or not that it is over; its job is queued; it is said to be over."""
+FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
+"""What a root says of its first bin before it has seen any: that clients and schedulers are right."""
 
 
 def class_of(facts: Facts) -> SessionClass:
@@ -44,10 +47,10 @@ def class_of(facts: Facts) -> SessionClass:
 class _Class:
     """How many reached each bin of idle time, how many returned in it, and what that promises."""
 
-    __slots__ = ("away", "came", "chances", "indices", "parent", "refreshed")
+    __slots__ = ("away", "came", "chances", "first_hazard", "indices", "parent", "refreshed")
 
-    def __init__(self, parent: "_Class | None") -> None:
-        self.parent = parent
+    def __init__(self, parent: "_Class | None", first_hazard: float = 0.0) -> None:
+        self.parent, self.first_hazard = parent, first_hazard
         self.away, self.came = [0.0] * len(AGES_S), [0.0] * len(AGES_S)
         self.indices: list[float] = []
         self.chances: list[float] = []
@@ -58,42 +61,52 @@ class _Class:
         if self.refreshed == number:
             return
         self.refreshed = number
-        hazards = [min(self._hazard(each), MOST_HAZARD) for each in BINS]
+        hazards = [min(each, MOST_HAZARD) for each in self._hazards()]
         self.indices = [_index(hazards, each, wait_s) for each in BINS]
         self.chances = [1 - math.prod(1 - hazard for hazard in hazards[each:]) for each in BINS]
 
-    def _hazard(self, number: int) -> float:
-        """How likely one that is in the bin returns in it; few counts lean on the class above."""
-        if self.parent is None:
-            return (self.came[number] + 0.5) / (self.away[number] + 2)
-        prior = PRIOR_COUNT * self.parent._hazard(number)  # noqa: SLF001  another of its kind
-        return (self.came[number] + prior) / (self.away[number] + PRIOR_COUNT)
+    def _hazards(self) -> list[float]:
+        """How likely one that is in a bin returns in it; few counts lean on the class above, or on the bin before."""
+        if self.parent is not None:
+            above = self.parent._hazards()  # noqa: SLF001  another of its kind
+            counts = zip(self.came, self.away, above, strict=True)
+            return [(came + PRIOR_COUNT * prior) / (away + PRIOR_COUNT) for came, away, prior in counts]
+        hazards, hazard = [], self.first_hazard
+        for came, away in zip(self.came, self.away, strict=True):
+            hazard = (came + PRIOR_COUNT * hazard) / (away + PRIOR_COUNT)
+            hazards.append(hazard)
+        return hazards
 
 
 class _Watch:
-    """A session away since then, in which bin by now; `before` is what it was before its job was queued."""
+    """A session away since then, in which bin by now; `before` is what it was before its job was queued.
 
-    __slots__ = ("before", "bin", "name", "of", "since_s", "uid")
+    `counted` of its return is counted already, since its job is queued.
+    """
+
+    __slots__ = ("before", "bin", "counted", "name", "of", "since_s", "uid")
 
     def __init__(
         self, uid: bytes, since_s: float, name: SessionClass, of: _Class, before: "_Watch | None" = None
     ) -> None:
         self.uid, self.since_s, self.name, self.of, self.before = uid, since_s, name, of, before
         self.bin = 0
+        self.counted = 0.0
 
-    def went_on(self) -> None:
-        """Count that it is still away in this bin."""
+    def went_on(self, count: int = 1) -> None:
+        """Count that it is still away in this bin, so often."""
         of: _Class | None = self.of
         while of is not None:
-            of.away[self.bin] += 1
+            of.away[self.bin] = max(of.away[self.bin] + count, 0.0)
             of = of.parent
 
-    def came(self) -> None:
-        """Count that it returned in this bin."""
+    def came(self, share: float = 1.0) -> None:
+        """Count that it returned in this bin, as likely as `share`: what was counted before counts no more."""
         of: _Class | None = self.of
         while of is not None:
-            of.came[self.bin] += 1
+            of.came[self.bin] = max(of.came[self.bin] + share - self.counted, 0.0)
             of = of.parent
+        self.counted = share
 
 
 class ReturnTimes:
@@ -106,11 +119,10 @@ class ReturnTimes:
         self._due_s = math.inf
         self._is_behind = False
         """Whether the last call left some for the next."""
-        self._roots = (_Class(None), _Class(None))
         self._classes: dict[SessionClass, _Class] = {
-            (IDLE,): self._roots[IDLE],
-            (QUEUED,): self._roots[QUEUED],
+            (root,): _Class(None, hazard) for root, hazard in FIRST_HAZARDS.items()
         }
+        self._queued = self._classes[QUEUED,]
         self._turn_count = self._refreshed = 0
         self._wait_s = self._queued_share = 0.0
         """How long those that returned by the queue waited, and how many of those that returned did."""
@@ -119,8 +131,8 @@ class ReturnTimes:
     @property
     def coming_share(self) -> float:
         """How likely a job that is queued comes to its turn."""
-        self._roots[QUEUED].refresh(self._refreshed, 0.0)
-        return self._roots[QUEUED].chances[0]
+        self._queued.refresh(self._refreshed, 0.0)
+        return self._queued.chances[0]
 
     def advance(self, now_s: float) -> None:
         """Let time pass: idle sessions grow older, or some of them when many do, and others at the next call.
@@ -160,7 +172,6 @@ class ReturnTimes:
         watch = self._watches.pop(uid, None)
         if watch is not None:
             watch.came()
-            # A job may never come, so it counts as its session's return only now.
             if watch.before is not None:
                 watch.before.came()
                 self._wait_s += (self.now_s - watch.since_s - self._wait_s) / WAIT_MEMORY
@@ -191,6 +202,8 @@ class ReturnTimes:
         """A job of the session waits."""
         before = self._watches.get(uid)
         if before is not None and before.before is None:
+            # A job may never come, and whether it does shows late.
+            before.came(self.coming_share)
             name = (QUEUED, *before.name[1:])
             self._watch(_Watch(uid, self.now_s, name, self._class(name), before))
 
@@ -199,8 +212,21 @@ class ReturnTimes:
         watch = self._watches.get(uid)
         if watch is not None and watch.before is not None:
             before = self._watches[uid] = watch.before
+            before.came(0.0)
             before.bin = self._bin(before.since_s)
             self._bins[before.bin].append(before)
+
+    def said(self, uid: bytes, *, is_over: bool) -> None:
+        """The client says that the session will not return, or that it will: others of which it said so did, or not."""
+        watch = self._watches.get(uid)
+        if watch is None:
+            return
+        watch = watch.before or watch
+        name = (OVER if is_over else IDLE, *watch.name[1:])
+        if name != watch.name:
+            watch.went_on(-1)
+            watch.name, watch.of = name, self._class(name)
+            watch.went_on()
 
     def index_per_s(self, uid: bytes) -> float:
         """The best rate, in returns per second kept, that keeping the session for some time promises.

@@ -38,9 +38,9 @@ class ReturnValue(Windowed):
         self._returns = ReturnTimes(self._rank)
         self._queue = Forecast()
         self._follows_order = True
-        self._expected: OrderedDict[bytes, tuple[float, float | None]] = OrderedDict()
+        self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         """When the client said it, and the return that it said; kept past eviction, since a lie shows at the return."""
-        self._ends, self._waits = Trust(), Trust()
+        self._waits = Trust()
 
     @property
     def follows_order(self) -> bool:
@@ -55,7 +55,7 @@ class ReturnValue(Windowed):
             self._judge_promise(uid, now_s)
         if uid in self._queue:
             self._queue.started(uid, now_s)
-            share = self._queue.order_share
+            share = self._queue.said_share
             self._follows_order = share > (PREFETCHED_BELOW if self._follows_order else PREFETCHED_ABOVE)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
@@ -91,7 +91,7 @@ class ReturnValue(Windowed):
         """See Policy. Of sessions that are not there nobody hears in a store, so nobody does here."""
         if uid not in self._held:
             return
-        self._queue.put(uid, order, self._returns.now_s)
+        self._queue.put(uid, order)
         self._returns.queued(uid)
         self._resize()
         self._fetched.put(uid, order)
@@ -109,11 +109,11 @@ class ReturnValue(Windowed):
         if uid not in self._held:
             return
         self._expected.pop(uid, None)
-        self._expected[uid] = (self._returns.now_s, return_s)
+        self._returns.said(uid, is_over=return_s is None)
+        if return_s is not None:
+            self._expected[uid] = (self._returns.now_s, return_s)
         if len(self._expected) > WATCHED:
             self._expected.popitem(last=False)
-        if return_s is None:
-            self._ends.made()
         self._rank(uid)
 
     def _weigh(self, uid: bytes, size_bytes: int) -> None:
@@ -134,16 +134,14 @@ class ReturnValue(Windowed):
         if promise is None:
             return learned
         said_s, return_s = promise
-        if return_s is None:
-            return learned * (1 - self._ends.share)
         now_s, share = self._returns.now_s, self._waits.share
         if now_s > return_s + _tolerance_s(said_s, return_s):
             return learned
         return share * SURE / max(return_s - now_s, LEAST_WAIT_S) + (1 - share) * learned
 
     def _queued_index_per_s(self, uid: bytes, learned: float) -> float:
-        share = self._queue.order_share
-        if not share or self._queue.is_late(uid, self._returns.now_s):
+        share = self._queue.share
+        if not share or self._queue.is_late(uid):
             return SURE * learned
         wait_s = self._queue.wait_s(uid) * self._returns.coming_share
         by_order = self._returns.chance(uid) / max(wait_s, LEAST_WAIT_S)
@@ -154,9 +152,6 @@ class ReturnValue(Windowed):
         if promise is None:
             return
         said_s, return_s = promise
-        if return_s is None:
-            self._ends.broke()
-            return
         self._waits.made()
         if abs(now_s - return_s) > _tolerance_s(said_s, return_s):
             self._waits.broke()

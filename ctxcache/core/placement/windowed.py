@@ -50,11 +50,11 @@ class Windowed(Ranked):
 
     def evict(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self._all.first(accepts)
+        return self._lowest(self._all, accepts)
 
     def demote(self, accepts: Accepts) -> bytes | None:
         """See Policy."""
-        return self._dram.first(accepts)
+        return self._lowest(self._dram, accepts)
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
@@ -69,7 +69,7 @@ class Windowed(Ranked):
     def rank(self, uid: bytes) -> Key | None:
         """See Ranked."""
         if uid in self._held:
-            self._rank(uid)
+            self._lift(uid)
             return self._all.key(uid)
         return self._key(uid) if uid in self._sizes else None
 
@@ -104,6 +104,23 @@ class Windowed(Ranked):
             self._dram.discard(uid)
         if before is None or key < before:
             self._fallen(uid)
+
+    def _lowest(self, line: Keyed, accepts: Accepts) -> bytes | None:
+        """Who leaves first. A rank may have risen since it was given: who comes up is looked at again."""
+        uid = line.first(accepts)
+        while uid is not None and self._lift(uid):
+            uid = line.first(accepts)
+        return uid
+
+    def _lift(self, uid: bytes) -> bool:
+        """Whether a session that is held has risen; its new rank is known from then on."""
+        before, key = self._all.key(uid), self._key(uid)
+        if before is None or key <= before:
+            return False
+        self._all.put(uid, key)
+        if uid in self._dram:
+            self._dram.put(uid, key)
+        return True
 
     def _rank_fetch(self, uid: bytes) -> None:
         if uid in self._fetched and self._held.get(uid) is Tier.SSD:

@@ -1,0 +1,123 @@
+"""Identity: what somebody who proved to be a subject is let in as. Pure: subjects in, a grant out.
+
+A subject is a text with its kind in front: `spiffe://…`, `dns:…`, `cn:…` of a certificate, `uid:…` of a process.
+Worst case: every rule is looked at, once for each of the subject's names.
+"""
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+KINDS = ("spiffe://", "dns:", "cn:", "uid:")
+SHARED_MEMORY = "shared-memory"
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TEMPLATE = re.compile(r"(?:[A-Za-z0-9._-]|\$[1-9])+")
+# What one `*` stands for: never a border of what it is a part of, nor a certificate's own wildcard.
+_ANYTHING = {"spiffe://": r"([^/*]+)", "dns:": r"([^.*]+)", "cn:": r"([^*]+)", "uid:": r"([0-9]+)"}
+
+
+class Role(enum.StrEnum):
+    """What a caller may ask for: everything within its tenant, or what concerns the whole server too."""
+
+    USER = "user"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a caller is let in as. `has_shared_memory`: it may map the arena, where all tenants' bytes lie."""
+
+    tenant: str
+    role: Role = Role.USER
+    has_shared_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Whoever is `subject`, in which `*` stands for a part, has the grant; `$1` in its tenant is the first such part."""
+
+    subject: str
+    grant: Grant
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no subject could be, or no tenant be called."""
+        kind = next((kind for kind in KINDS if self.subject.startswith(kind)), None)
+        if kind is None or self.subject == kind:
+            raise ValueError(f"{self.subject!r} begins with none of {', '.join(KINDS)}")
+        if not _TEMPLATE.fullmatch(self.grant.tenant):
+            raise ValueError(f"{self.grant.tenant!r} is no name of a tenant")
+        if any(int(number) > self.subject.count("*") for number in re.findall(r"\$(\d)", self.grant.tenant)):
+            raise ValueError(f"{self.grant.tenant!r} names more parts than {self.subject!r} has")
+
+    def apply(self, subject: str) -> Grant | None:
+        """What the subject is let in as; None where the rule does not speak of it."""
+        match = self._pattern().fullmatch(subject)
+        if match is None:
+            return None
+        tenant = re.sub(r"\$(\d)", lambda part: match[int(part[1])], self.grant.tenant)
+        if not is_tenant(tenant):
+            return None
+        return Grant(tenant, self.grant.role, self.grant.has_shared_memory)
+
+    def _pattern(self) -> re.Pattern[str]:
+        kind = next(kind for kind in KINDS if self.subject.startswith(kind))
+        return re.compile(_ANYTHING[kind].join(map(re.escape, normal(self.subject).split("*"))))
+
+
+def normal(subject: str) -> str:
+    """A subject as it is compared: the case of a DNS name means nothing."""
+    return subject.lower() if subject.startswith("dns:") else subject
+
+
+def is_tenant(name: str) -> bool:
+    """Whether a tenant may be called so: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit."""
+    return _TENANT.fullmatch(name) is not None
+
+
+def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, Grant] | None:
+    """The first rule's grant that speaks of any of the subjects, with that subject. What cannot be printed is nobody."""
+    names = [normal(subject) for subject in subjects if subject.isprintable()]
+    for rule in rules:
+        for name in names:
+            if grant := rule.apply(name):
+                return name, grant
+    return None
+
+
+def parse_grant(tenant: str, *, role: str = Role.USER, shared_memory: object = False) -> Grant:
+    """A grant as configuration says it. Raises ValueError."""
+    if role not in list(Role):
+        raise ValueError(f"{role!r} is neither {' nor '.join(Role)}")
+    if not isinstance(shared_memory, bool):
+        raise ValueError(f"shared_memory: {shared_memory!r} is neither true nor false")  # noqa: TRY004  a setting's value
+    return Grant(tenant, Role(role), shared_memory)
+
+
+def parse_rules(value: object) -> object:
+    """`SUBJECT=TENANT[:ROLE][:shared-memory],…`, or a list of tables. Raises ValueError."""
+    if isinstance(value, str):
+        value = [_fields(text.strip()) for text in value.split(",") if text.strip()]
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(given if isinstance(given, Rule) else _rule(given) for given in value)
+
+
+def _fields(text: str) -> Mapping[str, object]:
+    subject, equals, rest = text.rpartition("=")
+    tenant, *words = rest.split(":")
+    if not equals or len(set(words) - {SHARED_MEMORY}) > 1:
+        raise ValueError(f"{text!r} is not SUBJECT=TENANT[:ROLE][:{SHARED_MEMORY}]")
+    role = next((word for word in words if word != SHARED_MEMORY), Role.USER)
+    return {"subject": subject, "tenant": tenant, "role": role, "shared_memory": SHARED_MEMORY in words}
+
+
+def _rule(given: object) -> Rule:
+    if not isinstance(given, Mapping) or set(given) - {"subject", "tenant", "role", "shared_memory"}:
+        raise ValueError(f"{given!r} is not a table of subject, tenant, role and shared_memory")
+    grant = parse_grant(
+        str(given.get("tenant", "")),
+        role=str(given.get("role", Role.USER)),
+        shared_memory=given.get("shared_memory", False),
+    )
+    return Rule(str(given.get("subject", "")), grant)

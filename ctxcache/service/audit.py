@@ -1,0 +1,100 @@
+"""The audit log: who asked what of the whole server, and what came of it; and who was let in for nothing.
+
+One line of `key=value` for each, values in JSON so that none can forge another; logger `ctxcache.audit`. Worst case:
+somebody is refused again and again, of whom one line a second is logged, with how many there were in between.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from ctxcache.errors import CacheError
+from ctxcache.service.caller import current
+
+log = logging.getLogger("ctxcache.audit")
+
+UNCHANGING = ("/ctxcache.v1.AdminService/GetStats", "/ctxcache.v1.AdminService/ListTenants")
+OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
+REQUEST_CHARACTERS = 512
+REFUSALS_INTERVAL_S = 1.0
+
+
+def is_audited(method: str) -> bool:
+    """Whether it is an operator's and changes something."""
+    return method.startswith(OPERATORS_ONLY) and method not in UNCHANGING
+
+
+def audited_call(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    """An rpc with one answer, which is written down when it ends."""
+
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            answer = await behaviour(request, context)
+        except BaseException as error:
+            _write(method, request, _result(error))
+            raise
+        _write(method, request, "OK")
+        return answer
+
+    return call
+
+
+def audited_stream(
+    behaviour: Callable[..., AsyncGenerator[Any]], method: str
+) -> Callable[..., AsyncGenerator[Any]]:
+    """An rpc with many answers, which is written down when it ends."""
+
+    async def call(request: Any, context: Any) -> AsyncGenerator[Any]:
+        try:
+            async with aclosing(behaviour(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+        except BaseException as error:
+            _write(method, request, _result(error))
+            raise
+        _write(method, request, "OK")
+
+    return call
+
+
+class Refusals:
+    """Writes down who is not let in."""
+
+    def __init__(self) -> None:
+        self._not_before_s = 0.0
+        self._unwritten_count = 0
+
+    def note(self, error: CacheError, *, peer: str, method: str) -> None:
+        """Somebody at `peer` was refused."""
+        now_s = time.monotonic()
+        if now_s < self._not_before_s:
+            self._unwritten_count += 1
+            return
+        log.warning(
+            "caller_refused peer=%s method=%s reason=%s error=%s others=%d",
+            json.dumps(peer), method, error.reason, json.dumps(str(error)), self._unwritten_count,
+        )  # fmt: skip
+        self._not_before_s, self._unwritten_count = now_s + REFUSALS_INTERVAL_S, 0
+
+
+def _write(method: str, request: Any, result: str) -> None:
+    caller = current()
+    asked = json.dumps(MessageToDict(request, preserving_proto_field_name=True), separators=(",", ":"))
+    log.info(
+        "audit subject=%s tenant=%s role=%s method=%s request=%s result=%s",
+        json.dumps(caller.subject), caller.tenant, caller.grant.role.value, method.rpartition("/")[2],
+        asked[:REQUEST_CHARACTERS], result,
+    )  # fmt: skip
+
+
+def _result(error: BaseException) -> str:
+    if isinstance(error, CacheError):
+        return error.reason
+    # A client that ends the call ends a pass in order.
+    return "ENDED" if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else "INTERNAL"

@@ -1,0 +1,108 @@
+"""A session being restored for one turn: its rows under their lease, its cache, and the model's passes that wait for it.
+
+Knows the pipeline and the store's client. Owned by the turn. Worst case: a restore that fails while the model
+runs on its cache; the pass ends with the reason, and the cache is thrown away.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import Cache
+
+from ctxcache.client import SessionRows
+from gpu_worker.families import Adapter
+from gpu_worker.pipeline.cache_target import CacheTarget
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.devices import device_of
+from gpu_worker.pipeline.layer_gate import LayerGate
+from gpu_worker.pipeline.pipeline import Pipeline, Settings
+from gpu_worker.pipeline.planned import Choice, Chooser
+from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.pipeline.source import LeasedSource
+
+
+class Restoring:
+    """A context manager: within it, passes wait for their layers; leaving it gives the lease back."""
+
+    def __init__(
+        self, adapter: Adapter, rows: SessionRows, cache: Cache, restoration: Restoration, choice: Choice, chooser: Chooser
+    ) -> None:  # fmt: skip
+        self.cache, self.restoration, self.choice = cache, restoration, choice
+        self._rows, self._chooser = rows, chooser
+        self._gate = LayerGate(adapter, restoration)
+
+    @property
+    def restored_ns(self) -> int:
+        """From its begin until the last layer was usable; 0 where that did not happen."""
+        return int(self.restoration.restored_s * 1e9)
+
+    def wait_for_lead(self) -> None:
+        """Wait until a pass may begin without waiting for a layer later, as planned; without a plan, for all.
+
+        Raises why the restore failed; then it is over, and the lease given back.
+        """
+        lead = self.choice.lead
+        try:
+            if lead is None:
+                self.restoration.wait_all()
+            for layer in range(lead.layer_count if lead else 0):
+                self.restoration.wait(layer)
+        except BaseException:
+            self._end()
+            raise
+        if lead is None:
+            self._end()
+
+    def __enter__(self) -> Self:
+        self._gate.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.__exit__(kind, error, trace)
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self.restoration.cancel()
+            self.restoration.drain()
+            self._chooser.observe(self.choice, self.restoration)
+        finally:
+            self._rows.close()
+
+
+class SessionRestorer:
+    """Begins restores of one model's sessions, on a pipeline that is replaced when it is stuck. Close it."""
+
+    def __init__(
+        self, adapter: Adapter, chooser: Chooser, *, timeout_s: float, settings: Settings | None = None
+    ) -> None:
+        self._adapter, self._chooser = adapter, chooser
+        self._timeout_s, self._settings = timeout_s, settings
+        self._pipeline: Pipeline | None = None
+
+    def begin(self, rows: SessionRows, choice: Choice, token_ids: Sequence[int]) -> Restoring:
+        """Restore the session's first tokens, those of `token_ids`. `rows` are the restore's from here on."""
+        adapter, count = self._adapter, len(token_ids)
+        target = CacheTarget(adapter, count)
+        restoration = self._usable().start(
+            choice.schedule(target), LeasedSource(rows), target, Modules(adapter, torch.arange(count)),
+            deadline=Deadline.after_s(self._timeout_s), token_ids=torch.tensor(token_ids),
+        )  # fmt: skip
+        return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser)
+
+    def close(self) -> None:
+        """End the lanes. Raises LaneStuck."""
+        if self._pipeline is not None and not self._pipeline.is_stuck:
+            self._pipeline.close()
+        self._pipeline = None
+
+    def _usable(self) -> Pipeline:
+        if self._pipeline is None or self._pipeline.is_stuck:
+            # A stuck one is left to its threads: nothing of it is used again.
+            self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
+        return self._pipeline

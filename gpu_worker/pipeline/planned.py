@@ -1,0 +1,112 @@
+"""Planned restores: what a session's layout holds, the plan for it, and what its stages really took.
+
+Owned by an engine; one restore at a time. Worst case: a profile that is wrong, which drift corrects from
+one restore to the next.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from ctxcache.format.streams import TOKENS, StateKind, Stream
+from gpu_worker.families import Adapter
+from gpu_worker.pipeline.read_buffer import Lead, lead
+from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.target import Target
+from gpu_worker.plan import RestorePlan
+from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
+from gpu_worker.planning.engine import Engine
+from gpu_worker.planning.holding import Holding, LayerHolding, Span
+from gpu_worker.planning.layout import Return, choose_layout
+from gpu_worker.planning.planner import Plan
+from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.profiling.model_shape import model_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one session comes back. `plan`: as the planner decided; None where the caller did."""
+
+    methods: RestorePlan | None
+    plan: Plan | None
+
+    def schedule(self, target: Target) -> Schedule:
+        """What the pipeline is to do. Raises InvalidArgument(field="plan")."""
+        first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
+        if self.plan is not None:
+            return Schedule.of_plan(self.plan, first_tokens)
+        methods = self.methods or RestorePlan(())
+        return Schedule.of_methods(methods, target.token_count, first_tokens)
+
+    def streams(self) -> frozenset[Stream]:
+        """The streams to read, token ids always: they tell what is common."""
+        if self.plan is None:
+            return frozenset({TOKENS, *(self.methods or RestorePlan(())).streams()})
+        rows = (
+            Stream(layer, piece.method.kind)
+            for layer, pieces in enumerate(self.plan.layers)
+            for piece in pieces
+            if piece.method is not None and piece.method.kind is not StateKind.TOKENS
+        )
+        return frozenset({TOKENS, *rows})
+
+    @property
+    def lead(self) -> Lead | None:
+        """How far the restore must be when the engine starts; None: whole."""
+        return None if self.plan is None else lead(self.plan)
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds until the last layer is usable, as planned; 0 where nobody planned."""
+        return 0.0 if self.plan is None else self.plan.restored_s
+
+
+class Chooser:
+    """A caller's plan for all sessions, or a planner's for each."""
+
+    def __init__(self, adapter: Adapter, fixed: RestorePlan | None, profile: Profile | None) -> None:
+        """`fixed` wins over `profile`; one of them is given."""
+        self._fixed = fixed
+        self._shape = model_shape(adapter, adapter.architecture)
+        self._planner: AdaptivePlanner | None = None
+        if fixed is None and profile is not None:
+            engine = Engine(can_recompute=True, starts_by_layer=True, can_split=True)
+            self._planner = AdaptivePlanner(self._shape, profile, engine=engine)
+
+    @property
+    def profile(self) -> Profile | None:
+        """The machine as the planner knows it by now."""
+        return None if self._planner is None else self._planner.profile
+
+    def layout(self, expected: Iterable[Return]) -> tuple[Stream, ...]:
+        """What to save of a new session, token ids first."""
+        if self._planner is None:
+            return (
+                TOKENS,
+                *(stream for stream in (self._fixed or RestorePlan(())).streams() if stream != TOKENS),
+            )
+        return choose_layout(self._shape, self._planner.profile, tuple(expected)).streams()
+
+    def choose(
+        self, held: Collection[Stream], history: int, new_tokens: int, *, place: Place = Place.DRAM
+    ) -> Choice:
+        """How `history` tokens of a session come back of which the streams `held` lie in `place`.
+
+        Raises InvalidArgument(field="holding").
+        """
+        if self._planner is None:
+            return Choice(self._fixed, None)
+        spans = (Span(place, 0, history),)
+        layers = [
+            LayerHolding(tuple((stream.kind, spans) for stream in sorted(held) if stream.layer == layer))
+            for layer in range(len(self._shape.layers))
+        ]
+        return Choice(None, self._planner.plan(Holding(tuple(layers)), history, new_tokens))
+
+    def observe(self, choice: Choice, restoration: Restoration) -> None:
+        """Learn from a restore that is whole and drained."""
+        if self._planner is None or choice.plan is None or not restoration.is_whole:
+            return
+        observed_s = restoration.observed_s()
+        for stage, predicted_s in stage_seconds(choice.plan).items():
+            self._planner.observe(stage, predicted_s=predicted_s, observed_s=observed_s.get(stage, 0.0))

@@ -1,0 +1,247 @@
+"""Failures: a restore that is late, cancelled, broken or stuck is a miss with a reason, and leaves nothing behind."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from sessions import Session, saved_session
+from slow_pipelines import (
+    SMALL,
+    RowsSource,
+    SlowHost,
+    is_equal,
+    poisoned_target,
+    restored,
+    schedule_of,
+    slowed,
+    start,
+)
+
+from ctxcache.client.arena import Bytes
+from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.format.streams import Stream
+from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed, RestoreTooLate
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.pipeline import Pipeline, Settings
+from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.pipeline.states import LayerState
+from gpu_worker.plan import Method
+
+LAYERS = range(3)
+
+
+def _session() -> Session:
+    return saved_session("llama")
+
+
+class _At(RowsSource):
+    """Rows of which one piece, counted from 0, does something first."""
+
+    def __init__(self, session: Session, piece: int, action: Callable[[], object]) -> None:
+        super().__init__(session)
+        self._left, self._action = piece, action
+
+    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        if not self._left:
+            self._action()
+        self._left -= 1
+        super().fill(stream, begin, end, into)
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
+
+
+def _free_counts(pipeline: Pipeline) -> list[int]:
+    return [ring.free_count for ring in pipeline.rings if ring is not None]
+
+
+@pytest.mark.parametrize("piece", [0, 1, 7, 17])
+@pytest.mark.parametrize(
+    "error", [CorruptSegment(segment_id="7", problem="planted"), LeaseNotFound(lease_id=3)]
+)
+def test_a_failed_read_is_a_miss_with_its_reason(piece: int, error: CacheError) -> None:
+    """Whichever piece it is: no layer is usable, and the next restore on the same pipeline is right."""
+    session = _session()
+    target = poisoned_target(session)
+    with slowed() as pipeline:
+        with start(pipeline, session, target, source=_At(session, piece, _raising(error))) as restoration:
+            with pytest.raises(type(error)):
+                restoration.wait_all()
+            states = [restoration.state(layer) for layer in LAYERS]
+
+        assert states == [LayerState.INVALID] * 3
+        assert _free_counts(pipeline) == [SMALL.slot_count] * 2
+        assert is_equal(restored(pipeline, session), session)
+
+
+def test_whatever_breaks_has_a_reason() -> None:
+    """An error that is nobody's reason becomes one, with its cause."""
+    session = _session()
+    source = _At(session, 2, _raising(MemoryError("planted")))
+
+    with slowed() as pipeline, pytest.raises(RestoreFailed, match="MemoryError: planted") as raised:
+        restored(pipeline, session, source=source)
+
+    assert isinstance(raised.value.__cause__, MemoryError)
+
+
+@pytest.mark.parametrize("piece", [0, 1, 7, 17])
+@pytest.mark.parametrize("is_unified", [True, False])
+def test_cancelled_at_any_point_leaves_nothing_behind(piece: int, *, is_unified: bool) -> None:
+    """After the drain all buffers are free, and nothing is written to them or to the target any more."""
+    session = _session()
+    target = poisoned_target(session)
+    begun: Future[Restoration] = Future()
+    source = _At(session, piece, lambda: begun.result().cancel())
+    with slowed("compute", is_unified=is_unified) as pipeline:
+        with start(pipeline, session, target, source=source) as restoration:
+            begun.set_result(restoration)
+            with pytest.raises(RestoreCancelled):
+                restoration.wait_all()
+        for layer in LAYERS:
+            for half in target.tensors(layer):
+                half.fill_(torch.nan)
+
+        assert _free_counts(pipeline) == [SMALL.slot_count] * (1 if is_unified else 2)
+    assert all(bool(half.isnan().all()) for layer in LAYERS for half in target.tensors(layer))
+
+
+def test_a_late_layer_fails_the_restore_for_all() -> None:
+    """Whoever waits too long is told so, and so is everybody else; the lanes stop."""
+    session = _session()
+    target = poisoned_target(session)
+    may_go_on = threading.Event()
+    with slowed() as pipeline:
+        source = _At(session, 8, may_go_on.wait)
+        with start(pipeline, session, target, source=source) as restoration:
+            with pytest.raises(RestoreTooLate):
+                restoration.wait(2, Deadline.after_s(0.02))
+            with pytest.raises(RestoreTooLate):
+                restoration.wait(0)
+            may_go_on.set()
+        assert _free_counts(pipeline) == [SMALL.slot_count] * 2
+
+
+def test_a_deadline_that_has_passed_starts_nothing() -> None:
+    """No row is read for a restore that would be too late anyway."""
+    session = _session()
+    read: list[int] = []
+    source = _At(session, 0, lambda: read.append(1))
+
+    with (
+        slowed() as pipeline,
+        start(pipeline, session, poisoned_target(session), source=source, deadline_s=0.0) as restoration,
+        pytest.raises(RestoreTooLate),
+    ):
+        restoration.wait_all()
+
+    assert read == []
+
+
+def test_a_stuck_lane_is_told_and_not_used_again() -> None:
+    """A read that never ends does not hang the drain; the pipeline takes no further restore."""
+    session = _session()
+    is_there, may_go_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        is_there.set()
+        may_go_on.wait()
+
+    source = _At(session, 3, stop)
+    with slowed() as pipeline:
+        restoration = start(pipeline, session, poisoned_target(session), source=source)
+        is_there.wait()
+        restoration.cancel()
+        with pytest.raises(LaneStuck):
+            restoration.drain(Deadline.after_s(0.02))
+        with pytest.raises(LaneStuck):
+            start(pipeline, session, poisoned_target(session))
+        may_go_on.set()
+
+
+def test_two_restores_interleave() -> None:
+    """Two sessions on one pipeline at a time each get their own rows; one that fails does not harm the other."""
+    one, other = saved_session("llama"), saved_session("qwen3")
+    targets = [poisoned_target(one), poisoned_target(other), poisoned_target(one)]
+    failing = _At(one, 4, _raising(LeaseNotFound(lease_id=1)))
+    with (
+        slowed("compute") as pipeline,
+        start(pipeline, one, targets[0]) as first,
+        start(pipeline, one, targets[2], source=failing) as bad,
+        start(pipeline, other, targets[1]) as second,
+    ):
+        first.wait_all()
+        second.wait_all()
+        with pytest.raises(LeaseNotFound):
+            bad.wait_all()
+
+    assert is_equal(targets[0].cache, one)
+    assert is_equal(targets[1].cache, other)
+
+
+def test_a_row_that_no_buffer_holds_is_refused() -> None:
+    """Before anything is submitted."""
+    session = _session()
+    settings = Settings(slot_bytes=64, slot_count=2)
+
+    with slowed(settings=settings) as pipeline, pytest.raises(InvalidArgument, match="slot_bytes"):
+        restored(pipeline, session)
+
+
+def test_a_schedule_of_another_length_is_refused() -> None:
+    """A plan for fewer tokens than the target has would leave some of it as it was."""
+    session = _session()
+    target, other = poisoned_target(session), poisoned_target(saved_session("llama", layer_count=2))
+
+    with Pipeline(SlowHost()) as pipeline, pytest.raises(InvalidArgument, match="schedule"):
+        pipeline.start(
+            schedule_of(session, target, "saved:0-2"), RowsSource(session), other,
+            Modules(session.adapter, session.positions), deadline=Deadline.after_s(1),
+        )  # fmt: skip
+
+
+class _Late(Modules):
+    """Computes only once it may."""
+
+    def __init__(self, session: Session, may_go_on: threading.Event) -> None:
+        super().__init__(session.adapter, session.positions)
+        self._may_go_on = may_go_on
+
+    def restore(self, layer: int, method: Method, data: torch.Tensor, begin: int, room: Any) -> None:
+        self._may_go_on.wait()
+        super().restore(layer, method, data, begin, room)
+
+
+def test_reads_run_ahead_no_further_than_the_ring() -> None:
+    """While nothing is computed, no more pieces are read than there are buffers."""
+    session = _session()
+    may_go_on = threading.Event()
+    filled: list[int] = []
+    source = RowsSource(session)
+    fill = source.fill
+
+    def counting(stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        filled.append(begin)
+        fill(stream, begin, end, into)
+
+    source.fill = counting  # type: ignore[method-assign]
+    target = poisoned_target(session)
+    with slowed(is_unified=True) as pipeline:
+        compute = _Late(session, may_go_on)
+        with start(pipeline, session, target, source=source, compute=compute) as restoration:
+            while len(filled) < SMALL.slot_count:
+                threading.Event().wait(0.001)
+            ahead = len(filled)
+            may_go_on.set()
+            restoration.wait_all()
+
+    assert ahead == SMALL.slot_count
+    assert is_equal(target.cache, session)

@@ -1,0 +1,154 @@
+"""The engine with a planner: the same replies as one that never dropped its state, begun before all is restored."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+from tiny_models import build
+from transformers import DynamicCache, PreTrainedModel
+
+from ctxcache.client import Client
+from ctxcache.client.arena import Bytes
+from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
+from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.model_spec import model_spec
+from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.planning.known_profiles import known_profile
+
+REPLY_TOKENS = 6
+TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
+SMALL = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
+
+
+@cache
+def _model(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+@cache
+def _spec(name: str) -> ModelSpec:
+    return model_spec(_model(name), model_id=f"planned-{name}")
+
+
+@cache
+def _never_dropped(name: str) -> list[list[int]]:
+    kept = DynamicCache(config=_model(name).config)
+    replies = []
+    for turn in TURNS:
+        replies.append(
+            continue_greedy(_model(name), kept, turn, max_new_tokens=REPLY_TOKENS, eos_token_ids=()).token_ids
+        )
+        prefill(_model(name), kept, replies[-1][-1:])
+    return replies
+
+
+def _history(name: str, turn_count: int) -> list[int]:
+    said = _never_dropped(name)
+    return [token for turn, reply in zip(TURNS[:turn_count], said, strict=False) for token in (*turn, *reply)]
+
+
+def _engine(client: Client, name: str, hardware: str = "cpu") -> TransformersEngine:
+    return TransformersEngine(
+        _model(name), client, _spec(name), profile=known_profile(hardware), settings=SMALL
+    )
+
+
+def _turn(
+    engine: TransformersEngine, session_id: str, index: int, *, history: Sequence[int] | None = None
+) -> Turn:
+    turn = engine.turn(
+        session_id, TURNS[index], max_new_tokens=REPLY_TOKENS, history=history, eos_token_ids=()
+    )
+    engine.wait(session_id)
+    return turn
+
+
+@pytest.mark.parametrize("access", ["local", "remote"])
+@pytest.mark.parametrize(
+    ("name", "hardware"), [("llama", "cpu"), ("gemma3", "h100"), ("deepseek", "a30"), ("neox", "h100")]
+)
+def test_a_planned_restore_says_the_same(
+    server: object, client: Client, session_id: str, name: str, hardware: str, access: str
+) -> None:
+    """Each turn on an engine of its own; what was planned and what it took are both told."""
+    turns = []
+    with Client(client._wire.target, access=access) as reader:  # type: ignore[arg-type]
+        for index in range(3):
+            with _engine(reader, name, hardware) as engine:
+                turns.append(_turn(engine, session_id, index))
+
+    assert [turn.token_ids for turn in turns] == _never_dropped(name)
+    assert [turn.reused_token_count for turn in turns] == [0, 76, 109]
+    assert [turn.miss_reason for turn in turns] == ["", "", ""]
+    assert all(turn.predicted_ns > 0 and turn.restored_ns > 0 for turn in turns[1:])
+
+
+def _failing_at(piece: int, error: Exception) -> Callable[[LeasedSource, Stream, int, int, Bytes], None]:
+    left = [piece]
+    fill = LeasedSource.fill
+
+    def failing(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise error
+        fill(source, stream, begin, end, into)
+
+    return failing
+
+
+@pytest.mark.parametrize("piece", [0, 4, 9, 13])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_restore_that_fails_is_a_miss_and_the_reply_is_right(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch, piece: int, *, is_known: bool
+) -> None:
+    """Whether it fails before the model runs or under its first pass: everything is prefilled again."""
+    with _engine(client, "llama") as engine:
+        _turn(engine, session_id, 0)
+        error = CorruptSegment(segment_id="1", problem="planted")
+        monkeypatch.setattr(LeasedSource, "fill", _failing_at(piece, error))
+        history = _history("llama", 1)
+        turn = _turn(engine, session_id, 1, history=history if is_known else None)
+        monkeypatch.undo()
+        last = _turn(engine, session_id, 2)
+
+    assert turn.token_ids == _never_dropped("llama")[1]
+    assert turn.miss_reason == "CORRUPT_SEGMENT"
+    assert turn.prefilled_token_count + turn.reused_token_count == len(history) + len(TURNS[1])
+    assert last.token_ids == _never_dropped("llama")[2]
+
+
+def test_an_expired_lease_is_a_clean_miss(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose lease ended while they were copied are never used, and the turn says why."""
+
+    def check(_source: LeasedSource) -> None:
+        raise LeaseNotFound(lease_id=1)
+
+    with _engine(client, "llama") as engine:
+        _turn(engine, session_id, 0)
+        monkeypatch.setattr(LeasedSource, "check", check)
+        turn = _turn(engine, session_id, 1, history=_history("llama", 1))
+
+    assert turn.token_ids == _never_dropped("llama")[1]
+    assert (turn.reused_token_count, turn.miss_reason) == (0, "LEASE_NOT_FOUND")
+
+
+def test_an_engine_needs_a_plan_or_a_profile(client: Client) -> None:
+    """Neither is an error of the caller's."""
+    with pytest.raises(InvalidArgument, match="plan"):
+        TransformersEngine(_model("llama"), client, _spec("llama"))
+
+
+def test_what_is_saved_follows_the_profile(client: Client, session_id: str) -> None:
+    """A model whose latents are smaller is never saved as hidden states."""
+    with _engine(client, "deepseek", "h100") as engine:
+        _turn(engine, session_id, 0)
+    layout = client.get_session(f"sessions/{session_id}").layout
+
+    assert StateKind.HIDDEN not in {StateKind(stream.kind) for stream in layout}

@@ -1,0 +1,43 @@
+"""Certificates, made by openssl as they are needed."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Pki:
+    """Files that openssl made."""
+
+    directory: Path
+
+    def authority(self, name: str) -> Path:
+        """Make an authority; its certificate."""
+        self._run(
+            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+            "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem",
+        )  # fmt: skip
+        return self.directory / f"{name}.pem"
+
+    def issue(
+        self, name: str, authority: str, *, days: int = 2, common_name: str | None = None, names: str = ""
+    ) -> tuple[Path, Path]:
+        """Make a certificate for 127.0.0.1; it and its key. Negative days: it has expired.
+
+        `names`: further ones, as openssl writes them: `URI:…,DNS:…`.
+        """
+        self._run(
+            "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key",
+            "-subj", f"/CN={common_name or name}", "-out", f"{name}.csr",
+        )  # fmt: skip
+        (self.directory / "san").write_text(
+            f"subjectAltName={','.join(filter(None, ('IP:127.0.0.1', names)))}\n"
+        )
+        self._run(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
+            "-CAcreateserial", "-days", str(days), "-extfile", "san", "-out", f"{name}.pem",
+        )  # fmt: skip
+        return self.directory / f"{name}.pem", self.directory / f"{name}.key"
+
+    def _run(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self.directory, check=True, capture_output=True)
