@@ -5,6 +5,7 @@ Pure: token ranges and methods, no tensor. Worst case: a plan for other layers t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, Stream
@@ -55,38 +56,40 @@ class Schedule:
             [(piece.method, piece.begin, piece.end) for piece in pieces if piece.method]
             for pieces in plan.layers
         ]
-        return cls._of(layers, plan.request.history, first_tokens)
+        return cls.of_pieces(layers, plan.request.history, first_tokens)
 
     @classmethod
     def of_methods(cls, plan: RestorePlan, token_count: int, first_tokens: Sequence[int]) -> "Schedule":
         """Carry out a plan of whole layers. Raises InvalidArgument(field="plan")."""
         layers: list[list[tuple[Method, int, int]]] = [[(method, 0, token_count)] for method in plan.methods]
-        return cls._of(layers, token_count, first_tokens)
+        return cls.of_pieces(layers, token_count, first_tokens)
 
     @classmethod
-    def _of(
+    def of_pieces(
         cls,
         layers: Sequence[Sequence[tuple[Method, int, int]]],
         token_count: int,
         first_tokens: Sequence[int],
     ) -> "Schedule":
+        """Carry out (method, begin, end) of each layer, in token order. Raises InvalidArgument(field="plan")."""
         if len(layers) != len(first_tokens):
             problem = f"{len(layers)} layers, the target has {len(first_tokens)}"
             raise InvalidArgument(field="plan", problem=problem)
         is_whole = [[piece[0] for piece in pieces] == [Method.TOKENS] for pieces in layers]
         whole = is_whole.index(False) if False in is_whole else len(layers)
-        is_cut = whole < len(layers) and bool(layers[whole]) and layers[whole][0][0] is Method.TOKENS
-        parts = tuple(
-            tuple(_parts(layer, pieces, first_tokens[layer])) if layer >= whole else ()
-            for layer, pieces in enumerate(layers)
-        )
-        if any(part.method is Method.TOKENS for some in parts for part in some[1:]):
-            raise InvalidArgument(field="plan", problem="a recomputed part follows one that is not")
-        cut = layers[whole][0][2] if is_cut else 0
-        kept = tuple(tuple(part for part in some if part.method is not Method.TOKENS) for some in parts)
-        if is_cut and any(part.method is Method.TOKENS for some in parts[whole + 1 :] for part in some):
-            raise InvalidArgument(field="plan", problem="a layer behind a restored one is recomputed")
-        return cls(token_count, whole, cut, kept)
+        cut = 0
+        parts: list[tuple[Part, ...]] = [()] * whole
+        for layer in range(whole, len(layers)):
+            some = list(_parts(layer, layers[layer], first_tokens[layer]))
+            _check_covers(layer, some, token_count)
+            if layer == whole and some and some[0].method is Method.TOKENS:
+                cut = some.pop(0).end
+            if any(part.method is Method.TOKENS for part in some):
+                raise InvalidArgument(
+                    field="plan", problem=f"layer {layer} is recomputed, one before it is not"
+                )
+            parts.append(tuple(some))
+        return cls(token_count, whole, cut, tuple(parts))
 
     @property
     def needs_token_ids(self) -> bool:
@@ -105,3 +108,10 @@ def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: i
         start = first_token if index == 0 else max(begin, first_token)
         if method is Method.TOKENS or start < end:
             yield Part(layer, method, start, end)
+
+
+def _check_covers(layer: int, parts: Sequence[Part], token_count: int) -> None:
+    """A token that no part brings back would be announced as it was. No parts: the layer has no state of its own."""
+    gaps = [one.end != other.begin for one, other in pairwise(parts)]
+    if parts and (any(gaps) or parts[-1].end != token_count):
+        raise InvalidArgument(field="plan", problem=f"layer {layer} does not come back as a whole")
