@@ -157,6 +157,8 @@ class Settings(BaseSettings):
     rebuild_metadata: bool = _knob("rebuild_metadata")
     drain_timeout_s: float = _knob("drain_timeout_s")
     flush_timeout_s: float = _knob("flush_timeout_s")
+    trace_endpoint: str = _knob("trace_endpoint")
+    trace_ratio: float = _knob("trace_ratio")
     log_level: Literal["debug", "info", "warning", "error"] = _knob("log_level")
 
     @field_validator("dram_high_watermark", "dirty_limit")

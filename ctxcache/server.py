@@ -39,6 +39,7 @@ from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import Sources
 from ctxcache.observe.loop_lag import LoopLag
 from ctxcache.observe.pages import pages_of
+from ctxcache.observe.tracing import open_spans
 from ctxcache.rebuild import rebuild
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.arena import ArenaService
@@ -55,6 +56,7 @@ from ctxcache.service.streams import DECODERS
 from ctxcache.service.tls import load_tls
 from ctxcache.service.turns import Turns
 from ctxcache.service.unix_path import remove_stale
+from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
 from ctxcache.tiers.dram import DramArena
 from ctxcache.upkeep import Upkeep
@@ -136,6 +138,7 @@ class Server:
             stall_timeout_s=settings.stall_timeout_s,
             decoders=DECODERS,
             times=rpc_times,
+            spans=cache.state.spans,
         )
         options = (*OPTIONS, *_keepalive(settings.keepalive_s))
         self._grpc = grpc.aio.server(interceptors=[edge], options=options)
@@ -166,29 +169,34 @@ class Server:
 
     @classmethod
     async def start(
-        cls, settings: Settings, clock: Clock | None = None, on_loaded: Callable[[], None] = lambda: None
-    ) -> "Server":
+        cls, settings: Settings, clock: Clock | None = None, on_loaded: Callable[[], None] = lambda: None,
+        *, spans: Spans | None = None,
+    ) -> "Server":  # fmt: skip
         """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
 
-        `on_loaded` is called before the first address is bound.
+        `on_loaded` is called before the first address is bound; `spans` are told instead of whom settings name.
         Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
         CapacityExceeded, AddressUnusable; nothing stays open then.
         """
         check_exposure(settings)
         try:
-            return await cls._start(settings, clock, on_loaded)
+            return await cls._start(settings, clock, on_loaded, spans)
         except CorruptMetadata as error:
             if not settings.rebuild_metadata:
                 raise
             log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
         await asyncio.to_thread(_rebuild, settings)
-        return await cls._start(settings, clock, on_loaded)
+        return await cls._start(settings, clock, on_loaded, spans)
 
     @classmethod
-    async def _start(cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None]) -> "Server":
+    async def _start(
+        cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None], spans: Spans | None
+    ) -> "Server":
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
         with ExitStack() as files:
+            if spans is None:
+                spans = _spans(settings, files)
             storage = open_storage(settings, files)
             cache = Cache(
                 arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
@@ -196,7 +204,7 @@ class Server:
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
                 crash_count=storage.directory.crash_count, limits=limits_of(settings, are_divided=is_divided), watermarks=watermarks_of(settings),
                 shares=Shares(settings.tenant_shares),
-                queue_limits=queue_limits_of(settings, are_divided=is_divided),
+                queue_limits=queue_limits_of(settings, are_divided=is_divided), spans=spans,
             )  # fmt: skip
             await _load(cache)
             on_loaded()
@@ -368,6 +376,14 @@ def _policy(settings: Settings, storage: Storage) -> Ranked:
     # What is in DRAM is on SSD too: to a policy they hold together what SSD holds.
     dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
     return RANKED[settings.placement_policy](Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0)))
+
+
+def _spans(settings: Settings, files: ExitStack) -> Spans:
+    if not settings.trace_endpoint:
+        return NO_SPANS
+    spans, close = open_spans(settings.trace_endpoint, settings.trace_ratio, __version__)
+    files.callback(close)
+    return spans
 
 
 def _rebuild(settings: Settings) -> None:

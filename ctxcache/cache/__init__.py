@@ -35,6 +35,7 @@ from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
+from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.tiers.base import MappedTier, Tier
 
 PARALLEL_FLUSHES = 8
@@ -49,14 +50,16 @@ class Cache:
         policy: Ranked, default_expiration: Expiration, crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
-        queue_limits: QueueLimits = DEFAULT_QUEUE_LIMITS,
+        queue_limits: QueueLimits = DEFAULT_QUEUE_LIMITS, spans: Spans = NO_SPANS,
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
         # The arena's first page says which arena it is.
         dram_slots = SlotAllocator(arena.capacities_bytes, first_offset=ALIGN_BYTES)
         ssd_slots = SlotAllocator(ssd.capacities_bytes)
         capacities = Capacities(dram_slots.capacity_bytes, ssd_slots.capacity_bytes)
-        self.state = State(clock, policy, capacities, crash_count=crash_count, limits=limits, shares=shares)
+        self.state = State(
+            clock, policy, capacities, crash_count=crash_count, limits=limits, shares=shares, spans=spans
+        )
         self._io = io = SegmentIO(arena, ssd)
         self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots, watermarks)
         self.write_behind = WriteBehind(self.state, self.residency)

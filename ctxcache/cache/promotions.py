@@ -67,7 +67,8 @@ class Promotions:
             self._awaited_count += 1
             self._is_none_awaited.clear()
             try:
-                await in_window((partial(self._promotion, s) for s in missing), count)
+                with self._state.spans.span("promotion", segment_count=len(missing)):
+                    await in_window((partial(self._promotion, s) for s in missing), count)
             finally:
                 self._awaited_count -= 1
                 if not self._awaited_count:

@@ -27,6 +27,7 @@ from ctxcache.core.unwritten import Unwritten
 from ctxcache.core.usage import Usage
 from ctxcache.errors import ModelNotFound, SessionNotFound
 from ctxcache.metadata.base import ModelRecord, SessionRecord
+from ctxcache.spans import NO_SPANS, Spans
 
 GENERATION_BITS = 32
 """Changes that one session can see in one run before its generations reach those after the next crash."""
@@ -53,9 +54,11 @@ class State:
     def __init__(
         self, clock: Clock, policy: Ranked, capacities: Capacities, *, crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS, shares: Shares = NO_SHARES,
+        spans: Spans = NO_SPANS,
     ) -> None:  # fmt: skip
         """`crash_count`: how many runs over these records were cut off before this one."""
         self.clock = clock
+        self.spans = spans
         self.limits = limits
         self.least_generation = crash_count << GENERATION_BITS
         """Where generations begin: commits that a crash took back had some too, and none may come again."""

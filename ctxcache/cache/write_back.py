@@ -208,7 +208,8 @@ class WriteBack:
             unwritten, now_ns = self._state.unwritten, self._state.clock.monotonic_ns()
             dirty = {s: s.row_count for s in unwritten.segments(session.uid) if s is not tail}
             if dirty or session.durable_end < end:
-                await self._flush_rows(session, dirty, end, now_ns)
+                with self._state.spans.span("flush", segment_count=len(dirty)):
+                    await self._flush_rows(session, dirty, end, now_ns)
                 took_ns = self._state.clock.monotonic_ns() - now_ns
                 self._state.seen.flush_s.observe(took_ns / 10**9)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import grpc
 
 from ctxcache.client.access import PROBE, AccessStream, again, as_break, releases
+from ctxcache.client.tracing import trace_parent
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.status import from_rpc_error
@@ -108,7 +109,8 @@ class GrpcAccess(AccessStream):
                 raise again(self._failure)
             request_id = next(self._request_ids)
             self._waiting[request_id] = _Asked(answer, time.monotonic_ns())
-            self._requests.put(AccessRequest(request_id=request_id, operations=batch))
+            request = AccessRequest(request_id=request_id, operations=batch, trace_parent=trace_parent())
+            self._requests.put(request)
         return request_id, answer
 
     def _abandon(self, request_id: int, answer: Future[AccessResponse]) -> None:

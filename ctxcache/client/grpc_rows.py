@@ -14,6 +14,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.row_transport import Landing
 from ctxcache.client.rows import Piece
+from ctxcache.client.tracing import trace_metadata
 from ctxcache.client.wire import ReadMessage, Wire
 from ctxcache.errors import CacheError, ChecksumMismatch
 from ctxcache.format.identity import wire_checksum
@@ -50,7 +51,9 @@ class GrpcRows:
     def read(self, request: ReadSessionRequest, *, size_bytes: int) -> "GrpcRead":
         """See RowTransport."""
         with self._wire.errors():
-            call = self._wire.read_session(request, timeout=self._wire.bulk_timeout_s(size_bytes))
+            call = self._wire.read_session(
+                request, timeout=self._wire.bulk_timeout_s(size_bytes), metadata=trace_metadata()
+            )
             return GrpcRead(self._wire, call)
 
     def append(
@@ -61,7 +64,7 @@ class GrpcRows:
         with self._wire.errors():
             messages = _messages(header, rows, durability)
             timeout_s = self._wire.bulk_timeout_s(size_bytes)
-            return self._wire.append_session(messages, timeout=timeout_s).session
+            return self._wire.append_session(messages, timeout=timeout_s, metadata=trace_metadata()).session
 
 
 class GrpcRead:

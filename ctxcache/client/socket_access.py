@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
 from ctxcache.client.access import AccessStream, again, as_break, releases
+from ctxcache.client.tracing import trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.frames import Frame, FrameReader, Kind, encode_frame
 from ctxcache.status import from_status
@@ -101,7 +102,7 @@ class SocketAccess(AccessStream):
             if self._failure is not None:
                 raise again(self._failure)
             self._last_id += 1
-            request = AccessRequest(request_id=self._last_id, operations=batch)
+            request = AccessRequest(request_id=self._last_id, operations=batch, trace_parent=trace_parent())
             with self._changed:
                 if is_awaited:
                     self._awaited.add(self._last_id)

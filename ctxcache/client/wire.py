@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from ctxcache.client.authorized import AuthorizedChannel, TokenFile
 from ctxcache.client.tls import ClientTls
+from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.status import from_rpc_error
@@ -148,7 +149,7 @@ class Wire:
     ) -> _Response:
         """Make one unary call within the deadline. Raises the server's error as it raised it."""
         with self.errors():
-            return method(request, timeout=self.timeout_s)
+            return method(request, timeout=self.timeout_s, metadata=trace_metadata())
 
     @contextmanager
     def errors(self) -> Iterator[None]:

@@ -35,6 +35,23 @@ LIFECYCLE = Section(
             most=DAY_S,
         ),
         Knob(
+            name="trace_endpoint",
+            kind=Kind.ADDRESS,
+            default="",
+            help="OTLP collector that spans are sent to over gRPC, http://host:port; empty for none.",
+            more="Needs `pip install 'ctxcache[otel]'`. See tracing.md.",
+            advice="a collector on the same host",
+        ),
+        Knob(
+            name="trace_ratio",
+            kind=Kind.SHARE,
+            default=0.0,
+            help="Share of what comes without a trace that is traced; callers decide about the rest.",
+            advice="0, or 0.01 to see upkeep's flushes too",
+            least=0,
+            most=1,
+        ),
+        Knob(
             name="log_level",
             kind=Kind.WORD,
             default="info",

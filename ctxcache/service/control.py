@@ -263,7 +263,12 @@ class _Connection(asyncio.Protocol):
     def _carry_out(self, holder: Holder, request: arena_pb2.AccessRequest) -> None:
         assert self._caller is not None  # noqa: S101  # whoever holds something has said hello
         self._caller.check()
-        begun = begin(holder.carry_out(request))
+        carried_out = holder.carry_out(request)
+        if self._control.cache.state.spans.is_on:
+            # A span is ended in the context in which it was begun.
+            self._finish_later(carried_out)
+            return
+        begun = begin(carried_out)
         if isinstance(begun, Suspended):
             self._finish_later(begun)
         else:

@@ -23,7 +23,9 @@ from ctxcache.service.audit import audited_call, audited_stream, is_audited
 from ctxcache.service.caller import Caller, current
 from ctxcache.service.guard import Guard
 from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
+from ctxcache.service.traced import traced_call, traced_stream
 from ctxcache.service.turns import Turns
+from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -181,6 +183,7 @@ class Edge(grpc.aio.ServerInterceptor):
     def __init__(
         self, admissions: Admissions, guard: Guard, *, stall_timeout_s: float,
         decoders: Mapping[str, Decoder] | None = None, times: RpcTimes | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:  # fmt: skip
         """`decoders`, by method, read what the generated code would copy; `times` are told of every rpc's end.
 
@@ -191,6 +194,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._stall_timeout_s = stall_timeout_s
         self._decoders = decoders or {}
         self._times = times or RpcTimes()
+        self._spans = spans
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
 
@@ -223,6 +227,8 @@ class Edge(grpc.aio.ServerInterceptor):
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
+        if self._spans.is_on and method not in KEPT_OPEN:
+            behaviour = (traced_call if is_single else traced_stream)(behaviour, self._spans, method)
         if is_audited(method):
             behaviour = (audited_call if is_single else audited_stream)(behaviour, method)
         let_in, timer = partial(self._guard.let_in, method=method), self._times.of(method)

@@ -48,6 +48,13 @@ class Holder:
 
     async def carry_out(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch."""
+        spans = self._cache.state.spans
+        if not (spans.is_on and request.trace_parent):
+            return await self._carry_out(request)
+        with spans.local(request.trace_parent, len(request.operations)):
+            return await self._carry_out(request)
+
+    async def _carry_out(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         part, size_bytes = Slice(self._turns), 0

@@ -151,8 +151,11 @@ class AccessRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client and returned with the results."""
+    trace_parent: _builtins.str
+    """The trace that they belong to, as W3C's `traceparent`. Empty: none. What cannot be read is none."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
         """Operations, carried out in order, 1 to 1024. What follows 16 MiB of results is refused with
@@ -164,10 +167,11 @@ class AccessRequest(_message.Message):
         *,
         request_id: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation] | None = ...,
+        trace_parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations", "request_id", b"request_id", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

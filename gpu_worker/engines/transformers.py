@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
 from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.tracing import span
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -155,7 +156,8 @@ class TransformersEngine:
         begin_ns = time.perf_counter_ns()
         turn = Turn()
         session, known = self._fit(session_id, history, len(new_token_ids) + max_new_tokens, turn)
-        start = self._restore(session, known, len(new_token_ids), turn)
+        with span("restore", token_count=len(known or ())):
+            start = self._restore(session, known, len(new_token_ids), turn)
         turn.restore_ns = time.perf_counter_ns() - begin_ns
         missing = list(start.lost) if known is None else known[len(start.reused) :]
         turn.history_token_count = len(start.reused) + len(missing)
