@@ -1,9 +1,9 @@
 """The sidecar whole: a worker's process, a store's process, and an engine whose cache is in shared memory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attached import BLOCKS
 from paged_engine import (
     PROMPT_TOKENS,
     conversation,
@@ -11,33 +11,9 @@ from paged_engine import (
     running_engine,
     write_weights,
 )
-from server_process import ServerProcess
-from worker_process import WorkerProcess
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.sidecar.client import WorkerClient
-
-BLOCKS = [7, 2, 19, 4, 11, 0]
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where checkpoints lie."""
-    return tmp_path_factory.mktemp("weights")
-
-
-@pytest.fixture(scope="module")
-def worker(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A worker for all tests that leave it running."""
-    with WorkerProcess(tmp_path_factory.mktemp("worker"), server.target) as running:
-        yield running
-
-
-@pytest.fixture
-def client(worker: WorkerProcess) -> Iterator[WorkerClient]:
-    """An engine's connection to it."""
-    with WorkerClient(worker.path) as connected:
-        yield connected
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,15 @@ class WorkerProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Kill it where it stands, and wait until it is gone."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(TIMEOUT_S)
             if self._process.stdout is not None:
                 self._process.stdout.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,41 @@
+"""A worker beside a store, for all tests that leave both as they found them: running."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attached import RESTORE_LIMIT
+from server_process import ServerProcess
+from worker_process import WorkerProcess
+
+from gpu_worker.sidecar.client import WorkerClient
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where checkpoints lie."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A store that only these tests stop, kill, and start again."""
+    with ServerProcess(tmp_path_factory.mktemp("store") / "data") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def worker(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """Its worker."""
+    options = ("--max-concurrent-restores", str(RESTORE_LIMIT), "--directory", "/nonexistent")
+    with WorkerProcess(tmp_path_factory.mktemp("worker"), store.target, *options) as running:
+        yield running
+
+
+@pytest.fixture
+def client(worker: WorkerProcess) -> Iterator[WorkerClient]:
+    """An engine's connection to it; whoever ended it leaves it to be started again."""
+    if worker.process.poll() is not None:
+        worker.start()
+    with WorkerClient(worker.path) as connected:
+        yield connected
