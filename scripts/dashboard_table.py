@@ -64,7 +64,7 @@ ROWS = (
     Row("Tiers", (
         _one("Used share", "percentunit", "ctxcache_tier_used_bytes{$on} / ctxcache_tier_capacity_bytes{$on}", "{{tier}} {{path}}"),
         _one("Largest free run", "bytes", "ctxcache_tier_largest_free_bytes{$on}", "{{tier}} {{path}}"),
-        Panel("Not on SSD yet", LINES, "bytes", (("ctxcache_dirty_bytes{$on}", "dirty"), ("ctxcache_claimed_bytes{$on}", "claimed"), ('ctxcache_watermark_bytes{mark=~"dirty.*",$on}', "{{mark}}"))),
+        Panel("Not on SSD yet", LINES, "bytes", (("ctxcache_dirty_bytes{$on}", "dirty"), ("ctxcache_spared_bytes{$on}", "spared"), ("ctxcache_claimed_bytes{$on}", "claimed"), ('ctxcache_watermark_bytes{mark=~"dirty.*",$on}', "{{mark}}"))),
         Panel("Segments moved", LINES, "ops", (("sum(rate(ctxcache_promoted_segments_total{$on}[$rate]))", "promoted"), ("sum(rate(ctxcache_flushed_segments_total{$on}[$rate]))", "flushed"))),
         _one("Held of the arena", "percentunit", "ctxcache_pinned_bytes{$on} / ctxcache_pinned_limit_bytes{$on}", "{{by}}"),
         _one("Free room of filesystems", "bytes", "ctxcache_filesystem_free_bytes{$on}", "{{of}} {{path}}"),

@@ -101,9 +101,9 @@ class Cache:
     async def close(self) -> None:
         """Flush every session and wait for all moves. What cannot be flushed is lost, as its durability says.
 
-        Raises the first failure when everything else is done.
+        So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the first failure when everything else is done.
         """
-        dirty = [self.state.by_uid[uid] for uid in self.state.unwritten.uids()]
+        dirty = self._worth_keeping()
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
         # What is being flushed makes no room for others: those that found none go one by one.
         again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
@@ -115,6 +115,21 @@ class Cache:
             # A session that is gone was deleted, or evicted to make room for another one's flush.
             if result is not None and not isinstance(result, SessionNotFound):
                 raise result
+
+    def _worth_keeping(self) -> list[Session]:
+        """Sessions with rows that only DRAM has; others of these are given up."""
+        uids = sorted(
+            self.state.unwritten.uids(), key=lambda uid: self.placement.rank(uid) or (), reverse=True
+        )
+        kept: list[Session] = []
+        kept_bytes = 0
+        for session in map(self.state.by_uid.__getitem__, uids):
+            if self.residency.spares(session, kept_bytes):
+                self.residency.ssd_room.give_up(session)
+            else:
+                kept.append(session)
+                kept_bytes += len(self.state.unwritten.segments(session.uid)) * session.layout.size_bytes
+        return kept
 
     async def _flush_all(
         self, sessions: Sequence[Session], *, at_a_time: int

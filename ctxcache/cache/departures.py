@@ -38,6 +38,8 @@ class Departures:
         self._state, self._metadata, self._places, self._moves = state, metadata, places, moves
         self._under_way: set[asyncio.Task[None]] = set()
         """What gives slots back as soon as records are gone."""
+        self._forgotten: list[bytes] = []
+        """Sessions whose records nobody waits for."""
 
     async def wait_for_one(self) -> bool:
         """Wait until one that gives slots back has ended; False when there is none."""
@@ -51,6 +53,23 @@ class Departures:
         gone = [session for session in sessions if not session.is_gone]
         dead = [segment for session in gone for segment in self._state.forget(session)]
         await self.write_down(gone=gone, dead=dead)
+
+    def remove_unrecorded(self, session: Session) -> int:
+        """Remove a session that no record names bytes of: they are free at once; returns how many segments went.
+
+        Nobody waits for its own record: after a crash the session may be there again, empty.
+        """
+        dead = self._state.forget(session)
+        for segment in dead:
+            self._places.free(segment)
+        if not self._forgotten:
+            self._moves.start(self._remove_forgotten())
+        self._forgotten.append(session.uid)
+        return len(dead)
+
+    async def _remove_forgotten(self) -> None:
+        uids, self._forgotten = self._forgotten, []
+        await self._metadata.commit(Changes(deleted_session_uids=uids), is_durable=False)
 
     async def write_down(
         self, changed: Sequence[Session] = (), *, gone: Sequence[Session] = (), dead: Sequence[Segment] = (),

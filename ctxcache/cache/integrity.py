@@ -52,19 +52,24 @@ def _unwritten(cache: Cache, session: Session) -> Iterator[str]:
         yield f"{session.name}: not all that is dirty is known, or more is"
     if (session.uid in unwritten) != (session.durable_end < session.log_end):
         yield f"{session.name}: known to be unwritten, or not, and the reverse is true"
-    if unwritten.has_full(session) and session.uid not in unwritten.changed:
+    is_looked_at = session.uid in unwritten.changed or unwritten.is_spared(session.uid)
+    if unwritten.has_full(session) and not is_looked_at:
         yield f"{session.name} is dirty and nobody would look at it"
     if session.uid in unwritten and not unwritten.is_queued(session.uid):
         yield f"{session.name} is dirty and would never become old"
+    if unwritten.is_spared(session.uid) and (session.amounts().ssd_bytes or session.recorded_end):
+        yield f"{session.name} is spared, and SSD has some of it"
 
 
 def _claims(cache: Cache) -> Iterator[str]:
     unwritten = cache.state.unwritten
     dirty = {s for s in cache.state.segments.values() if s.is_dirty}
+    spared = {s for uid in cache.state.by_uid if unwritten.is_spared(uid) for s in unwritten.segments(uid)}
     reserved = {run.segment for r in cache.writing.reservations() for run in r.runs}
     for what, known_bytes, segments in (
         ("dirty", unwritten.dirty_bytes, dirty),
-        ("claimed", unwritten.claimed_bytes, dirty | reserved),
+        ("due", unwritten.due_bytes, dirty - spared),
+        ("claimed", unwritten.claimed_bytes, (dirty | reserved) - spared),
     ):
         if known_bytes != sum(segment.layout.size_bytes for segment in segments):
             yield f"{known_bytes} B are counted as {what}, and are not"
@@ -80,7 +85,8 @@ def _placement(cache: Cache) -> Iterator[str]:
         is_in_dram = session.amounts().dram_segment_count == len(session.segments)
         if placement.is_in_dram(session) and not is_in_dram:
             yield f"{session.name} is taken to be in DRAM and is not"
-    rankings = (cache.state.resident, cache.state.evictable, cache.state.unwritten.ranking)
+    unwritten = cache.state.unwritten
+    rankings = (cache.state.resident, cache.state.evictable, unwritten.ranking, unwritten.spared)
     late = {uid for ranking in rankings for uid in ranking.overtaken()}
     # One without a segment has nothing that could leave, and is placed nowhere.
     if any(uid not in by_uid or by_uid[uid].segments for uid in late):

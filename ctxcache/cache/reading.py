@@ -155,6 +155,7 @@ class Reading:
         session = self._state.by_uid.get(lease.view.uid)
         if session is not None:
             self._state.placement.rested(session)
+            self._state.unwritten.look_again(session)
         self._let_go(lease)
         self.pins.unpin(lease.client, lease.pinned)
         self._state.seen.lease_s.observe(self._age_s(lease))

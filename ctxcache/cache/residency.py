@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
+from ctxcache.cache.admission import Admission
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.dirty_bound import DirtyBound
 from ctxcache.cache.moves import Moves
@@ -66,6 +67,7 @@ class Residency:
         self._moves = Moves()
         self.quotas = Quotas(state.usage, dram, ssd, watermarks)
         self._victims = Victims(state, io, self.quotas)
+        self.admission = Admission(state, io, ssd, self._victims)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)
         self.promotions = Promotions(state, io, self, self._moves)
         self.dirty_bound = DirtyBound(state, io, self)
@@ -104,7 +106,7 @@ class Residency:
                 del self._held_past[segment]
         if segment.is_discarded:
             self.free(segment)
-        elif self._is_clean(segment):
+        elif self._is_clean(segment) or self._is_spared(segment):
             self._state.resident.add(segment)
         if not segment.hold_count and isinstance(segment.home, Residence):
             self._state.evictable.add(segment.home.uid)
@@ -174,11 +176,14 @@ class Residency:
         return await self._write_back.wait_for_one()
 
     async def _clean(self, victim: Session, among: Sequence[str] | None) -> None:
-        """Flush a session. Where SSD takes nothing of it memory is all there is: one goes, as from a full SSD.
+        """Flush a session, or spare it: then it may leave as it is.
 
-        That is while no path takes writes, or where its tenant has all that its share gives it.
+        Where SSD takes nothing of it memory is all there is: one goes, as from a full SSD. That is while no
+        path takes writes, or where its tenant has all that its share gives it.
         """
         if not self._io.has_open_path and await self.ssd_room.evict(partial(self._victims.in_memory, among)):
+            return
+        if self.spares(victim):
             return
         try:
             await self.flush(victim)
@@ -195,8 +200,23 @@ class Residency:
         """Rows of the segment were committed: only DRAM has them."""
         unwritten = self._state.unwritten
         unwritten.add(session, segment, self._state.clock.monotonic_ns())
-        if self.excess_dirty_bytes(unwritten.dirty_bytes) > 0:
+        if self.excess_dirty_bytes(unwritten.due_bytes) > 0:
             self.is_pressed.set()
+
+    def spares(self, session: Session, ahead_bytes: int = 0) -> bool:
+        """Leave an unwritten session as it is if it is not worth its place on SSD; whether it is spared.
+
+        `ahead_bytes` of what is free there are somebody's already.
+        """
+        unwritten = self._state.unwritten
+        if not self.admission.refuses(session, ahead_bytes):
+            unwritten.unspare(session.uid)
+            return False
+        for segment in unwritten.segments(session.uid):
+            self._write_back.unstage(segment)
+            self._state.resident.add(segment)
+        unwritten.spare(session.uid, self._state.clock.monotonic_ns())
+        return True
 
     async def keep_free(self) -> None:
         """Once little DRAM is free, drop the coldest clean segments until enough is, as far as that goes."""
@@ -212,18 +232,39 @@ class Residency:
     def _drop_clean(self, size_bytes: int, tenant: str | None, *, at_most: int = DROPS_PER_SLICE) -> bool:
         """Drop DRAM copies that SSD has too, coldest session and newest tokens first, until `size_bytes` went.
 
-        `tenant`: who needs the room; None is nobody in particular.
+        Of spared sessions, the whole. `tenant`: who needs the room; None is nobody in particular.
         """
         dropped_bytes = dropped_count = 0
         while dropped_bytes < size_bytes and dropped_count < at_most:
             among = self.quotas.in_dram(tenant, size_bytes)
-            segment = self._state.resident.take(self._is_clean, among=among)
+            segment = self._state.resident.take(self._is_droppable, among=among)
             if segment is None:
                 break
-            dropped_bytes += segment.layout.size_bytes
-            dropped_count += 1
-            self._drop(segment)
+            freed = self._let_go(segment)
+            dropped_bytes += freed * segment.layout.size_bytes
+            dropped_count += freed
         return dropped_bytes > 0
+
+    def _is_droppable(self, segment: Segment) -> bool:
+        if self._is_clean(segment):
+            return True
+        if not self._is_spared(segment):
+            return False
+        may_leave = self.admission.may_leave(segment)
+        if not self._is_spared(segment):
+            # It is worth writing by now.
+            self.is_pressed.set()
+        return may_leave
+
+    def _is_spared(self, segment: Segment) -> bool:
+        return segment.home is not None and self._state.unwritten.is_spared(segment.home.uid)
+
+    def _let_go(self, segment: Segment) -> int:
+        """Drop a segment, or give up its whole session where only DRAM has that; returns how many went."""
+        if not segment.is_dirty or segment.home is None:
+            self._drop(segment)
+            return 1
+        return self.ssd_room.give_up(self._state.by_uid[segment.home.uid])
 
     def _is_clean(self, segment: Segment) -> bool:
         return segment.dram is not None and not segment.is_dirty and not self._hold_count_in_dram(segment)
@@ -260,10 +301,10 @@ class Residency:
                 if slot is not None:
                     return slot
             among = self.quotas.in_dram(segment.tenant, size_bytes)
-            cold = self._state.resident.take(self._is_clean, may_give, among)
+            cold = self._state.resident.take(self._is_droppable, may_give, among)
             if cold is None:
                 return None
-            self._drop(cold)
+            self._let_go(cold)
         return None
 
     async def demote(self, session: Session) -> None:

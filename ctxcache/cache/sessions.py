@@ -130,6 +130,7 @@ class Sessions:
             self._state.evictable.add(session.uid)
         self._state.touch(session)
         self._state.placement.visited(session)
+        self._state.unwritten.look_again(session)
         await self._departures.write_down([session])
         return session.view()
 

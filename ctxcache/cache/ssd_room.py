@@ -89,8 +89,18 @@ class SsdRoom:
         is_kin = victim.tenant == for_session.tenant
         await self._evict(victim, f"room on SSD for {for_session.name if is_kin else 'another tenant'}")
 
+    def give_up(self, session: Session) -> int:
+        """Evict a session that no record names bytes of, for room in memory; returns how many segments went."""
+        self._state.counters.unadmitted_session_count += 1
+        self._note(session, "room in memory, and not worth its place on SSD")
+        return self._departures.remove_unrecorded(session)
+
     async def _evict(self, victim: Session, why: str) -> None:
         self._metadata.check(is_growing=False)
+        self._note(victim, why)
+        await self._departures.remove([victim])
+
+    def _note(self, victim: Session, why: str) -> None:
         self._state.counters.evicted_session_count += 1
         if not victim.is_gone:
             now_ns, seen = self._state.clock.now_ns(), self._state.seen
@@ -98,4 +108,3 @@ class SsdRoom:
             seen.evicted_idle_s.observe((now_ns - victim.access_time_ns) / 10**9)
             self._state.accesses.happened(victim, Event.EVICTED, detail=why, token_count=victim.token_count)
             self._state.placement.evicted(victim)
-        await self._departures.remove([victim])

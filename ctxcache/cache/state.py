@@ -42,6 +42,7 @@ class Counters:
     dram_hit_token_count: int = 0
     expired_session_count: int = 0
     evicted_session_count: int = 0
+    unadmitted_session_count: int = 0
     corrupt_segment_count: int = 0
     flushed_segment_count: int = 0
     promoted_segment_count: int = 0
@@ -186,7 +187,7 @@ class State:
         rank, dram_rank = self.placement.ranks(session.uid)
         self.resident.fell(session, dram_rank)
         self.evictable.fell(session.uid, rank)
-        self.unwritten.ranking.fell(session.uid, rank)
+        self.unwritten.fell(session.uid, rank)
 
 
 def record_of(session: Session) -> SessionRecord:

@@ -1,7 +1,7 @@
 """Write-behind: what is written though nobody asked for it, and in which order.
 
 Looks at what was committed since it last looked, at what has become old and, above the watermark,
-at what is oldest; never at what is clean. Worst case: a session is written whole, however large it
+at what is oldest; never at what is clean. What is not worth its place on SSD is spared. Worst case: a session is written whole, however large it
 is, and a device that refuses is tried a few times per turn.
 """
 
@@ -79,12 +79,14 @@ class WriteBehind:
             await self._look()
             if not self._allowance.is_left(begun_ns):
                 return
-            if uid in unwritten.changed:
+            # What is still in use is looked at again, until it rests or has become old.
+            if uid in unwritten.changed and not self._residency.admission.waits(by_uid[uid]):
                 del unwritten.changed[uid]
-                if unwritten.has_full(by_uid[uid]):
+                if unwritten.has_full(by_uid[uid]) and not self._spares(by_uid[uid]):
                     yield self._take(by_uid[uid], is_tail_left=True)
         while self._allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
-            yield self._take(by_uid[found], is_tail_left=False)
+            if not self._spares(by_uid[found]):
+                yield self._take(by_uid[found], is_tail_left=False)
             await self._look()
 
     async def _look(self) -> None:
@@ -95,13 +97,19 @@ class WriteBehind:
     def _oldest(self, now_ns: int) -> bytes | None:
         """The session whose rows are too old; above the watermark the one whose rows are oldest."""
         unwritten, age_ns = self._state.unwritten, self._marks.tail_age_ns
-        found = unwritten.take_oldest(now_ns - age_ns) if age_ns else None
-        dirty_bytes = unwritten.dirty_bytes - self._under_way_bytes
+        found = None
+        if age_ns:
+            found = unwritten.take_oldest(now_ns - age_ns) or unwritten.take_spared(now_ns - age_ns)
+        dirty_bytes = unwritten.due_bytes - self._under_way_bytes
         if found is None and self._residency.excess_dirty_bytes(dirty_bytes) > 0:
             found = unwritten.take_oldest(now_ns)
         return found
 
+    def _spares(self, session: Session) -> bool:
+        return self._residency.spares(session, self._under_way_bytes)
+
     def _take(self, session: Session, *, is_tail_left: bool) -> Due:
+        self._state.unwritten.taken(session.uid)
         segments = self._state.unwritten.segments(session.uid)
         tail = session.growing_tail if is_tail_left else None
         size_bytes = sum(s.layout.size_bytes for s in segments if s is not tail)

@@ -221,6 +221,7 @@ class Writing:
     def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
         session.is_writing = True
         self._state.placement.accessed(session)
+        self._state.unwritten.unspare(session.uid)
         self._last_id += 1
         deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
         reservation = Reservation(

@@ -107,7 +107,7 @@ def stats_view(stats: Stats) -> RenderableType:
         ("open now", f"{stats.lease_count} leases, {stats.reservation_count} reservations"),
         ("appended", f"{stats.appended_token_count} tokens"),
         ("read", f"{stats.read_token_count} tokens, {_share(stats)} from DRAM"),
-        ("ended", f"{stats.expired_session_count} expired, {stats.evicted_session_count} evicted"),
+        ("ended", _ended(stats)),
     )  # fmt: skip
     tiers = _table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
     for tier in stats.tiers:
@@ -168,6 +168,11 @@ def _segments(stats: Stats) -> str:
     )
     moved = f"{stats.flushed_segment_count} flushed, {stats.promoted_segment_count} promoted ({ahead})"
     return f"{stats.segment_count}; {moved}, {stats.corrupt_segment_count} corrupt"
+
+
+def _ended(stats: Stats) -> str:
+    evicted = f"{stats.evicted_session_count} evicted ({stats.unadmitted_session_count} never written)"
+    return f"{stats.expired_session_count} expired, {evicted}"
 
 
 def _unwritten(stats: Stats) -> str:

@@ -6,7 +6,7 @@ one look at all that are held, when they are all there is.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from ctxcache.core.accounts import AccountOf, ranking
 from ctxcache.core.eviction import RankOf
@@ -58,6 +58,20 @@ class Evictable:
                 self._ranking.add(uid)
             found = self._look(judge, among)
         return found
+
+    def in_order(
+        self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None
+    ) -> Generator[bytes]:
+        """Those that leave, one after the other. To be closed: who was shown is back only then."""
+        shown = []
+        try:
+            while (uid := self.first(judge, among)) is not None:
+                shown.append(uid)
+                self._ranking.discard(uid)
+                yield uid
+        finally:
+            for uid in shown:
+                self._ranking.add(uid)
 
     def _look(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None) -> bytes | None:
         while (uid := self._ranking.first(among=among)) is not None:

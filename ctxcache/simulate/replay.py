@@ -129,6 +129,8 @@ class Replay:
         self._event_count += 1
         order = self._liar.order(turn, self._event_count)
         if order is not None:
+            # As the server does: what is foreseen of a job is dated by now, not by the last event.
+            self.store.ledger.policy.passed(now_s)
             self.store.ledger.policy.hinted(turn.session, order)
         self._serve(now_s)
 

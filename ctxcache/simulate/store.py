@@ -55,7 +55,6 @@ class Store:
             # Where turns take no time none of them holds back the next, and a backlog would mean nothing.
             is_serial=load.is_timed or load.slot_count is not None,
         )
-        self._is_inclusive = load.is_inclusive
         self._resident_share = load.resident_share
         self._copies: dict[bytes, _Copy] = {}
 
@@ -88,8 +87,7 @@ class Store:
             copy.written_bytes = max(min(copy.written_bytes, valid_bytes.stop) - valid_bytes.start, 0)
         copy.loss = None
         self._moved(self.ledger.idle(uid, facts, now_s), now_s)
-        tier = self.ledger.tier(uid)
-        if tier is Tier.SSD or (self._is_inclusive and tier is not None):
+        if self.ledger.is_on_ssd(uid):
             self.tally.ssd_rewritten_bytes += self._write(copy, facts.size_bytes, now_s)
 
     def void(self, uid: bytes) -> None:

@@ -269,6 +269,8 @@ class Stats(_message.Message):
     PREFETCH_USED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     PREFETCH_UNUSED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     PREFETCH_LATE_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    UNADMITTED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SPARED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the server."""
     data_directory: _builtins.str
@@ -306,7 +308,7 @@ class Stats(_message.Message):
     quarantined_bytes: _builtins.int
     """Bytes that they take."""
     dirty_bytes: _builtins.int
-    """Bytes of segments of which DRAM has tokens that SSD has not: what a crash would lose some of."""
+    """Bytes of segments with tokens that SSD has not and is to have: what a crash would lose some of."""
     delayed_write_count: _builtins.int
     """Times that a writer had to wait, or was refused, because too much was not on SSD yet."""
     prefetched_segment_count: _builtins.int
@@ -317,6 +319,10 @@ class Stats(_message.Message):
     """Of those, segments that left DRAM without having been read."""
     prefetch_late_segment_count: _builtins.int
     """Of those read, segments that were still on their way when they were asked for."""
+    unadmitted_session_count: _builtins.int
+    """Of the sessions ended to make room, those that were never written to SSD: they were not worth it."""
+    spared_bytes: _builtins.int
+    """Bytes of sessions that only DRAM has and that are not to be written for now: what a crash would lose all of."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started."""
@@ -359,10 +365,12 @@ class Stats(_message.Message):
         prefetch_used_segment_count: _builtins.int = ...,
         prefetch_unused_segment_count: _builtins.int = ...,
         prefetch_late_segment_count: _builtins.int = ...,
+        unadmitted_session_count: _builtins.int = ...,
+        spared_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "start_time", b"start_time", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

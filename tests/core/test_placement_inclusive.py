@@ -1,4 +1,4 @@
-"""Inclusive tiers: what DRAM has SSD has, within both capacities, whatever the events and the policy."""
+"""Inclusive tiers: what DRAM has SSD has, if it is worth it, within both capacities, whatever the events and the policy."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from ctxcache.core.placement.inclusive import InclusiveLedger
 from ctxcache.core.placement.ledger import Act, Move
+from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Capacities, Facts, Tier
+from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Tier
 from ctxcache.core.placement.recency import LeastRecentlyUsed
 
 CAPACITIES = Capacities(dram_bytes=100, ssd_bytes=200)
@@ -25,14 +26,36 @@ def _turn(ledger: InclusiveLedger, uid: bytes, now_s: float, size_bytes: int = 4
     return ledger.arrived(uid, now_s) + ledger.idle(uid, Facts(size_bytes, 1, 8), now_s)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+class Worth(LeastRecentlyUsed):
+    """A session is worth what was said, or the first byte of its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[bytes, float] = {}
+
+    def rank(self, uid: bytes) -> Key | None:
+        """See Ranked."""
+        rank = super().rank(uid)
+        return rank and (self.said.get(uid, uid[0]), *rank)
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return min(filter(accepts, self.all), key=lambda uid: self.rank(uid) or (), default=None)
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return min(filter(accepts, self.dram), key=lambda uid: self.rank(uid) or (), default=None)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "worth"])
 @settings(max_examples=40)
 @given(events=EVENTS)
 def test_no_capacity_is_exceeded_and_nothing_pinned_is_evicted(
     name: str, events: list[tuple[str, int, int]]
 ) -> None:
-    """SSD holds every session, DRAM some of them; what is used is what the sessions add up to."""
-    ledger = InclusiveLedger(CAPACITIES, POLICIES[name](CAPACITIES), buffer_bytes=10)
+    """SSD holds all but what is in DRAM alone; what is used is what the sessions add up to."""
+    policy = Worth() if name == "worth" else POLICIES[name](CAPACITIES)
+    ledger = InclusiveLedger(CAPACITIES, policy, buffer_bytes=10)
     sizes, pins = dict[bytes, int](), dict[bytes, int]()
     for now_s, (event, number, size_bytes) in enumerate(events):
         uid, moves = bytes([number]), list[Move]()
@@ -59,7 +82,9 @@ def test_no_capacity_is_exceeded_and_nothing_pinned_is_evicted(
 
         held = {uid: size for uid, size in sizes.items() if ledger.tier(uid)}
         in_dram = sum(size for uid, size in held.items() if ledger.tier(uid) is Tier.DRAM)
-        assert ledger.used_bytes(Tier.SSD) == sum(held.values()) <= 300
+        on_ssd = sum(size for uid, size in held.items() if ledger.is_on_ssd(uid))
+        assert ledger.used_bytes(Tier.SSD) == on_ssd <= 300
+        assert all(ledger.tier(uid) is Tier.DRAM for uid in held if not ledger.is_on_ssd(uid))
         assert ledger.used_bytes(Tier.DRAM) == in_dram <= 100
         assert all(ledger.tier(uid) for uid, count in pins.items() if count)
 
@@ -84,3 +109,70 @@ def test_a_session_larger_than_dram_lies_on_ssd() -> None:
 
     assert ledger.tier(b"large") is Tier.SSD
     assert not ledger.arrived(b"large", 1)
+
+
+def _full() -> tuple[InclusiveLedger, Worth]:
+    """DRAM of 80 of 200 bytes of SSD, which is full of five sessions worth more than 9."""
+    policy = Worth()
+    ledger = InclusiveLedger(Capacities(80, 120), policy)
+    for number in range(5):
+        _turn(ledger, bytes([10 + number]), number)
+    return ledger, policy
+
+
+def test_what_is_worth_less_than_all_of_a_full_ssd_stays_in_dram_and_leaves_from_there() -> None:
+    """It is read from DRAM; the next one takes its place, and nothing of either is ever written."""
+    ledger, _ = _full()
+    first, second = _turn(ledger, b"\1", 5), _turn(ledger, b"\2", 6)
+    third = _turn(ledger, b"\3", 7, 60)
+
+    assert [(move.act, move.uid, move.tier) for move in first] == [
+        (Act.DROP, b"\x0d", Tier.SSD),
+        (Act.ADMIT, b"\1", Tier.DRAM),
+    ]
+    assert [(move.act, move.uid) for move in second] == [(Act.EVICT, b"\1"), (Act.ADMIT, b"\2")]
+    assert [(move.act, move.uid) for move in third] == [
+        (Act.EVICT, b"\2"),
+        (Act.DROP, b"\x0e"),
+        (Act.ADMIT, b"\3"),
+    ]
+    assert all(ledger.is_on_ssd(bytes([10 + number])) for number in range(5))
+    assert not ledger.is_on_ssd(b"\3")
+
+
+def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> None:
+    """What lies on SSD has come to be worth less, and goes for it."""
+    ledger, policy = _full()
+    _turn(ledger, b"\1", 5)
+    policy.said = {bytes([10 + number]): 0.5 for number in range(4)}
+    moves = _turn(ledger, b"\x14", 6, 80)
+
+    assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
+    assert ledger.tier(b"\1") is Tier.SSD
+
+    ledger, policy = _full()
+    _turn(ledger, b"\1", 5)
+    policy.said = {b"\1": 20}
+    moves = _turn(ledger, b"\1", 6, 50)
+
+    assert [(move.act, move.size_bytes) for move in moves if move.tier is Tier.SSD and move.uid == b"\1"] == [
+        (Act.DEMOTE, 40),
+        (Act.GROW, 10),
+    ]
+
+
+def test_who_has_something_on_ssd_grows_there_whatever_it_is_worth() -> None:
+    """Others leave for it."""
+    ledger, _ = _full()
+    moves = _turn(ledger, b"\x0a", 5, 70)
+
+    assert Move(Act.GROW, b"\x0a", 30, Tier.SSD) in moves
+    assert ledger.is_on_ssd(b"\x0a")
+
+
+def test_a_policy_without_ranks_has_everything_written() -> None:
+    """As S3-FIFO and ARC: nobody can say what one session is worth beside another."""
+    ledger = InclusiveLedger(CAPACITIES, POLICIES["arc"](CAPACITIES))
+    for number in range(20):
+        _turn(ledger, bytes([number]), number)
+        assert ledger.is_on_ssd(bytes([number]))

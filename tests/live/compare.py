@@ -71,13 +71,15 @@ class Outcome:
     """How long each turn was in the queue."""
     tally: Tally
     evicted_count: int
+    written_bytes: int
+    """To SSD."""
 
     def counts(self) -> dict[str, int]:
         """Turns by what they found, and sessions evicted."""
         tiers = Counter(tier for _, tier in self.found)
         return {
             "turns": len(self.found), "in_dram": tiers[Tier.DRAM], "on_ssd": tiers[Tier.SSD],
-            "missed": tiers[None], "evicted": self.evicted_count,
+            "missed": tiers[None], "evicted": self.evicted_count, "written_kib": self.written_bytes >> 10,
         }  # fmt: skip
 
 
@@ -99,10 +101,10 @@ class _Noted(Replay):
         self.waits_s.append(now_s - since_s)
         return super()._start(turn, since_s, now_s)
 
-    def outcome(self, turns: Sequence[Turn], evicted_count: Callable[[], int]) -> Outcome:
-        """Play the turns."""
+    def outcome(self, turns: Sequence[Turn], counts: Callable[[], tuple[int, int]]) -> Outcome:
+        """Play the turns. `counts`: sessions evicted, and bytes written to SSD."""
         tally = self.run(turns)
-        return Outcome(tuple(self.found), tuple(self.waits_s), tally, evicted_count())
+        return Outcome(tuple(self.found), tuple(self.waits_s), tally, *counts())
 
 
 def simulated(turns: Sequence[Turn], setting: Setting, *, lost_at: int | None = None) -> Outcome:
@@ -110,7 +112,7 @@ def simulated(turns: Sequence[Turn], setting: Setting, *, lost_at: int | None = 
     replay = _Noted(turns, setting)
     if lost_at is not None:
         _lose(replay.store.ledger.policy, lost_at)
-    return replay.outcome(turns, lambda: replay.tally.evicted_sessions)
+    return replay.outcome(turns, lambda: (replay.tally.evicted_sessions, replay.tally.ssd_written_bytes))
 
 
 def live(
@@ -129,7 +131,12 @@ def live(
         Engine(store, client, hints, goes_on=goes_on, is_durable=is_durable),
     )
     replay.store.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
-    return replay.outcome(turns, lambda: client.stats().evicted_session_count), engine
+
+    def counts() -> tuple[int, int]:
+        stats = client.stats()
+        return stats.evicted_session_count, stats.flushed_segment_count * SLOT_BYTES
+
+    return replay.outcome(turns, counts), engine
 
 
 def live_here(turns: Sequence[Turn], setting: Setting, directory: Path) -> Outcome:

@@ -70,6 +70,7 @@ class Engine:
         self._store, self._client, self._goes_on = store, client, goes_on
         self._durability = DURABILITY_DISK if is_durable else DURABILITY_MEMORY
         self.policy = hints or Hints()
+        self.policy.tell_time = self._set_time
         self.troubles: Counter[str] = Counter()
         self.verified_tokens = 0
         self._fingerprint = MODEL.fingerprint()
@@ -95,6 +96,10 @@ class Engine:
         if not known_tokens or found.token_count < known_tokens:
             return None
         return Tier.DRAM if found.dram_token_count == found.token_count else Tier.SSD
+
+    def is_on_ssd(self, uid: bytes) -> bool:  # noqa: ARG002  for a ledger's
+        """What the store writes it counts itself."""
+        return False
 
     def arrived(self, uid: bytes, now_s: float) -> list[Move]:
         """A turn begins: lease the session if it is there."""

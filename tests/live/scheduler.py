@@ -14,7 +14,14 @@ from tests.live.names import name_of
 
 
 class Hints:
-    """What a scheduler says: nothing."""
+    """What a scheduler says: nothing. `tell_time` lets the store know what time it is."""
+
+    def __init__(self) -> None:
+        self.tell_time: Callable[[float], None] = lambda _: None
+
+    def passed(self, now_s: float) -> None:
+        """Time passes."""
+        self.tell_time(now_s)
 
     def hinted(self, uid: bytes, order: float) -> None:
         """A job of the session waits."""
@@ -33,6 +40,7 @@ class Scheduler(Hints):
     """Says it all. `queue` is its caller's to close."""
 
     def __init__(self, client: Client, queue: EngineQueue) -> None:
+        super().__init__()
         self._client, self._queue = client, queue
         self._jobs: dict[bytes, str] = {}
         self._job_count = 0

@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from ctxcache.client import Client
 from ctxcache.core.placement.policy import Tier
 from ctxcache.simulate.load import Hint
-from tests.live.compare import Setting, Sizes, differences, live_here, simulated
+from tests.live.compare import Setting, Sizes, differences, live, live_here, simulated
+from tests.live.engine import SLOT_BYTES, TOKEN_BYTES
 from tests.live.load import Shape, make_turns
+from tests.live.running import RunningServer
+from tests.live.scheduler import Scheduler
 
 SMALL, LARGE = Sizes(64, 256), Sizes(128, 384)
 QUICK = Shape(session_count=50)
 SATURATED = Shape(session_count=60, most_turns=6, most_segments=3, spacing_s=0.5, gap_s=10)
+ONE_SHOT = Shape(session_count=200, once_share=0.7, most_turns=10, most_segments=3, spacing_s=1.0, gap_s=20)
 QUEUED = Shape(session_count=70, most_turns=6, most_segments=3, spacing_s=2.0)
 
 
@@ -29,6 +34,25 @@ def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Siz
     assert min(running.counts().values()) > len(turns) / 50
     # Or nothing would tell one policy from another.
     assert differences(running, simulated(turns, Setting(sizes, "fifo")))
+
+
+@pytest.mark.parametrize(("policy", "slot_count"), [("value", None), ("look-ahead", 3)])
+def test_one_shot_sessions_do_not_reach_an_ssd_that_is_full_of_better_ones(
+    policy: str, slot_count: int | None, tmp_path: Path
+) -> None:
+    """They leave from memory, never written: SSD is written what the simulator says, which is less than came."""
+    turns, setting = make_turns(ONE_SHOT), Setting(Sizes(64, 128), policy, slot_count)
+    with RunningServer(setting.settings(tmp_path / "data")) as server, Client(server.target) as client:
+        with client.engine_queue("engine") as queue:
+            running, _ = live(turns, setting, server, client, Scheduler(client, queue))
+        stats = client.stats()
+    expected = simulated(turns, setting)
+
+    assert len(differences(running, expected)) <= len(turns) / 100
+    assert abs(running.written_bytes / expected.written_bytes - 1) < 0.01
+    unwritten_bytes = stats.appended_token_count * TOKEN_BYTES - running.written_bytes
+    assert unwritten_bytes >= stats.unadmitted_session_count * SLOT_BYTES
+    assert stats.unadmitted_session_count >= 10
 
 
 def test_turns_beside_one_another_find_the_same_too(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class _Held:
     size_bytes: int
     tier: Tier
     pin_count: int = 0
+    is_written: bool = True
+    """Off: DRAM alone has it, of a ledger in which SSD has what DRAM has."""
 
 
 class Ledger:
@@ -68,6 +70,10 @@ class Ledger:
         """Where the session lies; None where it does not."""
         held = self._held.get(uid)
         return held.tier if held else None
+
+    def is_on_ssd(self, uid: bytes) -> bool:
+        """Whether SSD has all of the session, whichever tier it lies in."""
+        return self.tier(uid) is Tier.SSD
 
     def pin(self, uid: bytes) -> None:
         """Keep a held session where it is, once more; raises KeyError for one that is not held."""

@@ -89,6 +89,10 @@ class Policy:
         """Which session is to leave DRAM for SSD."""
         raise NotImplementedError
 
+    def gives_way(self, uid: bytes, comer: bytes) -> bool:  # noqa: ARG002  the default ignores them
+        """Whether this session may leave SSD for `comer` to be written there."""
+        return True
+
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002  the default ignores it
         """Which session on SSD is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None

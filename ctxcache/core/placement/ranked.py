@@ -21,6 +21,11 @@ class Ranked(Policy):
         """Where the session stands now: the lowest leaves first. None for one that was never idle, or left."""
         raise NotImplementedError
 
+    def gives_way(self, uid: bytes, comer: bytes) -> bool:
+        """See Policy: it does if it is worth less."""
+        rank, comers_rank = self.rank(uid), self.rank(comer)
+        return rank is None or comers_rank is None or rank < comers_rank
+
     def watch(self, fallen: Fallen) -> None:
         """Let `fallen` hear of every session whose rank may have fallen. A rise needs no word."""
         self._fallen = fallen

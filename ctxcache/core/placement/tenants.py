@@ -116,6 +116,16 @@ class PerTenant(Policy):
         level = self._retention.dram_level if self._retention else None
         return self._first(asked, lambda policy: policy.demote, accepts, level)
 
+    def gives_way(self, uid: bytes, comer: bytes) -> bool:
+        """See Policy; who is asked for another account gives way, and to what is retained all that are asked."""
+        if self._account(uid) != self._account(comer):
+            return True
+        if self._retention:
+            level, comers_level = self._retention.store_level(uid), self._retention.store_level(comer)
+            if level or comers_level:
+                return comers_level > 0
+        return self._policy(uid).gives_way(uid, comer)
+
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
         for policy in self._policies.values():
