@@ -36,12 +36,17 @@ def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Siz
     assert differences(running, simulated(turns, Setting(sizes, "fifo")))
 
 
-@pytest.mark.parametrize(("policy", "slot_count"), [("value", None), ("look-ahead", 3)])
+@pytest.mark.parametrize(
+    ("policy", "slot_count", "spacing_s"), [("value", None, 0.5), ("look-ahead", 3, 1.0)]
+)
 def test_one_shot_sessions_do_not_reach_an_ssd_that_is_full_of_better_ones(
-    policy: str, slot_count: int | None, tmp_path: Path
+    policy: str, slot_count: int | None, spacing_s: float, tmp_path: Path
 ) -> None:
     """They leave from memory, never written: SSD is written what the simulator says, which is less than came."""
-    turns, setting = make_turns(ONE_SHOT), Setting(Sizes(64, 128), policy, slot_count)
+    turns, setting = (
+        make_turns(replace(ONE_SHOT, spacing_s=spacing_s)),
+        Setting(Sizes(64, 128), policy, slot_count),
+    )
     with RunningServer(setting.settings(tmp_path / "data")) as server, Client(server.target) as client:
         with client.engine_queue("engine") as queue:
             running, _ = live(turns, setting, server, client, Scheduler(client, queue))
