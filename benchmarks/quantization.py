@@ -2,13 +2,16 @@
 """What rows in fewer bits cost in predictions, and what they save in bytes.
 
     python benchmarks/quantization.py --text wikitext2_test.txt.gz --json
+    python benchmarks/quantization.py --store --text wikitext2_test.txt.gz --json
 
+With --store, through a real store: what its packed kinds take on disk, and how long saving and restoring by them takes.
 Exits with 1 where hidden states in 8 bits with groups of 32 and outliers are further from the kept cache than --bound.
 """
 
 import gzip
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,16 +20,24 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind
+from gpu_worker.demo.embedded_store import embedded_store
 from gpu_worker.demo.loading import load_model
 from gpu_worker.demo.machine import physical_core_count, this_machine
-from gpu_worker.demo.models import smollm2
+from gpu_worker.demo.models import mha_twin, smollm2
 from gpu_worker.demo.text import passages
 from gpu_worker.families import adapt
+from gpu_worker.model_spec import model_spec
 from gpu_worker.quality.divergence import Form, divergences, few_bits, half, one_scale
+from gpu_worker.quality.stored import Stored, stored
 
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV
+CHARACTERS_PER_TOKEN = 20
+"""More than any text has: what is cut off is not needed."""
+KINDS = ("kv", "hidden", "kv_int8", "hidden_int8", "int8", "kv_int4", "hidden_int4")
 DEFAULT = "hidden states, 8 bits, groups of 32, 4 outliers"
 FORMS = (
     Form("K/V, bfloat16", KV, half(torch.bfloat16)),
@@ -49,18 +60,34 @@ def main(
     text: Annotated[Path | None, typer.Option(help="A text, .gz too; the Python language reference.")] = None,
     context: Annotated[int, typer.Option(help="Tokens that are stored.", min=16)] = 768,
     tokens: Annotated[int, typer.Option(help="Tokens that are predicted from them.", min=16)] = 256,
+    ids: Annotated[
+        Path | None, typer.Option(help="Token ids instead of a text, a JSON list, .gz too.")
+    ] = None,
+    has_twin: Annotated[bool, typer.Option("--mha", help="The model's twin with as many K/V heads.")] = False,
+    store: Annotated[bool, typer.Option("--store", help="Save to a store and restore from it.")] = False,
+    plans: Annotated[str, typer.Option(help="Kinds to store, with --store.")] = ",".join(KINDS),
     bound: Annotated[float, typer.Option(help="Most KL, in nats a token.")] = 4e-4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Measure, print, judge."""
     torch.set_num_threads(physical_core_count())
-    path = model or smollm2()
-    loaded, tokenizer = load_model(path)
-    words = _read(text) if text else "\n\n".join(p for passage in passages() for p in passage.paragraphs)
-    token_ids = list(tokenizer.encode(words, add_special_tokens=False))[: context + tokens]
+    path = mha_twin(model or smollm2()) if has_twin else model or smollm2()
+    if ids:
+        loaded, token_ids = _model(path), json.loads(_read(ids))[: context + tokens]
+    else:
+        loaded, tokenizer = load_model(path)
+        words = _read(text) if text else "\n\n".join(p for passage in passages() for p in passage.paragraphs)
+        token_ids = list(
+            tokenizer.encode(words[: CHARACTERS_PER_TOKEN * (context + tokens)], add_special_tokens=False)
+        )[: context + tokens]
+    about = {"model": path.name, "context": context, "predicted": tokens, "machine": this_machine().title}
+    if store:
+        _report_stored(
+            about, _through_a_store(loaded, token_ids, context, plans.split(",")), bound, as_json=as_json
+        )
+        return
     found = divergences(adapt(loaded), token_ids, FORMS, context_count=context)
     if as_json:
-        about = {"model": path.name, "context": context, "predicted": tokens, "machine": this_machine().title}
         print(json.dumps({**about, "forms": {k: asdict(v) for k, v in found.items()}}, indent=1))
     else:
         table = Table(box=None, header_style="bold")
@@ -71,11 +98,64 @@ def main(
                 title, f"{one.kl_nats:.2g}", f"{one.perplexity:.3f}", f"{one.agreement:.1%}",
                 f"{one.bytes_per_token:,.0f}",
             )  # fmt: skip
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
     if found[DEFAULT].kl_nats > bound:
         sys.exit(
             f"not as it must be: {DEFAULT} diverge by {found[DEFAULT].kl_nats:.2g} nats, {bound:g} allowed"
         )
+
+
+def _through_a_store(
+    model: PreTrainedModel, token_ids: Sequence[int], context: int, kinds: Sequence[str]
+) -> dict[str, Stored]:
+    """Each kind for all layers; `int8` is K/V for the last half of them and hidden states before."""
+    adapter = adapt(model)
+    last = len(adapter.layers) - 1
+    mixed = f"hidden_int8:0-{last // 2},kv_int8:{last // 2 + 1}-{last}"
+    plans = [mixed if kind == "int8" else f"{kind}:0-{last}" for kind in kinds]
+    spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=PACKINGS)
+    with embedded_store(2 << 30) as running:
+        return stored(adapter, running.client, spec, plans, token_ids, context_count=context)
+
+
+def _report_stored(
+    about: dict[str, object], found: dict[str, Stored], bound: float, *, as_json: bool
+) -> None:
+    if as_json:
+        print(json.dumps({**about, "plans": {plan: asdict(one) for plan, one in found.items()}}, indent=1))
+    else:
+        table = Table(box=None, header_style="bold")
+        for title in (
+            "stored",
+            "KL, nats",
+            "perplexity",
+            "bytes a token",
+            "in slots",
+            "pass s",
+            "save s",
+            "restore s",
+        ):
+            table.add_column(title, justify="left" if title == "stored" else "right")
+        for plan, one in found.items():
+            table.add_row(
+                plan, f"{one.divergence.kl_nats:.2g}", f"{one.divergence.perplexity:.3f}",
+                f"{one.divergence.bytes_per_token:,.0f}", f"{one.slot_bytes_per_token:,.0f}",
+                f"{one.pass_s:.3f}", f"{one.save_s:.3f}", f"{one.restore_s:.3f}",
+            )  # fmt: skip
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for plan, one in found.items():
+        if "int4" not in plan and one.divergence.kl_nats > bound:
+            sys.exit(
+                f"not as it must be: {plan} diverges by {one.divergence.kl_nats:.2g} nats, {bound:g} allowed"
+            )
+
+
+def _model(path: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True
+    )
+    loaded.train(mode=False)
+    return loaded
 
 
 def _read(path: Path) -> str:

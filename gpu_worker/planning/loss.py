@@ -12,10 +12,10 @@ from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind
 
 LOSSES_NATS: Mapping[StateKind, float] = {
-    StateKind.HIDDEN_INT8: 4e-5,
-    StateKind.KV_INT8: 4e-5,
-    StateKind.HIDDEN_INT4: 9e-3,
-    StateKind.KV_INT4: 7e-3,
+    StateKind.HIDDEN_INT8: 7e-5,
+    StateKind.KV_INT8: 7e-5,
+    StateKind.HIDDEN_INT4: 2e-2,
+    StateKind.KV_INT4: 2e-2,
 }
 """KL divergence of predictions per token, all layers packed: measured, rounded up."""
 

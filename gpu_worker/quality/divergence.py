@@ -78,12 +78,12 @@ def divergences(
     kinds = {form.kind for form in forms}
     streams = [Stream(layer, kind) for layer in range(len(adapter.layers)) for kind in kinds]
     with Capture(adapter, streams, sink):
-        _logits(adapter, kept, context)
-    standard = _logits(adapter, copy.deepcopy(kept), new)
-    found = {"kept": _compare(standard, standard, new, 0.0)}
+        logits_of(adapter, kept, context)
+    standard = logits_of(adapter, copy.deepcopy(kept), new)
+    found = {"kept": compare(standard, standard, new, 0.0)}
     for form in forms:
         cache, size_bytes = _restored(adapter, rows, form, context_count)
-        found[form.title] = _compare(_logits(adapter, cache, new), standard, new, size_bytes / context_count)
+        found[form.title] = compare(logits_of(adapter, cache, new), standard, new, size_bytes / context_count)
         step(form.title)
     return found
 
@@ -101,7 +101,8 @@ def _restored(
     return cache, sum(size_bytes for _, size_bytes in stored.values())
 
 
-def _logits(adapter: Adapter, cache: Cache, token_ids: Sequence[int]) -> Tensor:
+def logits_of(adapter: Adapter, cache: Cache, token_ids: Sequence[int]) -> Tensor:
+    """Run tokens on a cache, which they extend; float32 [T, vocabulary]."""
     with torch.no_grad():
         output = adapter.model(
             input_ids=torch.tensor([list(token_ids)]), past_key_values=cache, use_cache=True
@@ -110,9 +111,8 @@ def _logits(adapter: Adapter, cache: Cache, token_ids: Sequence[int]) -> Tensor:
     return logits
 
 
-def _compare(
-    logits: Tensor, standard: Tensor, token_ids: Sequence[int], bytes_per_token: float
-) -> Divergence:
+def compare(logits: Tensor, standard: Tensor, token_ids: Sequence[int], bytes_per_token: float) -> Divergence:
+    """Compare predictions on `token_ids`, both [T, vocabulary]; the first token is given, not predicted."""
     ours, theirs = logits.log_softmax(-1), standard.log_softmax(-1)
     kl_nats = float(functional.kl_div(ours, theirs, log_target=True, reduction="batchmean"))
     losses = functional.cross_entropy(logits[:-1], torch.tensor(list(token_ids[1:])))

@@ -102,7 +102,7 @@ def test_what_is_held_only_with_a_loss_is_recomputed_or_refused() -> None:
         plan(replace(held, engine=Engine(can_recompute=False)))
     by_loss = plan(replace(held, engine=Engine(can_recompute=False, lossy_kinds=EIGHT_BITS)))
     assert set(by_loss.methods) == {Method.HIDDEN_INT8}
-    assert reason(by_loss, 0) == "only hidden_int8 is held, at a loss of 4e-05 nats a token"
+    assert reason(by_loss, 0) == "only hidden_int8 is held, at a loss of 7e-05 nats a token"
 
 
 @pytest.mark.parametrize(
