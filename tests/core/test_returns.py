@@ -111,3 +111,18 @@ def test_what_clients_say_is_over_promises_what_others_of_which_they_said_so_did
     returns.said(b"loyal", is_over=True)
     returns.said(b"loyal", is_over=False)
     assert returns.index_per_s(b"loyal") >= returns.index_per_s(b"fresh 511")
+
+
+def test_who_returns_leaves_nothing_to_be_walked_by_later_calls() -> None:
+    """However often a session rests, one entry of it is kept."""
+    returns = ReturnTimes(lambda _: None)
+    for number in range(1000):
+        _rest(returns, b"often")
+        if number % 2:
+            returns.queued(b"often")
+            returns.unqueued(b"often")
+            returns.queued(b"often")
+        returns.began(b"often")
+    _rest(returns, b"often")
+
+    assert sum(map(len, returns._bins)) == 1

@@ -8,8 +8,10 @@ Worst case: the load changes within an hour, and what is learned is wrong until 
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
 
 from ctxcache.core.placement.policy import Facts
 
@@ -47,11 +49,24 @@ def class_of(facts: Facts) -> SessionClass:
 class _Class:
     """How many reached each bin of idle time, how many returned in it, and what that promises."""
 
-    __slots__ = ("away", "came", "chances", "first_hazard", "indices", "parent", "refreshed")
+    __slots__ = (
+        "away",
+        "aways",
+        "came",
+        "cames",
+        "chances",
+        "first_hazard",
+        "indices",
+        "parent",
+        "refreshed",
+    )
 
     def __init__(self, parent: "_Class | None", first_hazard: float = 0.0) -> None:
         self.parent, self.first_hazard = parent, first_hazard
         self.away, self.came = [0.0] * len(AGES_S), [0.0] * len(AGES_S)
+        # Its own counts and those of all classes above, which count the same.
+        self.aways: tuple[list[float], ...] = (self.away, *(parent.aways if parent else ()))
+        self.cames: tuple[list[float], ...] = (self.came, *(parent.cames if parent else ()))
         self.indices: list[float] = []
         self.chances: list[float] = []
         self.refreshed = -1
@@ -63,7 +78,8 @@ class _Class:
         self.refreshed = number
         hazards = [min(each, MOST_HAZARD) for each in self._hazards()]
         self.indices = [_index(hazards, each, wait_s) for each in BINS]
-        self.chances = [1 - math.prod(1 - hazard for hazard in hazards[each:]) for each in BINS]
+        away = list(accumulate((1 - hazard for hazard in reversed(hazards)), mul))
+        self.chances = [1 - each for each in reversed(away)]
 
     def _hazards(self) -> list[float]:
         """How likely one that is in a bin returns in it; few counts lean on the class above, or on the bin before."""
@@ -93,20 +109,27 @@ class _Watch:
         self.bin = 0
         self.counted = 0.0
 
-    def went_on(self, count: int = 1) -> None:
-        """Count that it is still away in this bin, so often."""
-        of: _Class | None = self.of
-        while of is not None:
-            of.away[self.bin] = max(of.away[self.bin] + count, 0.0)
-            of = of.parent
+    def went_on(self) -> None:
+        """Count that it is still away in this bin."""
+        for away in self.of.aways:
+            away[self.bin] += 1
+
+    def is_of(self, name: SessionClass, of: _Class) -> None:
+        """Let it have been of another class since it came into this bin."""
+        for away in self.of.aways:
+            away[self.bin] = max(away[self.bin] - 1, 0.0)
+        self.name, self.of = name, of
+        self.went_on()
 
     def came(self, share: float = 1.0) -> None:
         """Count that it returned in this bin, as likely as `share`: what was counted before counts no more."""
-        of: _Class | None = self.of
-        while of is not None:
-            of.came[self.bin] = max(of.came[self.bin] + share - self.counted, 0.0)
-            of = of.parent
+        more = share - self.counted
         self.counted = share
+        for came in self.of.cames:
+            came[self.bin] += more
+            # Counts may have been halved since.
+            if came[self.bin] < 0:
+                came[self.bin] = 0.0
 
 
 class ReturnTimes:
@@ -115,7 +138,8 @@ class ReturnTimes:
     def __init__(self, aged: Callable[[bytes], None]) -> None:
         self._aged = aged
         self._watches: OrderedDict[bytes, _Watch] = OrderedDict()
-        self._bins: list[deque[_Watch]] = [deque() for _ in BINS]
+        self._bins: list[OrderedDict[bytes, _Watch]] = [OrderedDict() for _ in BINS]
+        """Sessions by idle time: who is in one for longest is its first."""
         self._due_s = math.inf
         self._is_behind = False
         """Whether the last call left some for the next."""
@@ -139,37 +163,42 @@ class ReturnTimes:
 
         Amortised O(1) per session and bin.
         """
-        self.now_s = max(now_s, self.now_s)
+        self.now_s = max(self.now_s, now_s)
         if self.now_s < self._due_s:
             return
         self._due_s, left = math.inf, AGED_AT_ONCE
         # Who is late goes where it belongs at once; the oldest first, so that each bin stays in order.
         for number in reversed(BINS[:-1]) if self._is_behind else BINS[:-1]:
-            waiting, age_s = self._bins[number], AGES_S[number + 1]
-            while left and waiting and waiting[0].since_s + age_s <= self.now_s:
-                self._age(waiting.popleft(), number + 1)
+            waiting = self._bins[number]
+            if not waiting:
+                continue
+            age_s = AGES_S[number + 1]
+            due_s = next(iter(waiting.values())).since_s + age_s
+            while left and due_s <= self.now_s:
+                self._age(waiting.popitem(last=False)[1], number + 1)
                 left -= 1
-            if waiting:
-                self._due_s = min(self._due_s, waiting[0].since_s + age_s)
+                due_s = next(iter(waiting.values())).since_s + age_s if waiting else math.inf
+            self._due_s = min(self._due_s, due_s)
         left = self._forget(left)
         self._is_behind = not left
         if self._is_behind:
             self._due_s = -math.inf
 
     def _age(self, watch: _Watch, number: int) -> None:
-        if self._watches.get(watch.uid) is watch:
-            last = max(self._bin(watch.since_s), number) if self._is_behind else number
-            for watch.bin in range(number, last + 1):
-                watch.went_on()
-            self._bins[last].append(watch)
+        last = number
+        if self._is_behind:
+            last = max(self._bin(watch.since_s), number)
             if last + 1 < len(AGES_S):
-                # Of a bin that this call has been at, or comes to.
+                # Of a bin that this call has been at.
                 self._due_s = min(self._due_s, watch.since_s + AGES_S[last + 1])
-            self._aged(watch.uid)
+        for watch.bin in range(number, last + 1):
+            watch.went_on()
+        self._bins[last][watch.uid] = watch
+        self._aged(watch.uid)
 
     def began(self, uid: bytes) -> None:
         """A turn of the session begins."""
-        watch = self._watches.pop(uid, None)
+        watch = self._unwatch(uid)
         if watch is not None:
             watch.came()
             if watch.before is not None:
@@ -179,11 +208,11 @@ class ReturnTimes:
 
     def ended(self, uid: bytes) -> None:
         """The session is gone for good; that it stayed away has been counted."""
-        self._watches.pop(uid, None)
+        self._unwatch(uid)
 
     def idle(self, uid: bytes, facts: Facts) -> None:
         """A turn of the session is over."""
-        self._watches.pop(uid, None)
+        self._unwatch(uid)
         name = (IDLE, *class_of(facts))
         self._watch(_Watch(uid, self.now_s, name, self._class(name)))
         self._turn_count += 1
@@ -204,6 +233,7 @@ class ReturnTimes:
         if before is not None and before.before is None:
             # A job may never come, and whether it does shows late.
             before.came(self.coming_share)
+            self._bins[before.bin].pop(uid, None)
             name = (QUEUED, *before.name[1:])
             self._watch(_Watch(uid, self.now_s, name, self._class(name), before))
 
@@ -211,10 +241,11 @@ class ReturnTimes:
         """The job is gone although no turn began: the session is idle as it was."""
         watch = self._watches.get(uid)
         if watch is not None and watch.before is not None:
+            self._bins[watch.bin].pop(uid, None)
             before = self._watches[uid] = watch.before
             before.came(0.0)
             before.bin = self._bin(before.since_s)
-            self._bins[before.bin].append(before)
+            self._bins[before.bin][uid] = before
 
     def said(self, uid: bytes, *, is_over: bool) -> None:
         """The client says that the session will not return, or that it will: others of which it said so did, or not."""
@@ -224,9 +255,7 @@ class ReturnTimes:
         watch = watch.before or watch
         name = (OVER if is_over else IDLE, *watch.name[1:])
         if name != watch.name:
-            watch.went_on(-1)
-            watch.name, watch.of = name, self._class(name)
-            watch.went_on()
+            watch.is_of(name, self._class(name))
 
     def index_per_s(self, uid: bytes) -> float:
         """The best rate, in returns per second kept, that keeping the session for some time promises.
@@ -266,12 +295,19 @@ class ReturnTimes:
     def _watch(self, watch: _Watch) -> None:
         self._watches[watch.uid] = watch
         if len(self._watches) > WATCHED:
-            self._watches.popitem(last=False)
-        watch.bin = self._bin(watch.since_s)
-        self._bins[watch.bin].append(watch)
+            self._unwatch(next(iter(self._watches)))
+        if watch.since_s < self.now_s:
+            watch.bin = self._bin(watch.since_s)
+        self._bins[watch.bin][watch.uid] = watch
         watch.went_on()
-        if watch.bin + 1 < len(AGES_S):
-            self._due_s = min(self._due_s, watch.since_s + AGES_S[watch.bin + 1])
+        due_s = watch.since_s + AGES_S[watch.bin + 1] if watch.bin + 1 < len(AGES_S) else math.inf
+        self._due_s = min(self._due_s, due_s)
+
+    def _unwatch(self, uid: bytes) -> _Watch | None:
+        watch = self._watches.pop(uid, None)
+        if watch is not None:
+            self._bins[watch.bin].pop(uid, None)
+        return watch
 
     def _halve(self) -> None:
         for one in self._classes.values():
@@ -281,12 +317,12 @@ class ReturnTimes:
     def _forget(self, left: int) -> int:
         """Stop watching so many of those that are away for longer than is learned; returns how many less there were."""
         last = self._bins[-1]
-        while left and last and last[0].since_s + AGES_S[-1] + LAST_BIN_S <= self.now_s:
+        while left and last and next(iter(last.values())).since_s + AGES_S[-1] + LAST_BIN_S <= self.now_s:
             left -= 1
-            watch = last.popleft()
+            uid, watch = last.popitem(last=False)
             # A job may wait for longer; the number of watches bounds those.
-            if self._watches.get(watch.uid) is watch and watch.before is None:
-                del self._watches[watch.uid]
+            if watch.before is None:
+                del self._watches[uid]
         return left
 
 

@@ -117,9 +117,10 @@ class ReturnValue(Windowed):
         self._rank(uid)
 
     def _weigh(self, uid: bytes, size_bytes: int) -> None:
-        size_bytes = max(size_bytes, 1)
+        size_bytes = size_bytes or 1
+        if self._sizes.get(uid) != size_bytes:
+            self._worth[uid] = self._miss_s(size_bytes) / size_bytes
         self._measure(uid, size_bytes)
-        self._worth[uid] = self._miss_s(size_bytes) / size_bytes
         self._rank(uid)
 
     def _key(self, uid: bytes) -> Key:
@@ -128,7 +129,7 @@ class ReturnValue(Windowed):
 
     def _index_per_s(self, uid: bytes) -> float:
         learned = self._returns.index_per_s(uid)
-        if self._queue and uid in self._queue:
+        if uid in self._queue:
             return self._queued_index_per_s(uid, learned)
         promise = self._expected.get(uid) if self._expected else None
         if promise is None:
