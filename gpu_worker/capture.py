@@ -17,6 +17,7 @@ from ctxcache.format.packing import unpacked
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
+from gpu_worker.families.projection import without_gradient
 
 Sink = Callable[[int, StateKind, Tensor], None]
 """(layer, kind, rows [T_new, row]): called once per stream and forward pass, layer 0 first."""
@@ -85,7 +86,7 @@ class Capture:
 
         # Any: a hook sees whatever the model passes to its layer.
         def hook(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._emit(stream, _layer_input(args, kwargs)[0].detach())
+            self._emit(stream, without_gradient(_layer_input(args, kwargs)[0]))
 
         return [decoder.block.register_forward_pre_hook(hook, with_kwargs=True)]
 

@@ -40,6 +40,13 @@ def row_dtype(dtype: torch.dtype) -> DType:
     return _ROW_DTYPES[dtype]
 
 
+def stored_dtype(spec: StreamSpec) -> torch.dtype:
+    """The tensor element type of a stream's rows as they are stored. Raises UnsupportedDtype."""
+    if spec.dtype not in _TORCH_DTYPES:
+        raise UnsupportedDtype(what=str(spec.stream), expected="a torch element type", actual=spec.dtype.name)
+    return _TORCH_DTYPES[spec.dtype]
+
+
 def as_stored(rows: Tensor, spec: StreamSpec, *, token_count: int | None = None) -> Tensor:
     """Rows [T, row] as `spec` stores them, still where they are: packed where its kind is and they are wide.
 
@@ -75,16 +82,15 @@ def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
     Packed rows stay packed, [T, row_bytes] uint8: they are made wide where they are used. Raises ShapeMismatch
     where `data` is no whole number of rows, UnsupportedDtype for a type that torch cannot hold here.
     """
-    if spec.dtype not in _TORCH_DTYPES:
-        raise UnsupportedDtype(what=str(spec.stream), expected="a torch element type", actual=spec.dtype.name)
+    dtype = stored_dtype(spec)
     if data.nbytes % spec.row_bytes:
         raise ShapeMismatch(
             what=str(spec.stream), expected=f"a multiple of {spec.row_bytes} B", actual=f"{data.nbytes} B"
         )
     element_count = spec.row_bytes // spec.dtype.size_bytes
     if not data.nbytes:
-        return torch.empty(0, element_count, dtype=_TORCH_DTYPES[spec.dtype])
-    return torch.frombuffer(data, dtype=_TORCH_DTYPES[spec.dtype]).view(-1, element_count)
+        return torch.empty(0, element_count, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(-1, element_count)
 
 
 def token_ids_of(rows: npt.NDArray[np.uint8]) -> list[int]:

@@ -141,8 +141,13 @@ class _Join:
             self._emit(first, second)
 
 
+def without_gradient(tensor: Tensor) -> Tensor:
+    """The tensor, detached where it has to be: as a rule there is no gradient, and asking is cheaper."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _on_output(module: nn.Module, take: Callable[[Tensor], None]) -> RemovableHandle:
     def hook(_module: nn.Module, _args: object, output: Tensor) -> None:
-        take(output.detach())
+        take(without_gradient(output))
 
     return module.register_forward_hook(hook)

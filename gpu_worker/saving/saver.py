@@ -7,7 +7,7 @@ tokens before the first that was shed or failed, and what staging holds is lost 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -181,9 +181,14 @@ class Saver:
 
         Raises nothing: what is wrong with them is a gap.
         """
-        frame, stream = self._frame, Stream(layer, kind)
-        if frame is not None and self._failure is None and stream in self._staging.specs:
-            self._failure = _failure_of(lambda: self._staging.put(frame, stream, rows))
+        if self._frame is None or self._failure is not None:
+            return
+        try:
+            self._staging.put(self._frame, Stream(layer, kind), rows)
+        except CacheError as error:
+            self._failure = error
+        except RuntimeError as error:
+            self._failure = DeviceFailed(problem=str(error))
 
     def _begin(self, slices: Sequence[Slice], ids: npt.NDArray[np.int32]) -> "_Takers":
         takers: _Takers = []
@@ -221,7 +226,8 @@ class Saver:
         frame, self._frame = self._frame, None
         if frame is None:
             return
-        sealing = _failure_of(lambda: self._staging.seal(frame))
+        # Always: a frame that is not sealed is never free.
+        sealing = self._seal(frame)
         failure = self._failure or sealing
         with self._board.changed:
             if failure is not None:
@@ -232,17 +238,15 @@ class Saver:
                 self._board.add(progress, frame, Run(begin, begin + len(run)))
             self._board.relieve()
 
+    def _seal(self, frame: Frame) -> CacheError | None:
+        try:
+            self._staging.seal(frame)
+        except CacheError as error:
+            return error
+        except RuntimeError as error:
+            return DeviceFailed(problem=str(error))
+        return None
+
 
 _Takers = list[tuple[Progress, Run]]
 """Sessions that take rows of a pass, and which."""
-
-
-def _failure_of(copy: Callable[[], None]) -> CacheError | None:
-    """What went wrong with a copy: nothing of it concerns the pass that it is a copy of."""
-    try:
-        copy()
-    except CacheError as error:
-        return error
-    except RuntimeError as error:
-        return DeviceFailed(problem=str(error))
-    return None

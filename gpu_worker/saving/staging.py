@@ -1,10 +1,10 @@
 """Staging: the rows of passes on the host, between the copy off the device and the sessions they belong to.
 
-One buffer per stream, and a row has the same number in each. Bounded; pinned where rows come from a GPU.
+One buffer for all streams whose rows are alike, and a row has the same number for each stream. Bounded; pinned where rows come from a GPU.
 Knows no session and no store. Worst case: full, which `take` says at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import IncompleteAppend
-from ctxcache.format.streams import TOKENS, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS, DType, Stream, StreamSpec
 from gpu_worker.errors import DeviceFailed
-from gpu_worker.rows import as_stored
+from gpu_worker.rows import as_stored, stored_dtype
 from gpu_worker.saving.copies import Copies, Mark, wait_done
 from gpu_worker.saving.ring import Ring
 from gpu_worker.saving.slices import Rows, Run
@@ -25,12 +25,14 @@ ROWS_LIMIT = 1 << 16
 
 
 class Frame:
-    """A pass in staging: its rows, the streams that are still to come, how many sessions still need rows."""
+    """A pass in staging: its rows, where those of each stream go that are still to come, and who needs them."""
 
-    def __init__(self, rows: Run, streams: Iterable[Stream]) -> None:
+    def __init__(self, rows: Run, targets: dict[Stream, Tensor]) -> None:
         self.rows = rows
-        self.missing = set(streams)
+        self.targets = targets
+        """[T, row] for each stream."""
         self.holder_count = 0
+        """Sessions that still need rows of it."""
         self.mark: Mark | None = None
         """Behind its copies; None while it is under way, and where the device failed then."""
 
@@ -61,13 +63,17 @@ class Staging:
         self._copies = copies
         row_count = max(min(size_bytes // sum(spec.row_bytes for spec in specs), ROWS_LIMIT), 1)
         self.ring = Ring(row_count)
-        self._tensors = {
-            spec.stream: torch.empty(row_count, spec.row_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-            for spec in specs
-        }
-        self._arrays: dict[Stream, Bytes] = {
-            stream: tensor.numpy() for stream, tensor in self._tensors.items()
-        }
+        self._arrays: dict[Stream, Bytes] = {}
+        self._groups: list[tuple[list[Stream], Tensor]] = []
+        for alike in _alike(specs):
+            first = alike[0]
+            dtype = stored_dtype(first)
+            tensor = torch.empty(
+                len(alike), row_count, first.row_bytes // dtype.itemsize, dtype=dtype, pin_memory=is_pinned
+            )
+            arrays = tensor.view(torch.uint8).numpy()
+            self._arrays |= {spec.stream: array for spec, array in zip(alike, arrays, strict=True)}
+            self._groups.append(([spec.stream for spec in alike], tensor))
 
     @property
     def widest_bytes(self) -> int:
@@ -80,23 +86,31 @@ class Staging:
         if rows is None:
             return None
         self._arrays[TOKENS][rows.begin : rows.end] = token_ids.view(np.uint8).reshape(-1, 4)
-        return Frame(rows, (stream for stream in self.specs if stream != TOKENS))
+        targets: dict[Stream, Tensor] = {}
+        for streams, tensor in self._groups:
+            # All of them at once: between two layers nothing is in a cache, and each call costs what ten do elsewhere.
+            targets.update(zip(streams, tensor[:, rows.begin : rows.end].unbind(), strict=True))
+        del targets[TOKENS]
+        return Frame(rows, targets)
 
     def put(self, frame: Frame, stream: Stream, rows: Tensor) -> None:
-        """Begin to copy a pass's rows [T, row] of one stream.
+        """Begin to copy a pass's rows [T, row] of one stream; those of a stream that is not expected are passed over.
 
         Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable, RuntimeError for a device that failed.
         """
-        stored = as_stored(rows, self.specs[stream], token_count=len(frame.rows))
-        target = self._tensors[stream][frame.rows.begin : frame.rows.end]
-        self._copies.copy(target.view(stored.dtype), stored)
-        frame.missing.discard(stream)
+        target = frame.targets.get(stream)
+        if target is None:
+            return
+        if rows.shape != target.shape or rows.dtype is not target.dtype:
+            rows = as_stored(rows, self.specs[stream], token_count=len(frame.rows))
+        self._copies.copy(target, rows)
+        del frame.targets[stream]
 
     def seal(self, frame: Frame) -> None:
         """Nothing comes any more. Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed."""
         frame.mark = self._copies.mark()
-        if frame.missing:
-            raise IncompleteAppend(stream=str(min(frame.missing)), row_count=0, token_count=len(frame.rows))
+        if frame.targets:
+            raise IncompleteAppend(stream=str(min(frame.targets)), row_count=0, token_count=len(frame.rows))
 
     def view(self, stream: Stream, rows: Rows, scratch: Bytes) -> Bytes:
         """Rows of one stream, [n, row_bytes]: where they lie, or put together in `scratch`."""
@@ -106,3 +120,11 @@ class Staging:
         together = scratch[: len(rows) * array.shape[1]].reshape(len(rows), array.shape[1])
         # In the default mode numpy would fill a buffer first, in case an index is out of bounds.
         return np.take(array, rows, axis=0, out=together, mode="clip")
+
+
+def _alike(specs: Sequence[StreamSpec]) -> list[list[StreamSpec]]:
+    """Streams by the size and type of their rows."""
+    groups: dict[tuple[int, DType], list[StreamSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.row_bytes, spec.dtype), []).append(spec)
+    return list(groups.values())

@@ -287,13 +287,17 @@ def test_a_pass_that_raises_is_a_gap(client: Client, session: Session) -> None:
     _assert_holds(client, session, range(4))
 
 
-def test_rows_of_another_shape_are_a_gap(client: Client, session: Session) -> None:
-    """What cannot be stored as it is costs the save, never the pass."""
-    with Saver(client, _SPECS) as saver:
+def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None:
+    """What cannot be stored as it is costs the save, never the pass, and the room it had goes to the next one."""
+    session, next_session = create("one"), create("next")
+    with Saver(client, _SPECS, staging_bytes=2 * _TOKEN_BYTES) as saver:
         saver.open(session)
+        saver.open(next_session)
         with saver.passing([Slice(session.name, 0, 2)], [0, 1]):
             saver.put(*_KV.stream, _rows(_KV, [0, 1])[:, :-1])
+        _pass(saver, (next_session, 0, 2))
         failure = saver.wait(session.name)
+        assert saver.wait(next_session.name) is None
 
     assert isinstance(failure, ShapeMismatch)
     assert client.get_session(session.name).token_count == 0
