@@ -50,7 +50,7 @@ class Accesses:
             result = event.value
             # Corruption is told once, by who ends the session before it.
             if session is not None and event is not Event.CORRUPT:
-                self.happened(session, event, detail=error.reason)
+                self.happened(session, event, detail=f"{by}: {error.reason}")
         elif error.reason != "SESSION_NOT_FOUND":
             result = REFUSED
         elif session is not None:
@@ -60,6 +60,12 @@ class Accesses:
             end = self.history.end_of(tenant, session_id)
             result = end.value if end else NEVER_STORED
         self.counts[by, result] += 1
+
+    def write_failed(self, session: Session, error: CacheError) -> None:
+        """Tokens of it were not stored."""
+        event = EVENTS.get(error.reason)
+        if event is not None:
+            self.happened(session, event, detail=f"write: {error.reason}")
 
     def happened(self, session: Session, event: Event, *, detail: str = "", token_count: int = 0) -> None:
         """Something was done to a session that is there, or was until now."""

@@ -20,6 +20,7 @@ from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Client
+from ctxcache.core.history import Event
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, SessionView
 from ctxcache.errors import (
@@ -165,6 +166,10 @@ class Reading:
         now_ns = self._state.clock.monotonic_ns()
         for lease in [held for held in self._leases.values() if held.deadline_ns <= now_ns]:
             self.release(lease.lease_id)
+            session = self._state.by_uid.get(lease.view.uid)
+            if session is not None:
+                detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // 10**9} s"
+                self._state.accesses.happened(session, Event.TIMEOUT, detail=detail)
 
     @asynccontextmanager
     async def stream(

@@ -86,8 +86,8 @@ class SsdRoom:
                 tier="SSD", needed_bytes=size_bytes, limit_bytes=self._ssd.capacity_bytes,
                 free_bytes=self._ssd.free_bytes_outside(self._io.refusals),
             )  # fmt: skip
-        is_kin = victim.tenant == for_session.tenant
-        await self._evict(victim, f"room on SSD for {for_session.name if is_kin else 'another tenant'}")
+        whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"
+        await self._evict(victim, f"room on SSD for {for_session.name}{whose}")
 
     def give_up(self, session: Session) -> int:
         """Evict a session that no record names bytes of, for room in memory; returns how many segments went."""

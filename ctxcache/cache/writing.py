@@ -20,7 +20,7 @@ from ctxcache.cache.state import State
 from ctxcache.core.budget import Client
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
-from ctxcache.errors import ReservationNotFound, WriteInProgress, WriteOffsetMismatch
+from ctxcache.errors import CacheError, ReservationNotFound, WriteInProgress, WriteOffsetMismatch
 from ctxcache.format.streams import Stream
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
@@ -98,6 +98,9 @@ class Writing:
         try:
             await self._admit(reservation, token_count)
             await self._extend(reservation, token_count)
+        except CacheError as error:
+            self._state.accesses.write_failed(reservation.session, error)
+            raise
         finally:
             self._state.unwritten.promise(-reservation.promised_bytes)
             reservation.promised_bytes = 0

@@ -7,6 +7,7 @@ runs. Worst case: a bug of ours, which is a traceback and exit code 1.
 import importlib.metadata
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -23,6 +24,7 @@ from ctxcache.cli.credentials import (
 )
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.exit_codes import exit_code_of
+from ctxcache.cli.names import session_name
 from ctxcache.cli.plugins import add_plugins
 from ctxcache.cli.rebuild import rebuild_command
 from ctxcache.cli.sentences import sentence
@@ -79,6 +81,18 @@ def tenants(call: Call) -> None:
     """Show what each tenant has, and what is its share."""
     with call.client() as client:
         call.show_list("tenants", client.list_tenants(), None)
+
+
+@app.command("why-miss")
+@online
+def why_miss(
+    call: Call,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="ID or sessions/ID.", show_default=False)],
+    tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Whose; unset, yours.")] = "",
+) -> None:
+    """Say why a session is not there, or has less than was stored."""
+    with call.client() as client:
+        call.show(client.why_miss(session_name(name), tenant=tenant))
 
 
 @app.command("version")

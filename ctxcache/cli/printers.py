@@ -10,7 +10,8 @@ from rich.text import Text
 
 from ctxcache.cli import tables
 from ctxcache.cli.plain import Plain, to_plain
-from ctxcache.v1.admin_pb2 import Stats
+from ctxcache.cli.why_miss import why_miss_view
+from ctxcache.v1.admin_pb2 import Stats, WhyMissResponse
 from ctxcache.v1.model_pb2 import Model
 from ctxcache.v1.session_pb2 import Session
 
@@ -21,6 +22,7 @@ _VIEWS: Mapping[type[Message], Callable[..., RenderableType]] = {
     Session: tables.session_grid,
     Model: tables.model_grid,
     Stats: tables.stats_view,
+    WhyMissResponse: why_miss_view,
 }
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {
     "sessions": tables.sessions_table,

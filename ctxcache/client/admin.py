@@ -28,6 +28,11 @@ class AdminCalls:
                 return
             request.page_token = page.next_page_token
 
+    def why_miss(self, name: str, *, tenant: str = "") -> admin_pb2.WhyMissResponse:
+        """Return why a session is not there, or has less than was stored. Raises InvalidArgument."""
+        request = admin_pb2.WhyMissRequest(name=name, tenant=tenant)
+        return self._wire.call(self._wire.admin.WhyMiss, request)
+
     def demote_session(self, name: str) -> session_pb2.Session:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
         request = admin_pb2.DemoteSessionRequest(name=name)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.history import Event, Happened
 from ctxcache.service import convert, validate
 from ctxcache.service.edge import Context
 from ctxcache.service.tenant import tenant_of
@@ -71,6 +72,28 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             next_page_token=validate.next_page_token(names, limit),
         )
 
+    async def WhyMiss(  # noqa: N802
+        self, request: admin_pb2.WhyMissRequest, context: Context
+    ) -> admin_pb2.WhyMissResponse:
+        """See the proto."""
+        tenant, session_id = request.tenant or tenant_of(context), validate.session_id(request.name)
+        state = self._cache.state
+        happened = state.accesses.history.of(tenant, session_id)
+        answer = admin_pb2.WhyMissResponse(
+            name=request.name, tenant=tenant, remembered_since=convert.timestamp(self._about.start_time_ns),
+            happenings=[_happening(one) for one in happened],
+        )  # fmt: skip
+        session = state.sessions.get((tenant, session_id))
+        if session is not None and session.expire_time_ns > state.clock.now_ns():
+            answer.is_there, answer.token_count = True, session.token_count
+            answer.durable_token_count = session.durable_token_count
+            answer.reason = _EVENTS[happened[-1].event] if happened else admin_pb2.MISS_EVENT_UNSPECIFIED
+        else:
+            # One that is over is cleared away a moment later.
+            end = state.accesses.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
+            answer.reason = _EVENTS[end] if end else admin_pb2.MISS_EVENT_UNSPECIFIED
+        return answer
+
     async def DemoteSession(  # noqa: N802
         self, request: admin_pb2.DemoteSessionRequest, context: Context
     ) -> session_pb2.Session:
@@ -110,6 +133,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             *_tier(session_pb2.TIER_DRAM, cache.arena, residency.dram),
             *_tier(session_pb2.TIER_SSD, cache.ssd, residency.ssd),
         ]
+
+
+_EVENTS = {event: admin_pb2.MissEvent.Value(f"MISS_EVENT_{event.name}") for event in Event}
+
+
+def _happening(one: Happened) -> admin_pb2.SessionHappening:
+    return admin_pb2.SessionHappening(
+        event=_EVENTS[one.event], first_time=convert.timestamp(one.first_time_ns),
+        last_time=convert.timestamp(one.time_ns), count=one.count, detail=one.detail, token_count=one.token_count,
+    )  # fmt: skip
 
 
 def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:

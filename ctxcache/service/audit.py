@@ -19,7 +19,11 @@ from ctxcache.service.caller import current
 
 log = logging.getLogger("ctxcache.audit")
 
-UNCHANGING = ("/ctxcache.v1.AdminService/GetStats", "/ctxcache.v1.AdminService/ListTenants")
+UNCHANGING = (
+    "/ctxcache.v1.AdminService/GetStats",
+    "/ctxcache.v1.AdminService/ListTenants",
+    "/ctxcache.v1.AdminService/WhyMiss",
+)
 OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
 REQUEST_CHARACTERS = 512
 REFUSALS_INTERVAL_S = 1.0

@@ -49,6 +49,58 @@ PATH_STATE_FENCED: PathState.ValueType  # 3
 """Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
 Global___PathState: _TypeAlias = PathState  # noqa: Y015
 
+class _MissEvent:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissEvent.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_EVENT_UNSPECIFIED: _MissEvent.ValueType  # 0
+    """Not set. As a reason: nothing is remembered."""
+    MISS_EVENT_EVICTED: _MissEvent.ValueType  # 1
+    """It was given up for others' room on SSD. It is not there after that."""
+    MISS_EVENT_EXPIRED: _MissEvent.ValueType  # 2
+    """Its time was over. It is not there after that."""
+    MISS_EVENT_DELETED: _MissEvent.ValueType  # 3
+    """Somebody deleted it. It is not there after that."""
+    MISS_EVENT_TRUNCATED: _MissEvent.ValueType  # 4
+    """Somebody dropped tokens of it."""
+    MISS_EVENT_CORRUPT: _MissEvent.ValueType  # 5
+    """Bytes of it failed verification; it ends before them."""
+    MISS_EVENT_FINGERPRINT_MISMATCH: _MissEvent.ValueType  # 6
+    """Somebody asked for it with another model's fingerprint, and was refused."""
+    MISS_EVENT_QUOTA: _MissEvent.ValueType  # 7
+    """A reader or writer of it was refused for want of room, or because of a bound."""
+    MISS_EVENT_TIMEOUT: _MissEvent.ValueType  # 8
+    """A reader of it took longer than it may."""
+    MISS_EVENT_DEVICE: _MissEvent.ValueType  # 9
+    """A device refused what a reader or writer of it needed."""
+
+class MissEvent(_MissEvent, metaclass=_MissEventEnumTypeWrapper):
+    """What can happen to a session so that less of it is found than was stored."""
+
+MISS_EVENT_UNSPECIFIED: MissEvent.ValueType  # 0
+"""Not set. As a reason: nothing is remembered."""
+MISS_EVENT_EVICTED: MissEvent.ValueType  # 1
+"""It was given up for others' room on SSD. It is not there after that."""
+MISS_EVENT_EXPIRED: MissEvent.ValueType  # 2
+"""Its time was over. It is not there after that."""
+MISS_EVENT_DELETED: MissEvent.ValueType  # 3
+"""Somebody deleted it. It is not there after that."""
+MISS_EVENT_TRUNCATED: MissEvent.ValueType  # 4
+"""Somebody dropped tokens of it."""
+MISS_EVENT_CORRUPT: MissEvent.ValueType  # 5
+"""Bytes of it failed verification; it ends before them."""
+MISS_EVENT_FINGERPRINT_MISMATCH: MissEvent.ValueType  # 6
+"""Somebody asked for it with another model's fingerprint, and was refused."""
+MISS_EVENT_QUOTA: MissEvent.ValueType  # 7
+"""A reader or writer of it was refused for want of room, or because of a bound."""
+MISS_EVENT_TIMEOUT: MissEvent.ValueType  # 8
+"""A reader of it took longer than it may."""
+MISS_EVENT_DEVICE: MissEvent.ValueType  # 9
+"""A device refused what a reader or writer of it needed."""
+Global___MissEvent: _TypeAlias = MissEvent  # noqa: Y015
+
 @_typing.final
 class VerifyRequest(_message.Message):
     """Request of Verify."""
@@ -489,6 +541,134 @@ class TenantUse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_bytes) -> _WhichOneofReturnType__limit_bytes | None: ...
 
 Global___TenantUse: _TypeAlias = TenantUse  # noqa: Y015
+
+@_typing.final
+class WhyMissRequest(_message.Message):
+    """Request of WhyMiss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Resource name, `sessions/{session_id}`. Required. It need not exist."""
+    tenant: _builtins.str
+    """Whose session. Empty: the caller's tenant."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyMissRequest: _TypeAlias = WhyMissRequest  # noqa: Y015
+
+@_typing.final
+class SessionHappening(_message.Message):
+    """An event, as often as it was repeated without another one in between."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    FIRST_TIME_FIELD_NUMBER: _builtins.int
+    LAST_TIME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    event: Global___MissEvent.ValueType
+    """What."""
+    count: _builtins.int
+    """How often. At least 1."""
+    detail: _builtins.str
+    """By whom, or with what, in words. Not stable."""
+    token_count: _builtins.int
+    """Tokens that went with the last of them."""
+    @_builtins.property
+    def first_time(self) -> _timestamp_pb2.Timestamp:
+        """When it happened first."""
+
+    @_builtins.property
+    def last_time(self) -> _timestamp_pb2.Timestamp:
+        """When it happened last."""
+
+    def __init__(
+        self,
+        *,
+        event: Global___MissEvent.ValueType = ...,
+        first_time: _timestamp_pb2.Timestamp | None = ...,
+        last_time: _timestamp_pb2.Timestamp | None = ...,
+        count: _builtins.int = ...,
+        detail: _builtins.str = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_time", b"first_time", "last_time", b"last_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "detail", b"detail", "event", b"event", "first_time", b"first_time", "last_time", b"last_time", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionHappening: _TypeAlias = SessionHappening  # noqa: Y015
+
+@_typing.final
+class WhyMissResponse(_message.Message):
+    """Response of WhyMiss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    IS_THERE_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DURABLE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    HAPPENINGS_FIELD_NUMBER: _builtins.int
+    REMEMBERED_SINCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Resource name."""
+    tenant: _builtins.str
+    """Its tenant."""
+    is_there: _builtins.bool
+    """Whether a session of that name is there now."""
+    token_count: _builtins.int
+    """Tokens that it has. 0 where it is not there."""
+    durable_token_count: _builtins.int
+    """Tokens of those that SSD has too."""
+    reason: Global___MissEvent.ValueType
+    """How it ended, where it is not there; what happened to it last, where it is. Unset: nothing is remembered,
+    so that it was never stored, or ended before `remembered_since`, or so long ago that others took its place.
+    """
+    @_builtins.property
+    def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionHappening]:
+        """The latest events, the oldest first, at most 8."""
+
+    @_builtins.property
+    def remembered_since(self) -> _timestamp_pb2.Timestamp:
+        """When the server began to remember."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        is_there: _builtins.bool = ...,
+        token_count: _builtins.int = ...,
+        durable_token_count: _builtins.int = ...,
+        reason: Global___MissEvent.ValueType = ...,
+        happenings: _abc.Iterable[Global___SessionHappening] | None = ...,
+        remembered_since: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remembered_since", b"remembered_since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_token_count", b"durable_token_count", "happenings", b"happenings", "is_there", b"is_there", "name", b"name", "reason", b"reason", "remembered_since", b"remembered_since", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhyMissResponse: _TypeAlias = WhyMissResponse  # noqa: Y015
 
 @_typing.final
 class DemoteSessionRequest(_message.Message):

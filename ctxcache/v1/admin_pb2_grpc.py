@@ -47,6 +47,11 @@ class AdminServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.WhyMiss = channel.unary_unary(
+                '/ctxcache.v1.AdminService/WhyMiss',
+                request_serializer=ctxcache_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.WhyMissResponse.FromString,
+                _registered_method=True)
         self.DemoteSession = channel.unary_unary(
                 '/ctxcache.v1.AdminService/DemoteSession',
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.DemoteSessionRequest.SerializeToString,
@@ -74,6 +79,14 @@ class AdminServiceServicer:
     def ListTenants(self, request, context):
         """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
         server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WhyMiss(self, request, context):
+        """Says why a session is not there, or has less than was stored: what is remembered of what became of it.
+        Changes nothing, and is no access. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +123,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'WhyMiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhyMiss,
+                    request_deserializer=ctxcache_dot_v1_dot_admin__pb2.WhyMissRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.WhyMissResponse.SerializeToString,
             ),
             'DemoteSession': grpc.unary_unary_rpc_method_handler(
                     servicer.DemoteSession,
@@ -178,6 +196,33 @@ class AdminService:
             '/ctxcache.v1.AdminService/ListTenants',
             ctxcache_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             ctxcache_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhyMiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/WhyMiss',
+            ctxcache_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.WhyMissResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,10 @@ class AdminServiceStub:
     """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
     server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
+    WhyMiss: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WhyMissRequest, _admin_pb2.WhyMissResponse]
+    """Says why a session is not there, or has less than was stored: what is remembered of what became of it.
+    Changes nothing, and is no access. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+    """
     DemoteSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]
     """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED
@@ -66,6 +70,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
     """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
     server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    WhyMiss: _aio.UnaryUnaryMultiCallable[_admin_pb2.WhyMissRequest, _admin_pb2.WhyMissResponse]  # type: ignore[assignment]
+    """Says why a session is not there, or has less than was stored: what is remembered of what became of it.
+    Changes nothing, and is no access. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     DemoteSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.DemoteSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Makes a session of the caller's tenant durable and takes it out of DRAM, leased segments excepted. Errors:
@@ -100,6 +108,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
         """Lists what each tenant has, and what is its own, by name: every tenant that had anything since the
         server started, or has a share. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def WhyMiss(
+        self,
+        request: _admin_pb2.WhyMissRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.WhyMissResponse, _abc.Awaitable[_admin_pb2.WhyMissResponse]]:
+        """Says why a session is not there, or has less than was stored: what is remembered of what became of it.
+        Changes nothing, and is no access. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
 
     @_abc_1.abstractmethod

@@ -5,7 +5,7 @@ import sys
 
 from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
-from stored import model_spec, store_session
+from stored import connected, model_spec, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.exit_codes import ExitCode
@@ -111,3 +111,22 @@ def _imports_of(*arguments: str) -> set[str]:
     command = [sys.executable, "-X", "importtime", "-m", "ctxcache.cli.main", *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     return {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines() if "import time:" in line}
+
+
+def test_why_miss_explains(running_server: ServerProcess) -> None:
+    """A sentence and what happened for people, the proto's names for scripts."""
+    store_session(running_server.target, "missed")
+    with connected(running_server.target) as client:
+        client.keep_first("sessions/missed", 1)
+        client.delete_session("sessions/missed")
+
+    found = ctxcache_json(running_server.target, "why-miss", "missed")
+    ran = ctxcache("--target", running_server.target, "why-miss", "sessions/missed")
+    never = ctxcache("--target", running_server.target, "why-miss", "nothing")
+
+    assert found["is_there"] is False
+    assert found["reason"] == "MISS_EVENT_DELETED"
+    assert [one["event"] for one in found["happenings"]] == ["MISS_EVENT_TRUNCATED", "MISS_EVENT_DELETED"]
+    assert "is not there: it was deleted." in ran.stdout
+    assert "by request" in ran.stdout
+    assert "was never stored" in never.stdout

@@ -1,0 +1,133 @@
+"""why-miss: what the store says of a session that is not as it was."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from observed import load, observed
+from service_rig import Client, GrpcWay, until
+
+from ctxcache.server import Server
+from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
+from ctxcache.v1.admin_pb2 import MissEvent
+
+
+async def _why(client: Client, session_id: str, **facts: str) -> admin_pb2.WhyMissResponse:
+    request = admin_pb2.WhyMissRequest(name=f"sessions/{session_id}", **facts)
+    return await client.admin.WhyMiss(request)  # type: ignore[no-any-return]
+
+
+def _events(answer: admin_pb2.WhyMissResponse) -> list[str]:
+    return [MissEvent.Name(one.event).removeprefix("MISS_EVENT_") for one in answer.happenings]
+
+
+async def test_what_was_evicted_says_for_whom(tmp_path: Path) -> None:
+    """With the tokens that went, and when."""
+    async with observed(tmp_path) as (_, client, clock):
+        await load(client, clock)
+        gone = [answer for i in range(22) if not (answer := await _why(client, f"s{i}")).is_there]
+
+    assert gone
+    for answer in gone:
+        assert answer.reason == MissEvent.MISS_EVENT_EVICTED
+        (one,) = answer.happenings
+        assert one.token_count == 130
+        assert one.detail.startswith("room on SSD for sessions/s")
+        assert answer.tenant == "default"
+
+
+async def test_each_way_to_lose_something(tmp_path: Path) -> None:
+    """Deleted, expired, truncated, another model, never stored."""
+    async with observed(tmp_path) as (_, client, clock):
+        await client.create("gone")
+        await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/gone"))
+        await client.create("short", ttl=Duration(seconds=1))
+        await client.create("cut")
+        await client.append("cut", 1, 0, 10)
+        await client.sessions.TruncateSession(
+            session_pb2.TruncateSessionRequest(name="sessions/cut", keep_first=4)
+        )
+        for _ in range(3):
+            query = session_pb2.LookupQuery(name="sessions/cut", model_fingerprint=b"x" * 32)
+            await client.sessions.LookupSessions(session_pb2.LookupSessionsRequest(queries=[query]))
+        clock.advance(seconds=2)
+        gone, short, cut, never = [await _why(client, name) for name in ("gone", "short", "cut", "never")]
+
+    assert (gone.is_there, gone.reason) == (False, MissEvent.MISS_EVENT_DELETED)
+    assert (short.is_there, short.reason) == (False, MissEvent.MISS_EVENT_EXPIRED)
+    assert (cut.is_there, cut.token_count) == (True, 4)
+    assert _events(cut) == ["TRUNCATED", "FINGERPRINT_MISMATCH"]
+    assert (cut.happenings[0].token_count, cut.happenings[1].count) == (6, 3)
+    assert (never.is_there, never.reason, list(never.happenings)) == (
+        False,
+        MissEvent.MISS_EVENT_UNSPECIFIED,
+        [],
+    )
+    assert never.HasField("remembered_since")
+
+
+async def test_refused_readers_and_writers_are_remembered(tmp_path: Path) -> None:
+    """A lease that is not released, a write for which there is no room."""
+    async with observed(tmp_path, room_wait_s=0) as (server, client, clock):
+        await client.create("one")
+        await client.append("one", 1, 0, 64)
+        way = GrpcWay(client.arena.Access())
+        acquire = arena_pb2.AcquireLease(session="sessions/one", model_fingerprint=client.fingerprint)
+        await way.one(acquire_lease=acquire)
+        clock.advance(seconds=301)
+        await until(lambda: _is_idle(server))
+        reserve = arena_pb2.Reserve(
+            session="sessions/one", model_fingerprint=client.fingerprint, write_offset=64, token_count=1 << 20
+        )
+        refused = await way.one(reserve=reserve)
+        answer = await _why(client, "one")
+        way.die()
+
+    assert refused.error.reason == "CAPACITY_EXCEEDED"
+    assert _events(answer) == ["TIMEOUT", "QUOTA"]
+    assert answer.happenings[1].detail == "write: CAPACITY_EXCEEDED"
+
+
+async def test_damage_is_told_with_what_it_cost(tmp_path: Path) -> None:
+    """The session ends before it, and says so; the reader's miss counts as corrupt."""
+    async with observed(tmp_path) as (server, client, _clock):
+        await client.create("one")
+        await client.append("one", 1, 0, 128, is_durable=True)
+        await client.admin.DemoteSession(admin_pb2.DemoteSessionRequest(name="sessions/one"))
+        segment = server._cache.state.session("default", "one").segments[1]
+        assert segment.ssd is not None
+        _damage(Path(server.storage.ssd.paths[segment.ssd.path_index]), segment.ssd.offset_bytes + 4096)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await client.read_rows("one")
+        answer = await _why(client, "one")
+
+    assert (answer.is_there, answer.token_count) == (True, 64)
+    assert _events(answer) == ["CORRUPT"]
+    assert answer.happenings[0].token_count == 64
+
+
+async def test_it_is_no_access_and_of_one_tenant_alone(tmp_path: Path) -> None:
+    """Asking changes nothing; another tenant's session of that name is another one."""
+    async with observed(tmp_path) as (_, client, clock):
+        await client.create("one")
+        before = await client.get("one")
+        clock.advance(seconds=5)
+        here, elsewhere = await _why(client, "one"), await _why(client, "one", tenant="other")
+        after = await client.get("one")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _why(client, "not a name")
+
+    assert before.access_time == after.access_time
+    assert (here.is_there, elsewhere.is_there, elsewhere.tenant) == (True, False, "other")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def _damage(path: Path, offset_bytes: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset_bytes)
+        file.write(b"\xff" * 64)
+
+
+def _is_idle(server: Server) -> bool:
+    return server._cache.reading.lease_count == 0
