@@ -14,9 +14,10 @@ from transformers import Cache
 from ctxcache.client import SessionRows
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.cache_target import CacheTarget
-from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.devices import device_of
+from gpu_worker.pipeline.kernel_weights import KernelWeights
+from gpu_worker.pipeline.kernels import compute_for
 from gpu_worker.pipeline.layer_gate import LayerGate
 from gpu_worker.pipeline.pipeline import Pipeline, Settings
 from gpu_worker.pipeline.planned import Choice, Chooser
@@ -83,6 +84,7 @@ class SessionRestorer:
     ) -> None:
         self._adapter, self._chooser = adapter, chooser
         self._timeout_s, self._settings = timeout_s, settings
+        self._weights = KernelWeights(adapter)
         self._pipeline: Pipeline | None = None
 
     def begin(self, rows: SessionRows, choice: Choice, token_ids: Sequence[int]) -> Restoring:
@@ -90,7 +92,8 @@ class SessionRestorer:
         adapter, count = self._adapter, len(token_ids)
         target = CacheTarget(adapter, count)
         restoration = self._usable().start(
-            choice.schedule(target), LeasedSource(rows), target, Modules(adapter, torch.arange(count)),
+            choice.schedule(target), LeasedSource(rows), target,
+            compute_for(adapter, self._weights, torch.arange(count)),
             deadline=Deadline.after_s(self._timeout_s), token_ids=torch.tensor(token_ids),
         )  # fmt: skip
         return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser)

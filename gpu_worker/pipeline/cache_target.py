@@ -43,7 +43,8 @@ class CacheTarget(Target):
         """See Target. One page, whose first row is the layer's first token."""
         keys, values = (half.transpose(1, 2) for half in self._held[layer])
         first = self.first_token(layer)
-        return Room(Pages(keys, values, torch.arange(begin - first, end - first)), begin - first)
+        slots = torch.arange(begin - first, end - first, device=keys.device)
+        return Room(Pages(keys, values, slots), begin - first)
 
     def scratch(self) -> Cache | None:
         """See Target: a preallocated cache is recomputed into as it is."""

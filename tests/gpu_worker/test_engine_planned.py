@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
 from ctxcache.client.arena import Bytes
-from ctxcache.errors import CorruptSegment, InvalidArgument, LeaseNotFound
+from ctxcache.errors import CorruptSegment, InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine
@@ -122,18 +122,24 @@ def test_a_restore_that_fails_is_a_miss_and_the_reply_is_right(
     assert last.token_ids == _never_dropped("llama")[2]
 
 
-def test_an_expired_lease_is_a_clean_miss(
-    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("piece", [0, 7, 14])
+def test_a_lease_that_ends_under_the_restore_is_a_clean_miss(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    """Rows whose lease ended while they were copied are never used, and the turn says why."""
+    """Given back while pieces are copied: the rows may be anybody's by now, and none of that layer's are used."""
+    left = [piece]
+    fill = LeasedSource.fill
 
-    def check(_source: LeasedSource) -> None:
-        raise LeaseNotFound(lease_id=1)
+    def releasing(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        fill(source, stream, begin, end, into)
+        left[0] -= 1
+        if left[0] == -1:
+            source._rows.close()
 
     with _engine(client, "llama") as engine:
         _turn(engine, session_id, 0)
-        monkeypatch.setattr(LeasedSource, "check", check)
-        turn = _turn(engine, session_id, 1, history=_history("llama", 1))
+        monkeypatch.setattr(LeasedSource, "fill", releasing)
+        turn = _turn(engine, session_id, 1)
 
     assert turn.token_ids == _never_dropped("llama")[1]
     assert (turn.reused_token_count, turn.miss_reason) == (0, "LEASE_NOT_FOUND")

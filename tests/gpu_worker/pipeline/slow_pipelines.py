@@ -14,7 +14,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import Stream
 from gpu_worker.pipeline.cache_target import CacheTarget
-from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.compute import Compute, Modules
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.devices import Host
 from gpu_worker.pipeline.lane import Event, HostLane, Lane, OnError, Work
@@ -108,7 +108,7 @@ def start(
     *,
     source: RowsSource | None = None,
     positions: Tensor | None = None,
-    compute: Modules | None = None,
+    compute: Compute | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Restoration:
     """Begin to restore a session."""

@@ -1,0 +1,50 @@
+"""The kernels in the pipeline: every family's weights and tables as they take them, beside the engine's own cache."""
+
+import pytest
+import torch
+from sessions import RELATIVE_BOUND, relative_errors, saved_session
+from slow_pipelines import poisoned_target, slowed, start
+from tiny_models import CONFIGS
+
+from gpu_worker.pipeline.kernel_weights import KernelWeights
+from gpu_worker.pipeline.kernels import Kernels
+
+BF16_BOUND = 0.02
+
+
+def _errors(
+    name: str, plan: str, dtype: torch.dtype, *, is_fused: bool = False, offset: int = 0
+) -> list[float]:
+    session = saved_session(name, dtype)
+    target = poisoned_target(session)
+    compute = Kernels(KernelWeights(session.adapter), session.positions + offset, is_fused=is_fused)
+    with slowed() as pipeline, start(pipeline, session, target, plan, compute=compute) as restoration:
+        restoration.wait_all()
+    return relative_errors(target.cache, session.kept_cache)
+
+
+@pytest.mark.parametrize("plan", ["hidden:0-2", "saved:0-2"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_by_the_reference(name: str, plan: str) -> None:
+    """In fp32 to 1e-5, whatever its norm, bias, fusion, rotation or window."""
+    assert max(_errors(name, plan, torch.float32)) < RELATIVE_BOUND
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_bf16_by_the_reference(name: str) -> None:
+    """Rounded once where the engine rounds after every step."""
+    assert max(_errors(name, "hidden:0,saved:1-2", torch.bfloat16)) < BF16_BOUND
+
+
+@pytest.mark.parametrize("name", ["qwen3", "neox"])
+def test_fused_is_the_reference(name: str) -> None:
+    """Head norm and partial rotation through Triton: on a GPU if there is one, else interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("the tiny models are on the host; tests/gpu_worker/kernels has the kernels on a GPU")
+
+    assert max(_errors(name, "hidden:0,saved:1-2", torch.float32, is_fused=True)) < RELATIVE_BOUND
+
+
+def test_positions_off_by_one_are_seen() -> None:
+    """So that equality means something."""
+    assert max(_errors("llama", "saved:0-2", torch.float32, offset=1)) > 100 * RELATIVE_BOUND
