@@ -30,6 +30,7 @@ from ctxcache.errors import (
     TierFailure,
 )
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS
 from ctxcache.v1 import session_pb2
 from gpu_worker.capture import Capture
@@ -95,7 +96,7 @@ class TransformersEngine:
         """`plan` says what is saved and how it comes back. Without one, a planner does, that starts from `profile`.
 
         `expected`: how sessions are expected back, which decides what is saved of new ones; by default once, of half
-        a window. `window` defaults to the model's context. A restore that takes longer than `restore_timeout_s` is a
+        a window. Packed kinds are used where `spec` lists them: that is how a loss is allowed. `window` defaults to the model's context. A restore that takes longer than `restore_timeout_s` is a
         miss. Registers the model. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, Unavailable.
         """
         if plan is not None:
@@ -105,7 +106,8 @@ class TransformersEngine:
         self._adapter = adapt(model)
         self._model, self._client, self._spec = model, client, spec
         self._window = window or int(model.config.max_position_embeddings)
-        self._chooser = Chooser(self._adapter, plan, profile)
+        packed_kinds = frozenset(stream.stream.kind for stream in spec.streams) & PACKINGS.keys()
+        self._chooser = Chooser(self._adapter, plan, profile, lossy_kinds=packed_kinds)
         self._layout = self._chooser.layout(expected or [Return(self._window // 2)])
         self._restorer = SessionRestorer(
             self._adapter, self._chooser, timeout_s=restore_timeout_s, settings=settings

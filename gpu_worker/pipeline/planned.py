@@ -64,13 +64,20 @@ class Choice:
 class Chooser:
     """A caller's plan for all sessions, or a planner's for each."""
 
-    def __init__(self, adapter: Adapter, fixed: RestorePlan | None, profile: Profile | None) -> None:
-        """`fixed` wins over `profile`; one of them is given."""
-        self._fixed = fixed
+    def __init__(
+        self,
+        adapter: Adapter,
+        fixed: RestorePlan | None,
+        profile: Profile | None,
+        *,
+        lossy_kinds: frozenset[StateKind] = frozenset(),
+    ) -> None:
+        """`fixed` wins over `profile`; one of them is given. `lossy_kinds`: packed kinds that a planner may use."""
+        self._fixed, self._lossy_kinds = fixed, lossy_kinds
         self._shape = model_shape(adapter, adapter.architecture)
         self._planner: AdaptivePlanner | None = None
         if fixed is None and profile is not None:
-            engine = Engine(can_recompute=True, starts_by_layer=True, can_split=True)
+            engine = Engine(can_recompute=True, starts_by_layer=True, can_split=True, lossy_kinds=lossy_kinds)
             self._planner = AdaptivePlanner(self._shape, profile, engine=engine)
 
     @property
@@ -85,7 +92,8 @@ class Chooser:
                 TOKENS,
                 *(stream for stream in (self._fixed or RestorePlan(())).streams() if stream != TOKENS),
             )
-        return choose_layout(self._shape, self._planner.profile, tuple(expected)).streams()
+        engine = Engine(lossy_kinds=self._lossy_kinds)
+        return choose_layout(self._shape, self._planner.profile, tuple(expected), engine=engine).streams()
 
     def choose(
         self, held: Collection[Stream], history: int, new_tokens: int, *, place: Place = Place.DRAM

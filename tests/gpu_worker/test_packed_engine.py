@@ -1,5 +1,6 @@
 """The engine with layouts in few bits, against a real store: sessions go on, in the bytes that they should take."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,6 +21,8 @@ from gpu_worker.errors import RowNotRepresentable
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed_rows import widen
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.profile import Link
 
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
 REPLY_TOKENS = 4
@@ -119,3 +122,24 @@ def test_a_row_that_cannot_be_packed_ends_what_is_saved_not_the_turn(client: Cli
     assert isinstance(failure, RowNotRepresentable)
     assert "kv_int8" in str(failure)
     assert client.get_session(f"sessions/{session_id}").token_count == len(TURNS[0]) + 1
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_planner_saves_and_restores_in_few_bits_where_the_model_lists_them(
+    client: Client,
+    session_id: str,
+    is_packed: bool,  # noqa: FBT001  # a case of the test
+) -> None:
+    """Over a slow bus: listing packed kinds is how a loss is allowed, and without them none is taken."""
+    slow = replace(known_profile("h100"), copy=Link(1e5), gemm_flops_per_s=1e4, is_direct=False)
+    lengths = [len(TURNS[0]) + 2, len(TURNS[1]) + 2]
+    with TransformersEngine(_model(), client, _spec(is_packed=is_packed), profile=slow) as engine:
+        turns = [engine.turn(session_id, ids, max_new_tokens=2) for ids in TURNS[:2]]
+        assert engine.wait(session_id) is None
+    session = client.get_session(f"sessions/{session_id}")
+
+    kinds = {StateKind(stream.kind) for stream in session.layout} - {StateKind.TOKENS}
+    assert kinds
+    assert kinds <= (PACKINGS.keys() if is_packed else {StateKind.HIDDEN, StateKind.KV})
+    assert [turn.reused_token_count for turn in turns] == [0, lengths[0]]
+    assert session.token_count == sum(lengths)
