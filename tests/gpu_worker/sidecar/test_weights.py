@@ -1,0 +1,102 @@
+"""Weights out of safetensors files: what projecting needs, when it needs it, and of the right model only."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from paged_engine import adapter_of, model_of, spec_of, write_weights
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS
+
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
+from ctxcache.format.streams import StateKind
+from gpu_worker.digests import digest_checkpoint
+from gpu_worker.model_spec import model_spec
+from gpu_worker.plan import Method
+from gpu_worker.restore import Restorer
+from gpu_worker.sidecar.weights import LazyWeights
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_projects_as_its_model_does(family: str, weights: Path) -> None:
+    """From files alone, layer by layer, bit for bit."""
+    directory = write_weights(family, weights)
+    spec = replace(spec_of(family), weights_digest=digest_checkpoint(directory))
+    lazy, whole = LazyWeights(directory, spec, CPU), adapter_of(family)
+    assert lazy.loaded_bytes == 0
+    positions = torch.arange(5)
+    hidden = torch.randn(5, whole.hidden_size)
+
+    for layer in range(len(whole.layers)):
+        lazy.load(layer)
+        mine = Restorer(lazy.adapter, positions).layer(layer, Method.HIDDEN, hidden)
+        theirs = Restorer(whole, positions).layer(layer, Method.HIDDEN, hidden)
+
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    assert 0 < lazy.loaded_bytes < sum(part.nbytes for part in model_of(family).parameters())
+
+
+def test_packed_kinds_are_the_engines_to_say(weights: Path) -> None:
+    """A model that saves in few bits is found in the same files, as another model."""
+    spec = model_spec(model_of("llama"), model_id="packed", packed_kinds=[StateKind.HIDDEN_INT8])
+
+    assert LazyWeights(write_weights("llama", weights), spec, CPU).spec == spec
+
+
+def _copied(tmp_path: Path, weights: Path) -> Path:
+    directory = tmp_path / "copied"
+    directory.mkdir()
+    for path in write_weights("llama", weights).iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    return directory
+
+
+def test_files_of_another_model_are_refused(tmp_path: Path, weights: Path) -> None:
+    """One weight differs in one bit: its model is another one."""
+    directory = _copied(tmp_path, weights)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, directory / "model.safetensors")
+
+    with pytest.raises(ModelFingerprintMismatch, match="weights_digest"):
+        LazyWeights(directory, spec_of("llama"), CPU)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing", "shape", "config", "none"])
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path, weights: Path, damage: str) -> None:
+    """The field is named, whatever is wrong with what lies there."""
+    directory = _copied(tmp_path, weights)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    match damage:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        case "empty":
+            path.write_bytes(b"")
+        case "missing":
+            del tensors["model.norm.weight"]
+            save_file(tensors, path)
+        case "shape":
+            tensors["model.norm.weight"] = torch.zeros(3)
+            save_file(tensors, path)
+        case "config":
+            (directory / "config.json").write_text('{"model_type": "nobody"}')
+        case "none":
+            path.unlink()
+
+    with pytest.raises(InvalidArgument) as refused:
+        LazyWeights(directory, spec_of("llama"), CPU)
+
+    assert refused.value.field == "weights.safetensors_directory"
+
+
+@pytest.mark.parametrize("digest", ["", "sha:1"])
+def test_a_digest_of_no_known_scheme_is_refused(weights: Path, digest: str) -> None:
+    """What cannot be checked is not taken on trust."""
+    spec = replace(spec_of("llama"), weights_digest=digest)
+
+    with pytest.raises(InvalidArgument, match="scheme"):
+        LazyWeights(write_weights("llama", weights), spec, CPU)
