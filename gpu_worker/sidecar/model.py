@@ -29,8 +29,6 @@ from gpu_worker.profiling.profile_file import profile_path, read_profile
 from gpu_worker.sidecar.weights import LazyWeights
 
 log = logging.getLogger(__name__)
-ENGINE = Engine(can_recompute=False, starts_by_layer=True)
-"""Recomputing needs the whole model, of which only projections are here."""
 
 
 class AttachedModel:
@@ -38,7 +36,11 @@ class AttachedModel:
 
     def __init__(self, weights: LazyWeights, profile: Profile) -> None:
         self.weights = weights
-        self._planner = AdaptivePlanner(weights.shape, profile, engine=ENGINE)
+        # Recomputing needs the whole model, of which only projections are here. An engine whose model has packed
+        # kinds takes them.
+        lossy = frozenset(kind for kind in self.kinds if kind in PACKINGS)
+        self._engine = Engine(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
+        self._planner = AdaptivePlanner(weights.shape, profile, engine=self._engine)
         self._lock = threading.Lock()
 
     @property
@@ -65,7 +67,7 @@ class AttachedModel:
     def measured(self, profile: Profile) -> None:
         """Plan by a new profile from here on."""
         with self._lock:
-            self._planner = AdaptivePlanner(self.weights.shape, profile, engine=ENGINE)
+            self._planner = AdaptivePlanner(self.weights.shape, profile, engine=self._engine)
 
     def plan(self, held: Iterable[Stream], token_count: int, new_tokens: int) -> Plan:
         """Decide how a session that holds these streams comes back. Raises InvalidArgument(field="holding")."""

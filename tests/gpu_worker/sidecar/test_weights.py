@@ -14,7 +14,9 @@ from ctxcache.format.streams import StateKind
 from gpu_worker.digests import digest_checkpoint
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method
+from gpu_worker.planning.known_profiles import known_profile
 from gpu_worker.restore import Restorer
+from gpu_worker.sidecar.model import AttachedModel
 from gpu_worker.sidecar.weights import LazyWeights
 
 CPU = torch.device("cpu")
@@ -43,7 +45,12 @@ def test_packed_kinds_are_the_engines_to_say(weights: Path) -> None:
     """A model that saves in few bits is found in the same files, as another model."""
     spec = model_spec(model_of("llama"), model_id="packed", packed_kinds=[StateKind.HIDDEN_INT8])
 
-    assert LazyWeights(write_weights("llama", weights), spec, CPU).spec == spec
+    found = LazyWeights(write_weights("llama", weights), spec, CPU)
+
+    assert found.spec == spec
+    model = AttachedModel(found, known_profile("cpu"))
+    plan = model.plan(model.streams([StateKind.HIDDEN_INT8]), 64, 0)
+    assert str(plan.restore_plan()) == "hidden_int8:0-2"
 
 
 def _copied(tmp_path: Path, weights: Path) -> Path:
