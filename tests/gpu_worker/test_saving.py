@@ -426,6 +426,29 @@ def test_rows_are_read_and_their_room_reused_behind_the_copy(client: Client, ses
     _assert_holds(client, session, range(100))
 
 
+def test_a_failed_passes_room_waits_for_its_copies(client: Client, create: Create) -> None:
+    """Nobody needs its rows any more, and the device still writes them: not into another pass's room."""
+    failed, early, late = create("failed"), create("early"), create("late")
+    copies = _LateCopies()
+    with Saver(client, _SPECS, copies=copies, staging_bytes=2 * _TOKEN_BYTES) as saver:
+        for session in (failed, early, late):
+            saver.open(session)
+        with saver.passing([Slice(failed.name, 0, 2)], [0, 1]):
+            saver.put(*_KV.stream, _rows(_KV, [0, 1]))
+        _pass(saver, (early, 0, 2))
+        copies.let()
+        _pass(saver, (late, 0, 2))
+        copies.let()
+        failures = [saver.wait(session.name) for session in (failed, early, late)]
+
+    assert [failure and failure.reason for failure in failures] == [
+        "INCOMPLETE_APPEND",
+        "TOO_MANY_REQUESTS",
+        None,
+    ]
+    _assert_holds(client, late, range(2))
+
+
 class _FailingCopies(HostCopies):
     """A device that fails, at a copy or at the mark behind it."""
 
