@@ -80,6 +80,7 @@ class Cache:
         budget = Budget(
             limit_bytes=int(capacity_bytes * share),
             client_limit_bytes=int(capacity_bytes * limits.client_share),
+            is_divided=limits.are_divided,
         )
         return Pins(what, budget, wait_ns=limits.room_wait_ns)
 

@@ -20,7 +20,12 @@ class Request:
     generation: int | None
     begin: int = 0
     end: int | None = None
-    client: Client = None
+    client: int | None = None
+
+    @property
+    def owner(self) -> Client:
+        """In whose budget it is counted."""
+        return Client(self.tenant, self.client)
 
 
 class Asked:
@@ -50,9 +55,9 @@ class Asked:
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
         """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""
-        if not budget.has_room(self.request.client, self.look()):
+        if not budget.has_room(self.request.owner, self.look()):
             size_bytes = self.session.layout.size_bytes
             resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.dram)
-            kept = list(resident)[: budget.limit_bytes // size_bytes]
+            kept = list(resident)[: budget.limit_of(self.request.owner) // size_bytes]
             self.sizes_bytes = dict.fromkeys(kept, size_bytes)
         return self.sizes_bytes

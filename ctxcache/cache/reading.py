@@ -264,14 +264,14 @@ class Reading:
             raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
         asked = Asked(self._state, request)
         look = partial(asked.look_for_stream, self.pins.budget) if is_stream else asked.look
-        await self.pins.wait_for_room(request.client, look)
+        await self.pins.wait_for_room(request.owner, look)
         session = asked.session
         self._state.touch(session)
         self._count(asked)
-        self.pins.pin(request.client, asked.sizes_bytes)
+        self.pins.pin(request.owner, asked.sizes_bytes)
         self._last_id += 1
         lease = Lease(
-            self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.client,
+            self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.owner,
             asked.sizes_bytes, begun_ns=self._state.clock.monotonic_ns(),
         )  # fmt: skip
         self._keep(lease)

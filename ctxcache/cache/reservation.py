@@ -44,8 +44,8 @@ class Reservation:
     committed: int
     end: int
     deadline_ns: int
+    client: Client
     marked: int = 0
-    client: Client = None
     promised_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
 

@@ -63,7 +63,7 @@ class Writing:
 
     async def reserve(
         self, tenant: str, session_id: str, *, fingerprint: bytes, write_offset: int,
-        generation: int | None, token_count: int, client: Client = None,
+        generation: int | None, token_count: int, client: int | None = None,
     ) -> Reservation:  # fmt: skip
         """Open the session's reservation with room for `token_count` tokens; 0 is allowed, see `extend`.
 
@@ -80,7 +80,7 @@ class Writing:
                 session=session.name, token_count=session.token_count, write_offset=write_offset
             )
         self._state.touch(session)
-        reservation = self._begin(session, write_offset, client)
+        reservation = self._begin(session, write_offset, Client(tenant, client))
         try:
             await self.extend(reservation, token_count)
         except BaseException:

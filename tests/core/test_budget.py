@@ -5,10 +5,11 @@ from hypothesis import strategies as st
 
 from ctxcache.core.budget import Budget, Client
 
+NOBODY, ONE, TWO = Client("t"), Client("t", 1), Client("t", 2)
 SIZES = {segment_id: 10 + segment_id for segment_id in range(6)}
 Held = list[tuple[Client, dict[int, int]]]
 
-PINS = st.tuples(st.sampled_from([None, 1, 2]), st.sets(st.sampled_from(sorted(SIZES)), max_size=4))
+PINS = st.tuples(st.sampled_from([NOBODY, ONE, TWO]), st.sets(st.sampled_from(sorted(SIZES)), max_size=4))
 
 
 def sizes_of(segment_ids: set[int]) -> dict[int, int]:
@@ -18,7 +19,7 @@ def sizes_of(segment_ids: set[int]) -> dict[int, int]:
 
 def pinned_bytes(held: Held, client: Client) -> int:
     """What a budget must say, counted anew."""
-    ids = {i for owner, sizes in held if client is None or owner == client for i in sizes}
+    ids = {i for owner, sizes in held if client.number is None or owner == client for i in sizes}
     return sum(SIZES[i] for i in ids)
 
 
@@ -35,19 +36,21 @@ def test_a_budget_is_what_is_held(steps: list[tuple[tuple[Client, set[int]], boo
             budget.pin(client, sizes)
             held.append((client, sizes))
 
-        assert [budget.used_by(c) for c in (None, 1, 2)] == [pinned_bytes(held, c) for c in (None, 1, 2)]
+        assert [budget.used_by(c) for c in (NOBODY, ONE, TWO)] == [
+            pinned_bytes(held, c) for c in (NOBODY, ONE, TWO)
+        ]
         assert budget.used_bytes <= 60
-        assert max(budget.used_by(1), budget.used_by(2)) <= 35
+        assert max(budget.used_by(ONE), budget.used_by(TWO)) <= 35
     for item in held:
         budget.unpin(*item)
 
-    assert (budget.used_bytes, set(budget.pinned()), budget.used_by(1)) == (0, set(), 0)
+    assert (budget.used_bytes, set(budget.pinned()), budget.used_by(ONE)) == (0, set(), 0)
 
 
 def test_room_is_refused_only_for_what_is_not_pinned_yet() -> None:
     """Many readers of one prefix take no more room than one."""
     budget = Budget(limit_bytes=25, client_limit_bytes=25)
-    budget.pin(1, sizes_of({0, 1}))
+    budget.pin(ONE, sizes_of({0, 1}))
 
-    assert budget.has_room(2, sizes_of({0, 1}))
-    assert not budget.has_room(2, sizes_of({0, 1, 2}))
+    assert budget.has_room(TWO, sizes_of({0, 1}))
+    assert not budget.has_room(TWO, sizes_of({0, 1, 2}))
