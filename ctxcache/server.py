@@ -42,10 +42,11 @@ from ctxcache.observe.pages import pages_of
 from ctxcache.observe.tracing import open_spans
 from ctxcache.rebuild import rebuild
 from ctxcache.service.admin import About, AdminService
+from ctxcache.service.admission import Admission, Admissions
 from ctxcache.service.arena import ArenaService
 from ctxcache.service.bulk import BulkChannel, BulkService
 from ctxcache.service.control import ControlSocket
-from ctxcache.service.edge import Admission, Admissions, Edge
+from ctxcache.service.edge import Edge
 from ctxcache.service.guard import Guard
 from ctxcache.service.hints import HintService
 from ctxcache.service.identification import Identification, identified_by

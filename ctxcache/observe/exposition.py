@@ -20,7 +20,7 @@ from ctxcache.core.histogram import QUICK_S, Histogram
 from ctxcache.observe.reading import read_cache
 from ctxcache.observe.samples import Sample, families, taken
 from ctxcache.observe.table import OWN
-from ctxcache.service.edge import Admissions
+from ctxcache.service.admission import Admissions
 from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.status import code_name
 

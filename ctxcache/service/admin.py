@@ -9,7 +9,7 @@ from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened
 from ctxcache.service import convert, validate
-from ctxcache.service.edge import Context
+from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.tiers.base import Refusal, Tier
 from ctxcache.v1 import admin_pb2, admin_pb2_grpc, session_pb2

@@ -5,9 +5,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from ctxcache.cache import Cache
+from ctxcache.service.admission import Admission
 from ctxcache.service.caller import current
-from ctxcache.service.edge import Admission, Context
 from ctxcache.service.holder import Holder
+from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.service.turns import Turns
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc

@@ -18,11 +18,12 @@ from ctxcache.clock import Clock
 from ctxcache.errors import AddressUnusable
 from ctxcache.framed_socket import PIECE_TIMEOUT_S, FramedSocket
 from ctxcache.service import convert
+from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import BulkConnection
 from ctxcache.service.bulk_transfers import Transfers
 from ctxcache.service.caller import current
-from ctxcache.service.edge import Admission, Context
 from ctxcache.service.identification import Identification
+from ctxcache.service.rpc import Context
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
 from ctxcache.service.tls import peer_properties
 from ctxcache.service.unix_path import remove_stale

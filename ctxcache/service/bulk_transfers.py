@@ -11,9 +11,9 @@ from ctxcache.cache.reading import Bounce, Lease, Lent, Reading
 from ctxcache.cache.reservation import Room
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert
+from ctxcache.service.admission import Admission
 from ctxcache.service.appending import Append, begin_append
 from ctxcache.service.caller import Caller
-from ctxcache.service.edge import Admission
 from ctxcache.service.identification import Identification, Properties
 from ctxcache.service.streams import read_header, read_request
 from ctxcache.service.tickets import Tickets

@@ -21,9 +21,10 @@ from google.protobuf.message import DecodeError, Message
 from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
 from ctxcache.frames import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.service.admission import Admission
 from ctxcache.service.caller import Caller
 from ctxcache.service.eager import Suspended, begin
-from ctxcache.service.edge import Admission, known_error
+from ctxcache.service.edge import known_error
 from ctxcache.service.holder import Holder
 from ctxcache.service.identification import Identification
 from ctxcache.service.turns import Slice, Turns

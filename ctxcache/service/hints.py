@@ -6,7 +6,8 @@ from contextlib import aclosing
 
 from ctxcache.cache import Cache, hints
 from ctxcache.service import hint_messages
-from ctxcache.service.edge import Admission, Context
+from ctxcache.service.admission import Admission
+from ctxcache.service.rpc import Context
 from ctxcache.service.scheduling import Scheduling
 from ctxcache.service.tenant import tenant_of
 from ctxcache.service.turns import Slice, Turns

@@ -2,7 +2,7 @@
 
 from ctxcache.cache import Cache
 from ctxcache.service import convert, validate
-from ctxcache.service.edge import Context
+from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.v1 import model_pb2, model_pb2_grpc
 

@@ -14,7 +14,7 @@ from ctxcache.cache.queues import Queue
 from ctxcache.cache.readiness import readiness_of
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.service import convert, hint_messages
-from ctxcache.service.edge import Admission
+from ctxcache.service.admission import Admission
 from ctxcache.service.holder import fill_error
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.v1 import hints_pb2

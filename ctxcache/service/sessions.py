@@ -12,7 +12,7 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
 from ctxcache.service import convert, validate
 from ctxcache.service.caller import current
-from ctxcache.service.edge import Context
+from ctxcache.service.rpc import Context
 from ctxcache.service.streams import StreamRpcs
 from ctxcache.service.tenant import tenant_of
 from ctxcache.v1 import model_pb2, session_pb2

@@ -16,7 +16,7 @@ from ctxcache.format.streams import Stream
 from ctxcache.format.wire_chunk import WireChunk, encode_chunk, scan_chunk
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import Append, begin_append
-from ctxcache.service.edge import Context
+from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.v1 import session_pb2, session_pb2_grpc
 

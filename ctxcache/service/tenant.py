@@ -1,7 +1,7 @@
 """Whose sessions an rpc is about. The tenant comes from the connection's credentials, never from a request field."""
 
 from ctxcache.service.caller import current
-from ctxcache.service.edge import Context
+from ctxcache.service.rpc import Context
 
 
 def tenant_of(context: Context) -> str:

@@ -14,8 +14,8 @@ from ctxcache.clock import SystemClock
 from ctxcache.core.identity import Grant
 from ctxcache.core.limits import Bound, Limits, QueueLimits
 from ctxcache.errors import CapacityExceeded, TooManyRequests
+from ctxcache.service.admission import Admission
 from ctxcache.service.caller import Caller
-from ctxcache.service.edge import Admission
 from ctxcache.service.tickets import Tickets
 
 GREEDY = Limits(

@@ -18,6 +18,7 @@ from service_rig import Access, Client, SocketWay, all_rows, until
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.config import Settings
+from ctxcache.core.identity import parse_rules
 from ctxcache.errors import AddressUnusable
 from ctxcache.server import Server
 from ctxcache.service import turns
@@ -234,6 +235,43 @@ async def test_another_user_is_refused(path: str, server: Server) -> None:
     assert b"UNAUTHENTICATED" in said, complaint
     assert b"user 65534 may not use the arena of user 0" in said
     await until(lambda: not server._control.connections)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind", "words"),
+    [
+        ("uid:65534=near:shared-memory", 1, ""),
+        ("uid:*=near:shared-memory", 1, ""),
+        ("uid:65534=far", 3, "PERMISSION_DENIED"),
+        ("uid:65533=near:shared-memory", 3, "UNAUTHENTICATED"),
+        ("cn:65534=near:shared-memory", 3, "UNAUTHENTICATED"),
+    ],
+)
+async def test_another_user_is_let_in_as_a_rule_says(
+    settings: Settings, clock: FakeClock, rules: str, kind: int, words: str
+) -> None:
+    """On the kernel's word, and with the arena's descriptor only where shared memory is granted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    server = await Server.start(settings.model_copy(update={"identities": parse_rules(rules)}), clock)
+    path = server._arena.control_socket
+    is_for_others = _mode(path) == 0o666
+    _open_to_everybody(Path(path))
+    script = (
+        "import os, socket, sys; os.setgid(65534); os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
+        "s.connect(sys.argv[1]); s.sendall(bytes.fromhex(sys.argv[2])); s.settimeout(10);"
+        "data, fds, _, _ = socket.recv_fds(s, 65536, 4); print(data[4], len(fds), data[5:])"
+    )
+    hello = (struct.pack("<IB", len(HELLO), 1) + HELLO).hex()
+    ended = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, path, hello, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    said, complaint = [text.decode() for text in await ended.communicate()]
+    await server.stop()
+
+    assert said.startswith(f"{kind} {int(kind == 1)} "), complaint
+    assert words in said
+    assert is_for_others == rules.startswith("uid:")
 
 
 async def test_what_is_held_is_cut_off_at_the_end_of_the_drain(settings: Settings) -> None:

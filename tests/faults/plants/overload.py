@@ -1,6 +1,6 @@
 """Bugs that the overload harness must find."""
 
-from ctxcache.service.edge import Admission, Refusal
+from ctxcache.service.admission import Admission, Refusal
 from tests.faults.planted import plant
 
 
