@@ -5,7 +5,7 @@ clients. Worst case: the file is gone or empty, which raises InvalidConfiguratio
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,8 +87,10 @@ class AuthorizedChannel(grpc.Channel):
         self.close()
 
     def _authorized(self, callable_: Callable[..., Any]) -> Callable[..., Any]:
-        def call(request: Any, timeout: float | None = None) -> Any:
-            return callable_(request, timeout=timeout, metadata=self._token.metadata())
+        def call(
+            request: Any, timeout: float | None = None, metadata: Iterable[tuple[str, str]] | None = None
+        ) -> Any:
+            return callable_(request, timeout=timeout, metadata=(*(metadata or ()), *self._token.metadata()))
 
         return call
 

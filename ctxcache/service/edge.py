@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.process_memory import refused_memory
-from ctxcache.service.admission import Admission, Admissions
+from ctxcache.service.admission import KEPT_OPEN, Admission, Admissions
 from ctxcache.service.audit import audited_call, audited_stream, is_audited
 from ctxcache.service.caller import Caller, current
 from ctxcache.service.guard import Guard
