@@ -29,7 +29,7 @@ def _socket_path(path: str, automatic: Path) -> str:
     if path == "auto":
         path = str(automatic.absolute())
         if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
-            log.warning("unix_socket_off path=%s reason=path_too_long", path)
+            log.warning("unix_socket_off path=%s reason=%s", path, "path_too_long")
             path = ""
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
         raise AddressUnusable(

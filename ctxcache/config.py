@@ -160,6 +160,7 @@ class Settings(BaseSettings):
     trace_endpoint: str = _knob("trace_endpoint")
     trace_ratio: float = _knob("trace_ratio")
     log_level: Literal["debug", "info", "warning", "error"] = _knob("log_level")
+    log_format: Literal["text", "json"] = _knob("log_format")
 
     @field_validator("dram_high_watermark", "dirty_limit")
     @classmethod

@@ -7,6 +7,7 @@ is flushed, files are closed.
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -394,7 +395,7 @@ def _rebuild(settings: Settings) -> None:
         created_by=f"ctxcache {__version__}",
         is_dry_run=False,
     )
-    log.error("metadata_rebuilt %s", " ".join(f"{name}={fact}" for name, fact in asdict(found).items()))
+    log.error("metadata_rebuilt found=%s", json.dumps(asdict(found)))
 
 
 def _arena_message(arena: DramArena, control_socket: str) -> arena_pb2.Arena:

@@ -20,6 +20,7 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
+from ctxcache.log_format import log_to
 from ctxcache.malloc import keep_freed_memory
 from ctxcache.process_memory import check_address_space
 from ctxcache.time_slice import shorten_time_slices
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ctxcache.server import Server
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def serve_command() -> Callable[..., None]:
@@ -45,7 +45,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     settings = load_settings(given)
     check_address_space(settings.arena_size_bytes)
     output = call_of(context, given).output
-    logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=LOG_FORMAT)
+    log_to(sys.stderr, level=settings.log_level, is_json=settings.log_format == "json")
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
     keep_freed_memory()
     # Before any thread is begun.

@@ -59,5 +59,13 @@ LIFECYCLE = Section(
             choices=("debug", "info", "warning", "error"),
             can_reload=True,
         ),
+        Knob(
+            name="log_format",
+            kind=Kind.WORD,
+            default="text",
+            help="`text` for people, `json` for machines: an object per line.",
+            advice="json where something collects logs",
+            choices=("text", "json"),
+        ),
     ),
 )

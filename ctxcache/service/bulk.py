@@ -219,7 +219,7 @@ def _serve(accepted: _Accepted, loop: asyncio.AbstractEventLoop, ended: asyncio.
 def _check_begun(accepted: _Accepted, ended: asyncio.Future[None]) -> None:
     """A thread that found no memory to begin with has ended without a word: its client must not wait for it."""
     if not accepted.has_begun and not ended.done():
-        log.warning("bulk_accept_failed error=its thread does not begin")
+        log.warning("bulk_accept_failed error=%s", "its thread does not begin")
         accepted.framed_shut()
         _end(ended)
 

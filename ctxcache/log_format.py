@@ -1,0 +1,64 @@
+"""How events are logged: a name and `key=value`, as a line for people or as one of JSON. Leaf.
+
+Every event of ours is logged with a template `name key=%s key=%d`, so that its fields are known here and need not
+be parsed out of text; a test looks at every call. What libraries log is the field `message`.
+"""
+
+import json
+import logging
+import re
+from datetime import UTC, datetime
+from typing import TextIO
+
+TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+TEMPLATE = re.compile(r"[a-z][a-z0-9_]*(?: [a-z_]+=%(?:\.\d+)?[a-z])*")
+_KEY = re.compile(r" ([a-z_]+)=%")
+
+
+class JsonLines(logging.Formatter):
+    """One object per line: `time` (UTC, RFC 3339), `level`, `logger`, `event` or `message`, its fields, `traceback`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **_said(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, separators=(",", ":"), default=str)
+
+
+def log_to(stream: TextIO, *, level: str, is_json: bool) -> logging.Handler:
+    """Log to a stream what is at least as severe as `level`; returns what does so."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines() if is_json else logging.Formatter(TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    return handler
+
+
+def _said(record: logging.LogRecord) -> dict[str, object]:
+    values = record.args if isinstance(record.args, tuple) else ()
+    if not isinstance(record.msg, str) or not TEMPLATE.fullmatch(record.msg):
+        return {"message": record.getMessage()}
+    fields = {
+        f"{key}_" if key in _TAKEN else key: _plain(value)
+        for key, value in zip(_KEY.findall(record.msg), values, strict=True)
+    }
+    return {"event": record.msg.partition(" ")[0], **fields}
+
+
+_TAKEN = frozenset({"time", "level", "logger", "event", "message", "traceback"})
+
+
+def _plain(value: object) -> object:
+    """A number as it is, anything else as text; what the audit log has put into JSON once is not put there twice."""
+    if isinstance(value, int | float):
+        return value
+    text = str(value)
+    try:
+        return json.loads(text) if text.startswith(('"', "{")) else text
+    except ValueError:
+        return text

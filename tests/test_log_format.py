@@ -1,0 +1,88 @@
+"""Logs: every event has a name and fields, in either format."""
+
+import ast
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ctxcache.log_format import TEMPLATE, JsonLines
+
+SOURCES = Path(__file__).parent.parent / "ctxcache"
+LEVELS = {"debug", "info", "warning", "error", "exception"}
+
+
+def _calls() -> Iterator[tuple[str, str, str, int]]:
+    """Where something is logged, its level, its template, and how many values come with it."""
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            is_ours = isinstance(node.func.value, ast.Name) and node.func.value.id == "log"
+            if is_ours and node.func.attr in LEVELS:
+                where, template = f"{path.relative_to(SOURCES)}:{node.lineno}", node.args[0]
+                assert isinstance(template, ast.Constant), where
+                assert isinstance(template.value, str), where
+                yield where, node.func.attr.replace("exception", "error"), template.value, len(node.args) - 1
+
+
+def test_every_event_has_a_name_and_named_fields() -> None:
+    """A fixed template, as many values as keys: whoever reads logs by machine needs no parser."""
+    found = list(_calls())
+    for where, _, template, value_count in found:
+        assert TEMPLATE.fullmatch(template), where
+        assert template.count("%") == value_count, where
+    assert len(found) > 20
+
+
+def test_every_event_is_in_the_documents_table() -> None:
+    """With its level."""
+    text = (SOURCES.parent / "docs" / "operations.md").read_text()
+    for where, level, template, _ in _calls():
+        assert f"| `{template.partition(' ')[0]}` | {level} |" in text, where
+
+
+@pytest.fixture
+def logger() -> Iterator[tuple[logging.Logger, io.StringIO]]:
+    """A logger of its own, in JSON."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    made = logging.getLogger("ctxcache.test_log_format")
+    made.addHandler(handler)
+    yield made, stream
+    made.removeHandler(handler)
+
+
+def test_json_has_the_fields(logger: tuple[logging.Logger, io.StringIO]) -> None:
+    """Numbers as numbers; text with spaces, quotes and line breaks in one field of one line."""
+    log, stream = logger
+    log.warning("path_rests path=%s problem=%s count=%d", "/a b", 'no "room"\nleft', 3)
+
+    (line,) = stream.getvalue().splitlines()
+    event = json.loads(line)
+    assert event.pop("time").endswith("+00:00")
+    assert event == {
+        "level": "warning", "logger": "ctxcache.test_log_format", "event": "path_rests", "path": "/a b",
+        "problem": 'no "room"\nleft', "count": 3,
+    }  # fmt: skip
+
+
+def test_json_of_others_and_of_failures(logger: tuple[logging.Logger, io.StringIO]) -> None:
+    """What a library says is a message; a traceback is a field."""
+    log, stream = logger
+    log.warning("Something %s, 100%%", "else")
+    try:
+        raise ValueError("bad")  # noqa: TRY301
+    except ValueError:
+        log.exception("internal_error")
+    log.warning("audit subject=%s result=%s", json.dumps("me=you"), "{not json")
+
+    message, failure, audit = map(json.loads, stream.getvalue().splitlines())
+    assert message["message"] == "Something else, 100%"
+    assert failure["event"] == "internal_error"
+    assert "ValueError: bad" in failure["traceback"]
+    assert (audit["subject"], audit["result"]) == ("me=you", "{not json")
