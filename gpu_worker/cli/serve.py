@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,11 +23,30 @@ STUCK_EXIT_CODE = 13
 _DEFAULTS = Settings()
 
 
+def _store_file(variable: str, sentence: str) -> Any:
+    # Any: an annotation, as typer reads it. The variables are those of the other commands that call a store.
+    return typer.Option(help=sentence, envvar=variable, metavar="FILE", show_default="none")
+
+
+TokenFile = Annotated[
+    Path | None, _store_file("CTXCACHE_TOKEN_FILE", "Token that says to the store who calls.")
+]
+Ca = Annotated[Path | None, _store_file("CTXCACHE_TLS_CA", "TLS: who signed the store's certificate.")]
+Certificate = Annotated[
+    Path | None, _store_file("CTXCACHE_TLS_CLIENT_CERTIFICATE", "Certificate to show the store.")
+]
+Key = Annotated[Path | None, _store_file("CTXCACHE_TLS_CLIENT_KEY", "Its key.")]
+
+
 def serve(
     *,
     store: Annotated[
         str, typer.Option(help="The store.", metavar="TARGET", envvar="CTXCACHE_TARGET")
     ] = _DEFAULTS.store,
+    store_token_file: TokenFile = None,
+    store_ca: Ca = None,
+    store_certificate: Certificate = None,
+    store_key: Key = None,
     listen: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +85,8 @@ def serve(
 ) -> None:
     """Serve engines on this host: restore their KV caches from the store, and save to it."""
     settings = Settings(
-        store=store, listen=listen, device=device, profile_directory=given.profile_directory(directory),
+        store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
+        store_key=store_key, listen=listen, device=device, profile_directory=given.profile_directory(directory),
         ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
         max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,
         longest_restore_s=longest_restore_s, store_timeout_s=store_timeout_s,

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache.client import Client
+from ctxcache.client.tls import ClientTls
 from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
 from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
@@ -47,7 +48,10 @@ class Worker:
         self.settings = settings
         self._files = ExitStack()
         device = _device(settings.device)
-        self._client = Client(settings.store, timeout_s=settings.store_timeout_s)
+        self._client = Client(
+            settings.store, timeout_s=settings.store_timeout_s, tls=_tls(settings),
+            token_file=settings.store_token_file,
+        )  # fmt: skip
         self._pipelines = Pipelines(device, settings.ring_bytes)
         self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
         models = Models(device, settings.profile_directory)
@@ -144,6 +148,12 @@ async def serve(
         await ended.wait()
     finally:
         await worker.stop()
+
+
+def _tls(settings: Settings) -> ClientTls | None:
+    if settings.store_ca is None and settings.store_certificate is None:
+        return None
+    return ClientTls(settings.store_ca, settings.store_certificate, settings.store_key)
 
 
 def _device(name: str) -> torch.device:

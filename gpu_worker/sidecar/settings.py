@@ -25,6 +25,14 @@ class Settings:
 
     store: str = "127.0.0.1:7420"
     """The store, as a gRPC target."""
+    store_token_file: Path | None = None
+    """File with the token that the store knows this worker by; none: it asks for none."""
+    store_ca: Path | None = None
+    """Who signed the store's certificate, PEM; none: no TLS, unless a certificate is given."""
+    store_certificate: Path | None = None
+    """This worker's own certificate, PEM, for a store that asks for one."""
+    store_key: Path | None = None
+    """Its key, PEM."""
     listen: Path | None = None
     """Unix socket to listen at; none: `worker.sock` of the user. Descriptors are passed beside it."""
     device: str = "cpu"

@@ -1,5 +1,6 @@
 """What a worker does when engines, stores, or it itself fail: misses with reasons, and nothing written behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,10 +12,12 @@ import pytest
 from attached import BLOCKS, RESTORE_LIMIT, Later, saved_case, stopped, under_way, until
 from paged_engine import BLOCK_TOKENS, PROMPT_TOKENS, running_engine, write_weights
 from server_process import ServerProcess
+from typer.testing import CliRunner
 from worker_process import WorkerProcess
 
-from ctxcache.errors import Draining, EngineTakenOver, TooManyRequests, Unavailable
+from ctxcache.errors import DeadlineExceeded, Draining, EngineTakenOver, TooManyRequests, Unavailable
 from ctxcache.status import PUSHBACK_KEY, from_rpc_error
+from gpu_worker.cli.app import app
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.errors import AttachmentNotFound, BlockInUse, RestoreAlreadyExists
 from gpu_worker.v1 import worker_pb2
@@ -183,6 +186,17 @@ def test_a_worker_that_is_killed_is_an_error_at_once(
         with WorkerClient(worker.path) as again, again.attach(hello) as attached:
             assert attached.restore(case.session, BLOCKS, token_end=PROMPT_TOKENS).is_restored
         assert case.is_as_saved()
+
+
+def test_stats_are_a_readiness_probe(worker: WorkerProcess, client: WorkerClient) -> None:
+    """A worker that answers is ready and says so; where nobody listens it is one error."""
+    assert client.stats().device == "cpu"
+
+    answered = CliRunner().invoke(app, ["stats", "--json", "--listen", str(worker.path)])
+    refused = CliRunner().invoke(app, ["stats", "--listen", str(worker.path.with_name("nobody"))])
+
+    assert json.loads(answered.stdout)["device"] == "cpu"
+    assert isinstance(refused.exception, Unavailable | DeadlineExceeded)
 
 
 def test_a_worker_that_is_asked_to_end_tells_its_engines(
