@@ -37,7 +37,7 @@ def _series(name: str, values: str, **labels: str) -> tuple[str, str]:
 
 ALERTS = (
     Alert(
-        "CtxcacheDown", CRITICAL, 'up{job="ctxcache"} == 0', 2, "ctxcache does not answer",
+        "CtxcacheDown", CRITICAL, 'up{job=~".*ctxcache.*"} == 0', 2, "ctxcache does not answer",
         "The metrics endpoint did not answer for two minutes. Engines prefill everything from the start; nothing durable is lost.",
         "The supervisor's log, or `kubectl describe pod`: exit codes are in operations.md. `ctxcache doctor` with the options of `serve`.",
         "Start it again: it needs no repair by hand. Exit code 8: see operations.md, corrupt metadata. If the process runs and only this endpoint does not answer, see CtxcacheEventLoopStalls.",

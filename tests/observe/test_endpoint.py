@@ -9,6 +9,7 @@ import pytest
 from observed import fetch, observed, small_settings
 from service_rig import until
 
+from ctxcache.addresses import metrics_place
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
 from ctxcache.observe import endpoint as endpoint_module
 from ctxcache.observe.endpoint import Answer, Endpoint
@@ -87,32 +88,41 @@ async def test_a_page_that_breaks_is_an_error(caplog: pytest.LogCaptureFixture) 
 
 
 async def test_where_it_listens(tmp_path: Path) -> None:
-    """Nowhere where nothing is named; a port that is taken is an error only where it was asked for."""
+    """Nowhere where nothing is named; a port that was asked for and is taken is an error, and so is no address."""
     async with observed(tmp_path / "none", metrics_listen="") as (server, _, _):
         assert server.metrics_address == ""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        settings = small_settings(tmp_path / "taken", metrics_listen=f"127.0.0.1:{port}")
+        settings = small_settings(tmp_path / "taken", metrics_listen=f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(AddressUnusable):
             await Server.start(settings)
-        async with observed(tmp_path / "auto", listen=f"127.0.0.1:{_free_port_before(port)}") as (
-            server,
-            _,
-            _,
-        ):
-            assert server.metrics_address in ("", f"127.0.0.1:{port}")
     with pytest.raises(InvalidConfiguration):
         await Server.start(small_settings(tmp_path / "wrong", metrics_listen="here"))
 
 
-def _free_port_before(port: int) -> int:
-    """The port whose successor is taken; another one where it is not free itself."""
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port - 1))
-        except OSError:
-            return 0
-    return port - 1
+async def test_an_automatic_port_that_is_taken_is_no_reason_not_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are no metrics then, and the log says so."""
+
+    async def taken(_: Endpoint, host: str, port: int) -> None:
+        raise AddressUnusable(address=f"{host}:{port}", problem="taken")
+
+    monkeypatch.setattr(Endpoint, "start", taken)
+    async with observed(tmp_path) as (server, client, _):
+        await client.create("one")
+        assert server.metrics_address == ""
+    assert "metrics_off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("listen", "wanted"),
+    [("127.0.0.1:7420", 7421), ("[::1]:80", 81), ("127.0.0.1:0", 0), ("127.0.0.1:65535", 0), ("", 0)],
+)
+def test_the_automatic_port_is_the_next_one(tmp_path: Path, listen: str, wanted: int) -> None:
+    """On loopback, whatever the other address is; a free one where there is no next."""
+    settings = small_settings(tmp_path, listen=listen)
+
+    assert metrics_place(settings, (listen,) if listen else ()) == ("127.0.0.1", wanted)
 
 
 async def _started() -> Endpoint:
