@@ -135,6 +135,8 @@ class Restoration:
     def begin(self, *, behind: Event) -> None:
         """Submit everything; `behind` is what the target's memory must wait for. Called once, by the pipeline."""
         schedule = self.schedule
+        # What is refused is refused before anything is submitted.
+        batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
         # Whatever had the target's memory before has ended when the first work writes to it.
         self._submit(self._lanes.compute, lambda: None, behind)
         if schedule.needs_token_ids:
@@ -143,8 +145,8 @@ class Restoration:
         for layer in range(schedule.recomputed_layers):
             self._close_layer(layer)
         for layer in range(schedule.recomputed_layers, self.target.layer_count):
-            for part in schedule.parts[layer]:
-                for begin, end in part.batches(self._batch(part)):
+            for part, most_tokens in batches[layer]:
+                for begin, end in part.batches(most_tokens):
                     self._submit(self._lanes.read, self._feeding(part, begin, end))
             self._submit(self._lanes.read, self._checking(layer))
 

@@ -188,12 +188,15 @@ def test_two_restores_interleave() -> None:
 
 
 def test_a_row_that_no_buffer_holds_is_refused() -> None:
-    """Before anything is submitted."""
-    session = _session()
-    settings = Settings(slot_bytes=64, slot_count=2)
+    """Before anything is submitted: rows of an earlier layer that would fit are not written either."""
+    session = saved_session("deepseek")
+    target = poisoned_target(session)
 
+    settings = Settings(slot_bytes=200, slot_count=2)
     with slowed(settings=settings) as pipeline, pytest.raises(InvalidArgument, match="slot_bytes"):
-        restored(pipeline, session)
+        start(pipeline, session, target, "saved:0,hidden:1-2")
+
+    assert all(bool(half.isnan().all()) for layer in LAYERS for half in target.tensors(layer))
 
 
 def test_a_schedule_of_another_length_is_refused() -> None:
