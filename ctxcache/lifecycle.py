@@ -22,8 +22,9 @@ async def serve(
     on_ready: Callable[[Server], None],
     on_overdue: Callable[[Server], None],
     on_early_end: Callable[[], None],
+    read_again: Callable[[], Settings],
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises as `Server.start` and `Server.stop` do.
+    """Run until SIGTERM or SIGINT; at SIGHUP take over what `read_again` finds. Raises as `Server.start` and `Server.stop` do.
 
     `on_early_end` ends the process: it is called when the signal comes while data are opened, loaded or made
     anew. Nobody was answered by then, and a start may be cut off anywhere; it may take long, and cannot be
@@ -43,9 +44,8 @@ async def serve(
 
     for number in SIGNALS:
         signal.signal(number, end_start)
-    server = await Server.start(settings, on_loaded=end_in_order)
-    if settings.token_hashes is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
+    server = await Server.start(settings, on_loaded=end_in_order, read_again=read_again)
+    loop.add_signal_handler(signal.SIGHUP, server.reload_or_log)
     try:
         on_ready(server)
         await ended.wait()

@@ -42,6 +42,7 @@ from ctxcache.observe.loop_lag import LoopLag
 from ctxcache.observe.pages import pages_of
 from ctxcache.observe.tracing import open_spans
 from ctxcache.rebuild import rebuild
+from ctxcache.reload import Reloaded, Reloading
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.admission import Admission, Admissions
 from ctxcache.service.arena import ArenaService
@@ -104,13 +105,14 @@ class Server:
 
     def __init__(
         self,
-        settings: Settings,
+        reloading: Reloading,
         storage: Storage,
         cache: Cache,
         files: ExitStack,
         identification: Identification,
     ) -> None:
-        self.settings = settings
+        settings = reloading.settings
+        self._reloading = reloading
         self.storage = storage
         self.addresses: tuple[str, ...] = ()
         self._cache = cache
@@ -172,28 +174,30 @@ class Server:
     @classmethod
     async def start(
         cls, settings: Settings, clock: Clock | None = None, on_loaded: Callable[[], None] = lambda: None,
-        *, spans: Spans | None = None,
+        *, spans: Spans | None = None, read_again: Callable[[], Settings] | None = None,
     ) -> "Server":  # fmt: skip
         """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
 
-        `on_loaded` is called before the first address is bound; `spans` are told instead of whom settings name.
+        `on_loaded` is called before the first address is bound; `read_again` reads settings anew for `reload`;
+        `spans` are told instead of whom settings name.
         Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
         CapacityExceeded, AddressUnusable; nothing stays open then.
         """
         check_exposure(settings)
         try:
-            return await cls._start(settings, clock, on_loaded, spans)
+            return await cls._start(settings, clock, on_loaded, spans, read_again)
         except CorruptMetadata as error:
             if not settings.rebuild_metadata:
                 raise
             log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
         await asyncio.to_thread(_rebuild, settings)
-        return await cls._start(settings, clock, on_loaded, spans)
+        return await cls._start(settings, clock, on_loaded, spans, read_again)
 
     @classmethod
     async def _start(
-        cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None], spans: Spans | None
-    ) -> "Server":
+        cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None], spans: Spans | None,
+        read_again: Callable[[], Settings] | None,
+    ) -> "Server":  # fmt: skip
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
         with ExitStack() as files:
@@ -210,7 +214,8 @@ class Server:
             )  # fmt: skip
             await _load(cache)
             on_loaded()
-            server = cls(settings, storage, cache, files, identification)
+            reloading = Reloading(settings, cache, read_again or (lambda: settings))
+            server = cls(reloading, storage, cache, files, identification)
             await server._listen()
             server._files = files.pop_all()
         return server
@@ -220,9 +225,22 @@ class Server:
         """Sessions it has."""
         return len(self._cache.state.sessions)
 
-    def reload(self) -> None:
-        """Read again what may change while it runs: the token file. One that cannot be used changes nothing, and is logged."""
+    @property
+    def settings(self) -> Settings:
+        """Those that hold now."""
+        return self._reloading.settings
+
+    def reload(self) -> Reloaded:
+        """Read again what may change while it runs: settings, and the token file. Raises InvalidConfiguration."""
         self._identification.reload()
+        return self._reloading.run()
+
+    def reload_or_log(self) -> None:
+        """As `reload`, for whom nobody answers."""
+        try:
+            self.reload()
+        except InvalidConfiguration as error:
+            log.error("settings_refused error=%s", error)  # noqa: TRY400  the sentence says all
 
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
@@ -332,7 +350,9 @@ class Server:
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, self._grpc)
         hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, self._grpc)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._cache, about), self._grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminService(self._cache, about, self._reloading.shown, self.reload), self._grpc
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)

@@ -4,13 +4,12 @@ Where no tenant has a share, None: everybody is asked, and the placement alone d
 what is not to be kept free. Worst case: one look at each account.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.session import Session
 from ctxcache.core.usage import Usage, Use
-from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded
 
 
@@ -25,11 +24,12 @@ class Own(NamedTuple):
 class Quotas:
     """The tenants' shares of both tiers. Owned by the event loop."""
 
-    def __init__(self, usage: Usage, dram: SlotAllocator, ssd: SlotAllocator, watermarks: Watermarks) -> None:
+    def __init__(self, usage: Usage, ssd: SlotAllocator, filled_bytes: Callable[[], int]) -> None:
+        """`filled_bytes`: what segments may take of DRAM while as much is free as shall be."""
         self._usage = usage
         self._shares = usage.shares
         self._ssd_bytes = ssd.capacity_bytes
-        self._dram_bytes = watermarks.filled_bytes(dram.capacity_bytes)
+        self._filled_bytes = filled_bytes
 
     def on_ssd(self, tenant: str, size_bytes: int) -> Sequence[str] | None:
         """Whose sessions leave for one of this tenant's, in the order in which they are asked."""
@@ -44,13 +44,13 @@ class Quotas:
             return None
         used = {name: use.dram_bytes for name, use in self._accounts().items()}
         needing = None if tenant is None else self._shares.account(tenant)
-        return self._shares.whose(needing, size_bytes, used, self._dram_bytes)
+        return self._shares.whose(needing, size_bytes, used, self._filled_bytes())
 
     def own(self, tenant: str) -> Own:
         """What is the tenant's own."""
         account = self._shares.account(tenant)
         return Own(
-            self._shares.guaranteed_bytes(account, self._dram_bytes),
+            self._shares.guaranteed_bytes(account, self._filled_bytes()),
             self._shares.guaranteed_bytes(account, self._ssd_bytes),
             self._limit_bytes(tenant),
         )

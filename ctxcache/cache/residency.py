@@ -65,7 +65,7 @@ class Residency:
         self._held_past: Counter[Segment] = Counter()
         """Of the holds on segments, those that may do without DRAM."""
         self._moves = Moves()
-        self.quotas = Quotas(state.usage, dram, ssd, watermarks)
+        self.quotas = Quotas(state.usage, ssd, lambda: self.watermarks.filled_bytes(dram.capacity_bytes))
         self._victims = Victims(state, io, self.quotas)
         self.admission = Admission(state, io, ssd, self._victims)
         self._write_back = WriteBack(state, io, metadata, self, self._moves)

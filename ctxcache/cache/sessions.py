@@ -62,7 +62,7 @@ class Sessions:
         self._residency = residency
         self._departures = residency.departures
         self._metadata = metadata
-        self._default = default
+        self.default_expiration = default
 
     async def create(
         self, tenant: str, session_id: str, *, model_id: str, layout: Iterable[Stream],
@@ -80,7 +80,7 @@ class Sessions:
             raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
         session = self._blank(
             tenant, session_id, model_id, model.spec.fingerprint(), SegmentLayout(specs),
-            expiration or self._default,
+            expiration or self.default_expiration,
         )  # fmt: skip
         session.is_pinned = is_pinned
         return await self._admit(session)

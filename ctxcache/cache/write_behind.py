@@ -41,8 +41,8 @@ class WriteBehind:
     def __init__(self, state: State, residency: Residency) -> None:
         self._state = state
         self._residency = residency
-        self._marks = residency.watermarks
-        self._allowance = Allowance(self._marks.write_behind_bytes_per_s, state.clock.monotonic_ns())
+        bytes_per_s = residency.watermarks.write_behind_bytes_per_s
+        self._allowance = Allowance(bytes_per_s, state.clock.monotonic_ns())
         self._under_way_bytes = 0
         self.looked_at_count = 0
         """Sessions looked at since the start."""
@@ -50,6 +50,7 @@ class WriteBehind:
     async def turn(self, attempt: Attempt) -> bool:
         """Write all that is due, as far as the allowance goes; returns whether all went well."""
         self._residency.is_pressed.clear()
+        self._allowance.bytes_per_s = self._residency.watermarks.write_behind_bytes_per_s
         taken: list[Due] = []
         failure_count = 0
         due = self._due()
@@ -96,7 +97,7 @@ class WriteBehind:
 
     def _oldest(self, now_ns: int) -> bytes | None:
         """The session whose rows are too old; above the watermark the one whose rows are oldest."""
-        unwritten, age_ns = self._state.unwritten, self._marks.tail_age_ns
+        unwritten, age_ns = self._state.unwritten, self._residency.watermarks.tail_age_ns
         found = None
         if age_ns:
             found = unwritten.take_oldest(now_ns - age_ns) or unwritten.take_spared(now_ns - age_ns)

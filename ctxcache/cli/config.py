@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxcache.cli.call import CONTEXT, OutputOption, call_of
+from ctxcache.cli.call import CONTEXT, Call, OutputOption, call_of, online
 from ctxcache.cli.settings import setting_options, settings_of
 from ctxcache.cli.signature import option, with_signature
 
@@ -21,10 +21,12 @@ EffectiveOption = Annotated[
 
 def config_app() -> typer.Typer:
     """Return the commands."""
-    app = typer.Typer(no_args_is_help=True, help="Look at settings.")
+    app = typer.Typer(no_args_is_help=True, help="Look at settings, and change them.")
     app.command("check")(_with_settings(check))
     app.command("show")(_with_settings(show, option("effective", EffectiveOption)))
     app.command("reference")(reference)
+    app.command("running")(running)
+    app.command("reload")(reload)
     return app
 
 
@@ -60,6 +62,32 @@ def reference() -> None:
     from ctxcache.knobs.reference import toml  # noqa: PLC0415  only this command needs it
 
     typer.echo(toml(), nl=False)
+
+
+@online
+def running(call: Call) -> None:
+    """Show the settings that a running server has; those marked live change while it runs."""
+    with call.client() as client:
+        settings = client.settings().settings
+    facts: dict[str, Plain] = {
+        s.name: {"value": json.loads(s.value_json), "can_reload": s.can_reload} for s in settings
+    }
+    width = max(len(s.name) for s in settings)
+    lines = (f"{s.name:{width}} = {s.value_json}{'  # live' if s.can_reload else ''}" for s in settings)
+    call.show_facts(facts, "\n".join(lines))
+
+
+@online
+def reload(call: Call) -> None:
+    """Have a running server read its settings again, all or nothing, and say what has changed."""
+    with call.client() as client:
+        found = client.reload_settings()
+    facts: dict[str, Plain] = {"changed": list(found.changed), "pending": list(found.pending)}
+    lines = [
+        *(f"changed: {name}" for name in found.changed),
+        *(f"after a restart: {name}" for name in found.pending),
+    ]
+    call.show_facts(facts, "\n".join(lines) or "nothing has changed")
 
 
 def _with_settings(function: Callable[..., None], *own: Any) -> Callable[..., None]:

@@ -42,6 +42,7 @@ def serve(context: typer.Context, **given: Any) -> None:
 
     Works without any configuration. Options win over CTXCACHE_ variables, those over --config.
     """
+    as_given = dict(given)
     settings = load_settings(given)
     check_address_space(settings.arena_size_bytes)
     output = call_of(context, given).output
@@ -53,7 +54,13 @@ def serve(context: typer.Context, **given: Any) -> None:
     from ctxcache import lifecycle  # noqa: PLC0415  see the module's docstring
 
     asyncio.run(
-        lifecycle.serve(settings, lambda running: _announce(running, output), _end_unfinished, _end_start)
+        lifecycle.serve(
+            settings,
+            lambda running: _announce(running, output),
+            _end_unfinished,
+            _end_start,
+            lambda: load_settings(dict(as_given)),
+        )
     )
     _say("stopped: everything is on disk")
 

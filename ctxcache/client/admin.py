@@ -33,6 +33,14 @@ class AdminCalls:
         request = admin_pb2.WhyMissRequest(name=name, tenant=tenant)
         return self._wire.call(self._wire.admin.WhyMiss, request)
 
+    def settings(self) -> admin_pb2.Settings:
+        """Every setting that the server runs with."""
+        return self._wire.call(self._wire.admin.GetSettings, admin_pb2.GetSettingsRequest())
+
+    def reload_settings(self) -> admin_pb2.ReloadSettingsResponse:
+        """Have the server read its settings again. Raises InvalidConfiguration; then nothing has changed."""
+        return self._wire.call(self._wire.admin.ReloadSettings, admin_pb2.ReloadSettingsRequest())
+
     def demote_session(self, name: str) -> session_pb2.Session:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
         request = admin_pb2.DemoteSessionRequest(name=name)

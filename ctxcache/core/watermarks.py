@@ -67,16 +67,16 @@ class Allowance:
     """
 
     def __init__(self, bytes_per_s: int, now_ns: int) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._balance_bytes = float(bytes_per_s)
         self._then_ns = now_ns
 
     def is_left(self, now_ns: int) -> bool:
         """Whether anything may be written now."""
-        earned = (now_ns - self._then_ns) * self._bytes_per_s / SECOND_NS
-        self._balance_bytes = min(self._balance_bytes + earned, self._bytes_per_s)
+        earned = (now_ns - self._then_ns) * self.bytes_per_s / SECOND_NS
+        self._balance_bytes = min(self._balance_bytes + earned, self.bytes_per_s)
         self._then_ns = now_ns
-        return not self._bytes_per_s or self._balance_bytes > 0
+        return not self.bytes_per_s or self._balance_bytes > 0
 
     def spend(self, size_bytes: int) -> None:
         """So much is written."""

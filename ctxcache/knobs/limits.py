@@ -17,6 +17,7 @@ LIMITS = Section(
             help="Sessions at a time; creating more is refused with a retry delay.",
             watch="ctxcache_sessions",
             least=1,
+            can_reload=True,
         ),
         Knob(
             name="max_leases",
@@ -26,6 +27,7 @@ LIMITS = Section(
             help="Leases at a time, those of streams included; more are refused with a retry delay.",
             watch="ctxcache_leases",
             least=1,
+            can_reload=True,
         ),
         Knob(
             name="lease_share",

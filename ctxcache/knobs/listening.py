@@ -92,7 +92,6 @@ LISTENING = Section(
             help="Small calls at a time; more are refused with a retry delay.",
             watch="ctxcache_refused_rpcs_total",
             least=1,
-            can_reload=False,
         ),
         Knob(
             name="max_concurrent_streams",

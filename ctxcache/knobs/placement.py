@@ -36,7 +36,7 @@ PLACEMENT = Section(
             help="Of SSD and arena, by tenant: what others' need does not touch; `:LIMIT` is the most on SSD.",
             more=(
                 "A table in the file: `[tenant_shares]` with `a = 0.5`, `b = { share = 0.2, limit = 0.4 }`."
-                " Shares add up to 1 at most."
+                " Shares add up to 1 at most. Live: how large they are, not whose."
             ),
             watch="ctxcache_tenant_bytes",
             can_reload=True,
@@ -86,6 +86,7 @@ PLACEMENT = Section(
             help="Waiting jobs that one engine may publish; what goes beyond is refused.",
             least=1,
             most=1 << 16,
+            can_reload=True,
         ),
         Knob(
             name="engine_grace_s",
@@ -94,6 +95,7 @@ PLACEMENT = Section(
             help="How long an engine's jobs stay when its stream breaks: the default, and the most granted.",
             least=0,
             most=3600,
+            can_reload=True,
         ),
     ),
 )

@@ -19,6 +19,7 @@ TIERS = Section(
             watch="ctxcache_tier_used_bytes",
             least=0,
             below=1,
+            can_reload=True,
         ),
         Knob(
             name="dram_high_watermark",
@@ -29,6 +30,7 @@ TIERS = Section(
             watch="ctxcache_tier_used_bytes",
             least=0,
             below=1,
+            can_reload=True,
         ),
         Knob(
             name="dirty_watermark",
@@ -39,6 +41,7 @@ TIERS = Section(
             watch="ctxcache_dirty_bytes",
             least=0,
             most=1,
+            can_reload=True,
         ),
         Knob(
             name="dirty_limit",
@@ -51,6 +54,7 @@ TIERS = Section(
             watch="ctxcache_dirty_bytes",
             above=0,
             most=1,
+            can_reload=True,
         ),
         Knob(
             name="tail_age_s",
@@ -61,6 +65,7 @@ TIERS = Section(
             watch="ctxcache_flush_lag_seconds",
             least=0,
             most=DAY_S,
+            can_reload=True,
         ),
         Knob(
             name="write_behind_bytes_per_s",
@@ -72,6 +77,7 @@ TIERS = Section(
             watch="ctxcache_flushed_segments_total",
             least=0,
             most=1 << 60,
+            can_reload=True,
         ),
     ),
 )

@@ -1,8 +1,9 @@
 """AdminService."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
@@ -26,12 +27,30 @@ class About:
     arena_prefaulted_bytes: Callable[[], int]
 
 
+class Changes(Protocol):
+    """What reading settings again came to."""
+
+    @property
+    def changed(self) -> Sequence[str]:
+        """Names of those that have another value now."""
+
+    @property
+    def pending(self) -> Sequence[str]:
+        """Names of those that wait for a restart."""
+
+
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """See proto/ctxcache/v1/admin.proto."""
 
-    def __init__(self, cache: Cache, about: About) -> None:
+    def __init__(
+        self, cache: Cache, about: About, settings: Callable[[], Iterable[tuple[str, str, bool]]],
+        reload: Callable[[], Changes],
+    ) -> None:  # fmt: skip
+        """`settings`: each one's name, value as JSON, and whether it changes while the server runs."""
         self._cache = cache
         self._about = about
+        self._settings = settings
+        self._reload = reload
 
     async def GetStats(self, request: admin_pb2.GetStatsRequest, context: Context) -> admin_pb2.Stats:  # noqa: ARG002, N802
         """See the proto."""
@@ -93,6 +112,28 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             end = state.accesses.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
             answer.reason = _EVENTS[end] if end else admin_pb2.MISS_EVENT_UNSPECIFIED
         return answer
+
+    async def GetSettings(  # noqa: N802
+        self,
+        request: admin_pb2.GetSettingsRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.Settings:
+        """See the proto."""
+        return admin_pb2.Settings(
+            settings=[
+                admin_pb2.Setting(name=name, value_json=value, can_reload=can_reload)
+                for name, value, can_reload in self._settings()
+            ]
+        )
+
+    async def ReloadSettings(  # noqa: N802
+        self,
+        request: admin_pb2.ReloadSettingsRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.ReloadSettingsResponse:
+        """See the proto."""
+        found = self._reload()
+        return admin_pb2.ReloadSettingsResponse(changed=found.changed, pending=found.pending)
 
     async def DemoteSession(  # noqa: N802
         self, request: admin_pb2.DemoteSessionRequest, context: Context

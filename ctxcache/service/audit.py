@@ -23,6 +23,7 @@ UNCHANGING = (
     "/ctxcache.v1.AdminService/GetStats",
     "/ctxcache.v1.AdminService/ListTenants",
     "/ctxcache.v1.AdminService/WhyMiss",
+    "/ctxcache.v1.AdminService/GetSettings",
 )
 OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
 REQUEST_CHARACTERS = 512

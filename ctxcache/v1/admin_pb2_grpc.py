@@ -62,6 +62,16 @@ class AdminServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.GetSettings = channel.unary_unary(
+                '/ctxcache.v1.AdminService/GetSettings',
+                request_serializer=ctxcache_dot_v1_dot_admin__pb2.GetSettingsRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.Settings.FromString,
+                _registered_method=True)
+        self.ReloadSettings = channel.unary_unary(
+                '/ctxcache.v1.AdminService/ReloadSettings',
+                request_serializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -111,6 +121,21 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSettings(self, request, context):
+        """Returns every setting that the server runs with. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReloadSettings(self, request, context):
+        """Reads the settings' file again, and takes over what may change while the server runs; all of it or
+        nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -138,6 +163,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'GetSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSettings,
+                    request_deserializer=ctxcache_dot_v1_dot_admin__pb2.GetSettingsRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.Settings.SerializeToString,
+            ),
+            'ReloadSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadSettings,
+                    request_deserializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -277,6 +312,60 @@ class AdminService:
             '/ctxcache.v1.AdminService/Verify',
             ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/GetSettings',
+            ctxcache_dot_v1_dot_admin__pb2.GetSettingsRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.Settings.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/ReloadSettings',
+            ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

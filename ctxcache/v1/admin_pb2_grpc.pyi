@@ -57,6 +57,12 @@ class AdminServiceStub:
     the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
     (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
     """
+    GetSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.Settings]
+    """Returns every setting that the server runs with. Errors: none of its own."""
+    ReloadSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadSettingsRequest, _admin_pb2.ReloadSettingsResponse]
+    """Reads the settings' file again, and takes over what may change while the server runs; all of it or
+    nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -85,6 +91,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
     the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
     (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+    """
+    GetSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.Settings]  # type: ignore[assignment]
+    """Returns every setting that the server runs with. Errors: none of its own."""
+    ReloadSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadSettingsRequest, _admin_pb2.ReloadSettingsResponse]  # type: ignore[assignment]
+    """Reads the settings' file again, and takes over what may change while the server runs; all of it or
+    nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -141,6 +153,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
         the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
         (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def GetSettings(
+        self,
+        request: _admin_pb2.GetSettingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Settings, _abc.Awaitable[_admin_pb2.Settings]]:
+        """Returns every setting that the server runs with. Errors: none of its own."""
+
+    @_abc_1.abstractmethod
+    def ReloadSettings(
+        self,
+        request: _admin_pb2.ReloadSettingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadSettingsResponse, _abc.Awaitable[_admin_pb2.ReloadSettingsResponse]]:
+        """Reads the settings' file again, and takes over what may change while the server runs; all of it or
+        nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,19 +32,21 @@ class Share:
 
 
 class Shares:
-    """The shares of all tenants that have one. Never changed."""
+    """The shares of all tenants that have one. Whose they are never changes."""
 
     def __init__(self, by_tenant: Mapping[str, Share] | None = None) -> None:
         """Raises ValueError when more than everything is guaranteed, or the tenant has no name."""
-        self.by_tenant = dict(by_tenant or {})
-        if REST in self.by_tenant:
-            raise ValueError("a share for a tenant without a name")
-        total = math.fsum(share.guaranteed for share in self.by_tenant.values())
-        if total > 1 + ROUNDING:
-            raise ValueError(f"{total:g} of everything is guaranteed")
+        self.by_tenant = _checked(by_tenant or {})
 
     def __bool__(self) -> bool:
         return bool(self.by_tenant)
+
+    def become(self, by_tenant: Mapping[str, Share]) -> None:
+        """Change how large they are. Raises ValueError, and changes nothing, as above, or where they are others' too."""
+        changed = _checked(by_tenant)
+        if others := changed.keys() ^ self.by_tenant.keys():
+            raise ValueError(f"whether {min(others)} has a share of its own is settled at the start")
+        self.by_tenant = {name: changed[name] for name in self.by_tenant}
 
     @property
     def accounts(self) -> Sequence[str]:
@@ -92,6 +94,15 @@ class Shares:
         if needing is not None and needing not in asked:
             asked.append(needing)
         return asked
+
+
+def _checked(by_tenant: Mapping[str, Share]) -> dict[str, Share]:
+    if REST in by_tenant:
+        raise ValueError("a share for a tenant without a name")
+    total = math.fsum(share.guaranteed for share in by_tenant.values())
+    if total > 1 + ROUNDING:
+        raise ValueError(f"{total:g} of everything is guaranteed")
+    return dict(by_tenant)
 
 
 NO_SHARES = Shares()
