@@ -26,7 +26,7 @@ PACKAGED = {
 }
 SET_BY_CHART = {
     "data_directory", "listen", "bulk_listen", "metrics_listen", "unix_socket", "control_socket", "arena_directory",
-    "arena_size_bytes", "arena_huge_pages", "ssd_size_bytes", "ssd_directories", "insecure_listen",
+    "arena_size_bytes", "arena_huge_pages", "ssd_size_bytes", "ssd_directories", "insecure_listen", "token_hashes",
     "tls_certificate", "tls_key", "tls_client_ca",
 }  # fmt: skip
 QUANTITY = r"^[0-9.]+([KMGTPE]i?)?$"
@@ -165,7 +165,7 @@ def _property(value: Value) -> dict[str, Any]:
 def _setting(knob: Knob) -> dict[str, Any]:
     kinds: dict[Kind, Any] = {
         Kind.SIZE: ["integer", "string"], Kind.SHARE: "number", Kind.SECONDS: "number", Kind.COUNT: "integer",
-        Kind.SWITCH: "boolean", Kind.SHARES: ["object", "string"], Kind.DIRECTORIES: "array",
+        Kind.SWITCH: "boolean", Kind.SHARES: ["object", "string"], Kind.IDENTITIES: ["array", "string"], Kind.DIRECTORIES: "array",
     }  # fmt: skip
     found: dict[str, Any] = {"description": knob.help, "type": kinds.get(knob.kind, "string")}
     if knob.choices:

@@ -208,3 +208,22 @@ def test_notes_warn(case: str, tmp_path: Path) -> None:
     notes = helm("template", "cache", str(copy), "--values", values, "--show-only", "templates/notes.yaml")
     assert "WARNING: tls.mode is none" in notes
     assert ("host paths are used" in notes) == (case == "node-local")
+
+
+def test_a_worker_shows_the_store_who_it_is() -> None:
+    """By certificate and token where these are asked for; on the node's socket it needs neither."""
+    by_tls = objects(render("tenants"))["DaemonSet", "cache-ctxcache-worker"]
+    by_socket = objects(render("node-local"))["DaemonSet", "cache-ctxcache-worker"]
+
+    arguments = pod_of(by_tls)["containers"][0]["args"]
+    assert "--store-ca=/etc/ctxcache-store/ca.crt" in arguments
+    assert "--store-token-file=/etc/ctxcache-store-token/token" in arguments
+    assert not any(text.startswith("--store-") for text in pod_of(by_socket)["containers"][0]["args"])
+    with pytest.raises(RenderError, match=r"worker\.storeTlsSecret is needed"):
+        render("tenants", 'worker.storeTlsSecret=""')
+
+
+def test_whom_the_store_may_reach_is_given() -> None:
+    """The collector of its traces, and nobody else."""
+    (only_one,) = only(objects(render("tenants")), "NetworkPolicy")["spec"]["egress"]
+    assert only_one["ports"] == [{"port": 4317}]

@@ -83,6 +83,7 @@ app.kubernetes.io/component: worker
   "arena_size_bytes" (printf "%vMiB" .Values.store.arena.sizeMiB)
   "arena_huge_pages" (ternary "on" "off" .Values.store.arena.hugePages)
 -}}
+{{- if .Values.auth.tokenHashesSecret }}{{ $_ := set $own "token_hashes" "/etc/ctxcache-tokens/hashes" }}{{ end -}}
 {{- with .Values.store.ssdFileSize }}{{ $_ := set $own "ssd_size_bytes" . }}{{ end -}}
 {{- if .Values.store.ssd -}}
 {{- $directories := list -}}

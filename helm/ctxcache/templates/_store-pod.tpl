@@ -140,6 +140,11 @@ spec:
           mountPath: /etc/ctxcache-tls
           readOnly: true
         {{- end }}
+        {{- if .Values.auth.tokenHashesSecret }}
+        - name: tokens
+          mountPath: /etc/ctxcache-tokens
+          readOnly: true
+        {{- end }}
   volumes:
     - name: settings
       configMap:
@@ -169,6 +174,12 @@ spec:
     - name: tls
       secret:
         secretName: {{ include "ctxcache.tlsSecretName" . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with .Values.auth.tokenHashesSecret }}
+    - name: tokens
+      secret:
+        secretName: {{ . }}
         defaultMode: 0440
     {{- end }}
     {{- if eq .Values.store.kind "DaemonSet" }}
