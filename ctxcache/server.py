@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
@@ -48,11 +48,13 @@ from ctxcache.service.admission import Admission, Admissions
 from ctxcache.service.arena import ArenaService
 from ctxcache.service.bulk import BulkChannel, BulkService
 from ctxcache.service.control import ControlSocket
+from ctxcache.service.doors import Doors
 from ctxcache.service.edge import Edge
 from ctxcache.service.guard import Guard
 from ctxcache.service.hints import HintService
 from ctxcache.service.identification import Identification, identified_by
 from ctxcache.service.models import ModelService
+from ctxcache.service.operations import Controls
 from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
@@ -82,6 +84,8 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_MS = 5000
 """Least time between two pings of an idle client; one that asks more often is cut off."""
+OPERATORS_LIMIT = 64
+"""Operators' calls that run at a time."""
 CONNECTION_STREAMS_LIMIT = 1024
 """Rpcs that one connection may have open, admitted or not; further ones wait at the client."""
 OPTIONS = (
@@ -127,6 +131,7 @@ class Server:
             Admission("local clients", settings.max_local_clients, is_divided=is_divided),
             # An engine that reconnects may have a dead stream yet.
             Admission("engines' streams", 2 * settings.max_engines, is_divided=is_divided),
+            Admission("operators' calls", OPERATORS_LIMIT),
         )
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         self._bulk = BulkChannel(
@@ -134,14 +139,15 @@ class Server:
             tls=self._tls.context if self._tls else None,
         )  # fmt: skip
         self._health = health.aio.HealthServicer()
-        self._lag, rpc_times = LoopLag(), RpcTimes()
-        self._metrics = Endpoint(pages_of(self._sources(rpc_times)))
+        self._doors = Doors(self._admissions, self._health, SERVICES)
+        self._lag, self._rpc_times = LoopLag(), RpcTimes()
+        self._metrics = Endpoint(pages_of(self._sources(self._rpc_times)))
         edge = Edge(
             self._admissions,
             Guard(identification),
             stall_timeout_s=settings.stall_timeout_s,
             decoders=DECODERS,
-            times=rpc_times,
+            times=self._rpc_times,
             spans=cache.state.spans,
         )
         options = (*OPTIONS, *_keepalive(settings.keepalive_s))
@@ -245,9 +251,7 @@ class Server:
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
         with self._files:
-            for service in ("", *SERVICES):
-                await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-            self._admissions.drain()
+            await self._doors.close_for_good()
             patience_s = self.settings.drain_timeout_s
             await asyncio.gather(
                 self._grpc.stop(patience_s), self._control.stop(patience_s), self._bulk.drain(patience_s)
@@ -277,8 +281,7 @@ class Server:
             raise
         await self._grpc.start()
         self._lag.start()
-        for service in ("", *SERVICES):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
         self._watch = loop.create_task(self._identification.watch())
@@ -350,9 +353,9 @@ class Server:
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, self._grpc)
         hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, self._grpc)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(self._cache, about, self._reloading.shown, self.reload), self._grpc
-        )
+        controls = Controls(self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold)
+        admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)

@@ -132,12 +132,21 @@ class Cache:
                 kept_bytes += len(self.state.unwritten.segments(session.uid)) * session.layout.size_bytes
         return kept
 
+    async def flush_due(self) -> None:
+        """Write what SSD is to have; others go on. Raises the first failure when the rest is done."""
+        unwritten = self.state.unwritten
+        due = [self.state.by_uid[uid] for uid in unwritten.uids() if not unwritten.is_spared(uid)]
+        results = await self._flush_all(due, at_a_time=PARALLEL_FLUSHES, is_last=False)
+        for result in results.values():
+            if result is not None and not isinstance(result, SessionNotFound):
+                raise result
+
     async def _flush_all(
-        self, sessions: Sequence[Session], *, at_a_time: int
+        self, sessions: Sequence[Session], *, at_a_time: int, is_last: bool = True
     ) -> dict[Session, BaseException | None]:
         results: list[BaseException | None] = []
         for begin in range(0, len(sessions), at_a_time):
-            flushes = [self.residency.flush(s, is_last=True) for s in sessions[begin : begin + at_a_time]]
+            flushes = [self.residency.flush(s, is_last=is_last) for s in sessions[begin : begin + at_a_time]]
             results += await asyncio.gather(*flushes, return_exceptions=True)
         return dict(zip(sessions, results, strict=True))
 

@@ -1,7 +1,7 @@
 """Models: registered once, never changed."""
 
 from ctxcache.cache.state import State
-from ctxcache.errors import ModelFingerprintMismatch, TooManyRequests
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, TooManyRequests
 from ctxcache.format.model import ModelSpec
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
 
@@ -40,6 +40,15 @@ class Models:
     def get(self, tenant: str, model_id: str) -> ModelRecord:
         """One model. Raises ModelNotFound."""
         return self._state.model(tenant, model_id)
+
+    async def delete(self, tenant: str, model_id: str) -> None:
+        """Forget a model that no session is of. Raises ModelNotFound, InvalidArgument, TierFailure."""
+        self._state.model(tenant, model_id)
+        if count := self._state.model_sessions[tenant, model_id]:
+            raise InvalidArgument(field="name", problem=f"{count} sessions are of models/{model_id}")
+        self._metadata.check(is_growing=False)
+        del self._state.models[tenant, model_id]
+        await self._metadata.commit(Changes(deleted_models=[(tenant, model_id)]), is_durable=True)
 
     def list(self, tenant: str, *, after: str, limit: int) -> list[ModelRecord]:
         """Up to `limit` models with ids greater than `after`, by id."""

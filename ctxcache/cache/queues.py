@@ -8,7 +8,7 @@ import asyncio
 import enum
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ctxcache.cache.state import State
@@ -113,6 +113,10 @@ class Queues:
     def engine_count(self) -> int:
         """Engines whose queue is there."""
         return len(self._queues)
+
+    def by_name(self) -> Mapping[str, Queue]:
+        """Each engine's."""
+        return self._queues
 
     @property
     def waiting_count(self) -> int:

@@ -110,11 +110,22 @@ class Reading:
     def oldest_lease_s(self) -> float:
         """Age of the lease that was acquired first, of those held now; 0 when there is none."""
         lease = next(iter(self._leases.values()), None)
-        return 0.0 if lease is None else self._age_s(lease)
+        return 0.0 if lease is None else self.age_s(lease)
 
     def leases(self) -> Iterable[Lease]:
         """Leases held now."""
         return self._leases.values()
+
+    def lease(self, lease_id: int) -> Lease:
+        """One that is held now. Raises LeaseNotFound."""
+        try:
+            return self._leases[lease_id]
+        except KeyError:
+            raise LeaseNotFound(lease_id=lease_id) from None
+
+    def age_s(self, lease: Lease) -> float:
+        """For how long it is held."""
+        return (self._state.clock.monotonic_ns() - lease.begun_ns) / 10**9
 
     def held(self) -> Iterator[Segment]:
         """Segments held by leases, once per hold."""
@@ -159,7 +170,7 @@ class Reading:
             self._state.unwritten.look_again(session)
         self._let_go(lease)
         self.pins.unpin(lease.client, lease.pinned)
-        self._state.seen.lease_s.observe(self._age_s(lease))
+        self._state.seen.lease_s.observe(self.age_s(lease))
 
     def expire_due(self) -> None:
         """End leases past their deadline."""
@@ -244,9 +255,6 @@ class Reading:
         if not is_whole or not segment.checksums:
             return Lent(piece, view, 0, ())
         return Lent(piece, view, segment.identity(segment.ssd_row_count).seed(), segment.checksums)
-
-    def _age_s(self, lease: Lease) -> float:
-        return (self._state.clock.monotonic_ns() - lease.begun_ns) / 10**9
 
     async def _hold(self, request: Request, *, is_stream: bool = False) -> Lease:
         try:

@@ -236,6 +236,12 @@ class Sessions:
         self._ended(session, Event.DELETED)
         await self._departures.remove([session])
 
+    async def evict(self, tenant: str, session_id: str) -> None:
+        """Give up a session, pinned or not. Raises SessionNotFound, WriteInProgress, TierFailure."""
+        session = self._state.session(tenant, session_id)
+        self._check_change(session, None)
+        await self._residency.ssd_room.expel(session, "an operator's request")
+
     async def expire_due(self) -> None:
         """Remove the sessions whose time has come, a few at a time; a writer is waited for.
 

@@ -89,6 +89,10 @@ class SsdRoom:
         whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"
         await self._evict(victim, f"room on SSD for {for_session.name}{whose}")
 
+    async def expel(self, session: Session, why: str) -> None:
+        """Give up this one. Raises CapacityExceeded, TierFailure."""
+        await self._evict(session, why)
+
     def give_up(self, session: Session) -> int:
         """Evict a session that no record names bytes of, for room in memory; returns how many segments went."""
         self._state.counters.unadmitted_session_count += 1

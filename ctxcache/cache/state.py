@@ -4,6 +4,7 @@ Nothing here awaits or does I/O. `loading.py` fills it from the records.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ctxcache.cache.placement import Placement
 from ctxcache.cache.retaining import Retaining
 from ctxcache.clock import Clock
 from ctxcache.core import ranges
+from ctxcache.core.busiest import Busiest
 from ctxcache.core.evictable import Evictable
 from ctxcache.core.expiry import ExpiryQueue
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
@@ -74,6 +76,9 @@ class State:
         self.names: dict[str, list[str]] = {}
         """Session ids of each tenant, in order."""
         self.touched: set[bytes] = set()
+        self.model_sessions: Counter[tuple[str, str]] = Counter()
+        """Sessions of each tenant's models."""
+        self.busiest, self.accesses_by_tenant = Busiest(), Counter[str]()
         retention = Retaining(clock, self.by_uid, capacities, limits, shares, self._fell)
         self.placement = Placement(policy, clock, self.by_uid, self._fell, retention, self.seen)
         account = self._account if shares else None
@@ -112,6 +117,7 @@ class State:
         """Make a session known, and its segments referenced; `idle_s`: it was there before, idle for so long."""
         self.sessions[session.tenant, session.session_id] = session
         self.by_uid[session.uid] = session
+        self.model_sessions[session.tenant, session.model_id] += 1
         insort(self.names.setdefault(session.tenant, []), session.session_id)
         for segment in session.segments:
             segment.list_in(session.residence)
@@ -131,6 +137,8 @@ class State:
         session.is_gone = True
         del self.sessions[session.tenant, session.session_id]
         del self.by_uid[session.uid]
+        self.model_sessions[session.tenant, session.model_id] -= 1
+        self.busiest.forget(session.uid)
         names = self.names[session.tenant]
         del names[bisect_left(names, session.session_id)]
         self.touched.discard(session.uid)
@@ -145,6 +153,8 @@ class State:
     def touch(self, session: Session) -> None:
         """Count an access."""
         session.touch(self.clock.now_ns())
+        self.busiest.count(session.uid)
+        self.accesses_by_tenant[session.tenant] += 1
         # Earlier than before when the clock was set back, or an expiry was shortened.
         self.expiry.schedule(session.uid, session.expire_time_ns)
         self.touched.add(session.uid)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.wire import Wire
-from ctxcache.v1 import admin_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, operations_pb2, session_pb2
 
 
 class AdminCalls:
@@ -40,6 +40,64 @@ class AdminCalls:
     def reload_settings(self) -> admin_pb2.ReloadSettingsResponse:
         """Have the server read its settings again. Raises InvalidConfiguration; then nothing has changed."""
         return self._wire.call(self._wire.admin.ReloadSettings, admin_pb2.ReloadSettingsRequest())
+
+    def activity(self, *, limit: int = 0) -> operations_pb2.Activity:
+        """What goes on; `limit` sessions and tenants at most."""
+        return self._wire.call(self._wire.admin.GetActivity, operations_pb2.GetActivityRequest(limit=limit))
+
+    def list_leases(self, *, tenant: str = "", page_size: int = 0) -> Iterator[operations_pb2.HeldLease]:
+        """Yield who holds what in DRAM, the oldest first. Raises InvalidArgument."""
+        request = operations_pb2.ListLeasesRequest(tenant=tenant, page_size=page_size)
+        while True:
+            page = self._wire.call(self._wire.admin.ListLeases, request)
+            yield from page.leases
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def revoke_lease(self, lease_id: int) -> operations_pb2.RevokeLeaseResponse:
+        """End a lease, and a local client's others too. Raises LeaseNotFound, InvalidArgument."""
+        request = operations_pb2.RevokeLeaseRequest(lease_id=lease_id)
+        return self._wire.call(self._wire.admin.RevokeLease, request)
+
+    def list_engines(self, *, page_size: int = 0) -> Iterator[operations_pb2.EngineUse]:
+        """Yield the engines that publish their queues. Raises InvalidArgument."""
+        request = operations_pb2.ListEnginesRequest(page_size=page_size)
+        while True:
+            page = self._wire.call(self._wire.admin.ListEngines, request)
+            yield from page.engines
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def evict_session(self, name: str) -> None:
+        """Give up a session. Raises SessionNotFound, WriteInProgress."""
+        self._wire.call(self._wire.admin.EvictSession, operations_pb2.EvictSessionRequest(name=name))
+
+    def delete_model(self, name: str) -> None:
+        """Forget a model without sessions. Raises ModelNotFound, InvalidArgument."""
+        self._wire.call(self._wire.admin.DeleteModel, operations_pb2.DeleteModelRequest(name=name))
+
+    def update_tenant(
+        self, tenant: str, *, guaranteed: float | None = None, limit: float | None = None
+    ) -> admin_pb2.TenantUse:
+        """Change a tenant's share. Raises InvalidArgument."""
+        request = operations_pb2.UpdateTenantRequest(tenant=tenant, guaranteed=guaranteed, limit=limit)
+        return self._wire.call(self._wire.admin.UpdateTenant, request)
+
+    def update_path(self, path: str, *, resting: bool) -> admin_pb2.TierStats:
+        """Take an SSD path out of use, or back. Raises InvalidArgument."""
+        request = operations_pb2.UpdatePathRequest(path=path, resting=resting)
+        return self._wire.call(self._wire.admin.UpdatePath, request)
+
+    def drain(self) -> Iterator[operations_pb2.DrainStatus]:
+        """Have the server take no more work; yields how far it is until nothing is left, without a deadline."""
+        with self._wire.errors():
+            yield from self._wire.admin.Drain(operations_pb2.DrainRequest())
+
+    def undrain(self) -> None:
+        """Have the server take work again."""
+        self._wire.call(self._wire.admin.Undrain, operations_pb2.UndrainRequest())
 
     def demote_session(self, name: str) -> session_pb2.Session:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""

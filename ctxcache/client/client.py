@@ -65,6 +65,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     only the one or the other. `verify`: rows are verified when the server loads them from SSD (`loaded`),
     and besides whenever this client leases them (`always`). `tls`: for a server whose TCP port has it.
     `token_file`: where the token is that says whose tenant's sessions this client works with; it is read again when it changes.
+    `tenant`: of an operator, whose sessions the calls that move no rows are about.
     Where a session is asked for, its name does; a Session that an earlier call returned saves a call.
     """
 
@@ -77,10 +78,13 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         verify: Verify = "loaded",
         tls: ClientTls | None = None,
         token_file: Path | None = None,
+        tenant: str = "",
     ) -> None:
         _check_one_of("access", access, get_args(Access))
         _check_one_of("verify", verify, get_args(Verify))
-        super().__init__(Wire(target, timeout_s, tls, None if token_file is None else TokenFile(token_file)))
+        super().__init__(
+            Wire(target, timeout_s, tls, None if token_file is None else TokenFile(token_file), tenant)
+        )
         self._access = access
         self._bulk = BulkChannel(self._wire)
         self._transport = self._choose_transport(access)

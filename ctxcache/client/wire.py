@@ -39,7 +39,15 @@ _IDEMPOTENT = {
     "ctxcache.v1.ModelService": ("GetModel", "ListModels"),
     "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
     "ctxcache.v1.ArenaService": ("GetArena",),
-    "ctxcache.v1.AdminService": ("GetStats", "ListTenants", "WhyMiss"),
+    "ctxcache.v1.AdminService": (
+        "GetStats",
+        "ListTenants",
+        "WhyMiss",
+        "GetActivity",
+        "ListLeases",
+        "ListEngines",
+        "GetSettings",
+    ),
 }
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -59,6 +67,7 @@ _SERVICE_CONFIG = {
         }
     ]
 }
+TENANT_HEADER = "ctxcache-tenant"
 KEEPALIVE_MS = 20_000
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_LIMIT_BYTES),
@@ -101,9 +110,12 @@ class Wire:
     """A channel to `target` and the services behind it. Thread-safe."""
 
     def __init__(
-        self, target: str, timeout_s: float, tls: ClientTls | None = None, token: TokenFile | None = None
-    ) -> None:
+        self, target: str, timeout_s: float, tls: ClientTls | None = None, token: TokenFile | None = None,
+        tenant: str = "",
+    ) -> None:  # fmt: skip
+        """`tenant`: whose sessions an operator's calls are about; empty for its own."""
         self.target = target
+        self._metadata = ((TENANT_HEADER, tenant),) if tenant else ()
         self.open_streams: set[Closable] = set()
         """Reads and queues that were not closed: each would keep the connection beyond the channel's end."""
         self.timeout_s = timeout_s
@@ -149,7 +161,9 @@ class Wire:
     ) -> _Response:
         """Make one unary call within the deadline. Raises the server's error as it raised it."""
         with self.errors():
-            return method(request, timeout=self.timeout_s, metadata=trace_metadata())
+            return method(
+                request, timeout=self.timeout_s, metadata=(*(trace_metadata() or ()), *self._metadata)
+            )
 
     @contextmanager
     def errors(self) -> Iterator[None]:

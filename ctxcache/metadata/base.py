@@ -70,6 +70,8 @@ class Changes:
     segments: list[SegmentRecord] = field(default_factory=list)
     deleted_session_uids: list[bytes] = field(default_factory=list)
     deleted_segment_ids: list[int] = field(default_factory=list)
+    deleted_models: list[tuple[str, str]] = field(default_factory=list)
+    """Tenants and model ids."""
     quarantined: list[Slot] = field(default_factory=list)
     """SSD slots that are kept from use: what was read there was not what had been written."""
     released: list[Slot] = field(default_factory=list)

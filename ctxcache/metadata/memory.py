@@ -24,6 +24,8 @@ class _State:
         self.models |= {(model.tenant, model.spec.model_id): model for model in changes.models}
         self.sessions |= {session.uid: session for session in changes.sessions}
         self.segments |= {segment.segment_id: segment for segment in changes.segments}
+        for key in changes.deleted_models:
+            self.models.pop(key, None)
         for uid in changes.deleted_session_uids:
             self.sessions.pop(uid, None)
         for segment_id in changes.deleted_segment_ids:

@@ -181,6 +181,7 @@ def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
     found += [(session_key(uid), None) for uid in changes.deleted_session_uids]
     found += [(segment_key(segment_id), None) for segment_id in changes.deleted_segment_ids]
     found += [(slot_key(slot), None) for slot in changes.released]
+    found += [(model_key(tenant, model_id), None) for tenant, model_id in changes.deleted_models]
     return found
 
 

@@ -11,7 +11,7 @@ WELL = Group("Is it well?", (
 ))  # fmt: skip
 CALLS = Group("Calls", (
     histogram("rpc_seconds", "seconds", "Rpcs by method, by gRPC code and, where it is an error of ours, its reason; streams from begin to end.", "p99 of small calls above some ms: see event loop and CPU. INTERNAL: a bug, the log has the traceback.", "method", "code", "reason"),
-    gauge("rpcs", "rpcs", "Running now, by sort: `calls`, `streams`, `local_clients`, `engines`.", "At its limit: more are refused.", "sort"),
+    gauge("rpcs", "rpcs", "Running now, by sort: `calls`, `streams`, `local_clients`, `engines`, `operators`.", "At its limit: more are refused.", "sort"),
     gauge("rpc_limit", "rpcs", "The most of a sort that may run.", "For scale only.", "sort"),
     counter("refused_rpcs", "rpcs", "Refused without being decoded, by sort and reason: `TOO_MANY_REQUESTS`, `DRAINING`.", "`TOO_MANY_REQUESTS` grows: raise the limit of that sort if the machine has CPU to spare, else fewer callers.", "sort", "reason"),
     counter("local_operations", "operations", "Local clients' operations, by kind and end (`OK`, or a reason).", "An end other than OK grows: its reason says what.", "operation", "end"),

@@ -10,10 +10,11 @@ from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened
 from ctxcache.service import convert, validate
+from ctxcache.service.operations import Controls, OperationRpcs
 from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.tiers.base import Refusal, Tier
-from ctxcache.v1 import admin_pb2, admin_pb2_grpc, session_pb2
+from ctxcache.v1 import admin_pb2, operations_pb2, session_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class Changes(Protocol):
         """Names of those that wait for a restart."""
 
 
-class AdminService(admin_pb2_grpc.AdminServiceServicer):
+class AdminService(OperationRpcs):
     """See proto/ctxcache/v1/admin.proto."""
 
     def __init__(
         self, cache: Cache, about: About, settings: Callable[[], Iterable[tuple[str, str, bool]]],
-        reload: Callable[[], Changes],
+        reload: Callable[[], Changes], controls: Controls,
     ) -> None:  # fmt: skip
         """`settings`: each one's name, value as JSON, and whether it changes while the server runs."""
-        self._cache = cache
+        super().__init__(cache, controls)
         self._about = about
         self._settings = settings
         self._reload = reload
@@ -135,6 +136,24 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         found = self._reload()
         return admin_pb2.ReloadSettingsResponse(changed=found.changed, pending=found.pending)
 
+    async def UpdateTenant(  # noqa: N802
+        self,
+        request: operations_pb2.UpdateTenantRequest,
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.TenantUse:
+        """See the proto."""
+        self._change_share(request)
+        return self._tenant(request.tenant)
+
+    async def UpdatePath(  # noqa: N802
+        self,
+        request: operations_pb2.UpdatePathRequest,
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.TierStats:
+        """See the proto."""
+        index = self._hold_path(request)
+        return list(_tier(session_pb2.TIER_SSD, self._cache.ssd, self._cache.residency.ssd))[index]
+
     async def DemoteSession(  # noqa: N802
         self, request: admin_pb2.DemoteSessionRequest, context: Context
     ) -> session_pb2.Session:
@@ -219,6 +238,7 @@ def _tier(
             segment_count=slots.slot_count_by_path[i],
             state=_state(refusal),
             problem=refusal.problem if refusal else "",
+            largest_free_bytes=slots.largest_free_bytes_by_path[i],
         )
 
 

@@ -19,6 +19,7 @@ from ctxcache.status import code_of, message_of, trailing_metadata
 
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
 SCHEDULES = ("/ctxcache.v1.HintService/Schedule",)
+OPERATORS = "/ctxcache.v1.AdminService/"
 STREAMS = ("/ctxcache.v1.SessionService/AppendSession", "/ctxcache.v1.SessionService/ReadSession")
 
 
@@ -39,7 +40,7 @@ class Admission:
         self._running = 0
         self._own: Counter[str] = Counter()
         self._lingering = 0
-        self._draining = asyncio.Event()
+        self._draining, self._resumed = asyncio.Event(), asyncio.Event()
         self.when_full = Refusal(TooManyRequests(what=what, limit=limit))
         self.when_draining = Refusal(Draining())
 
@@ -55,11 +56,21 @@ class Admission:
 
     def drain(self) -> None:
         """Take no more."""
+        self._resumed.clear()
         self._draining.set()
+
+    def resume(self) -> None:
+        """Take more again."""
+        self._draining.clear()
+        self._resumed.set()
 
     async def drained(self) -> None:
         """Wait until no more are taken."""
         await self._draining.wait()
+
+    async def resumed(self) -> None:
+        """Wait until more are taken again. Call it while none are."""
+        await self._resumed.wait()
 
     def refusal(self) -> "Refusal | None":
         """Why a new rpc would be refused now; None when it would not be."""
@@ -122,12 +133,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """The sorts of rpcs: small calls, streams that move rows, those that local clients and engines keep open."""
+    """The sorts of rpcs: small calls, streams that move rows, those that local clients and engines keep open, operators'."""
 
     calls: Admission
     streams: Admission
     local_clients: Admission
     engines: Admission
+    operators: Admission
 
     def of(self, method: str) -> Admission:
         """Where an rpc is counted."""
@@ -135,11 +147,18 @@ class Admissions:
             return self.streams
         if method in SCHEDULES:
             return self.engines
+        if method.startswith(OPERATORS):
+            return self.operators
         return self.local_clients if method in KEPT_OPEN else self.calls
 
     def by_sort(self) -> Mapping[str, Admission]:
         """Each sort's, by its name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def of_clients(self) -> tuple[Admission, ...]:
+        """All but operators'."""
+        return self.calls, self.streams, self.local_clients, self.engines
 
     def drain(self) -> None:
         """Take no more of any sort."""

@@ -36,7 +36,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         """See the proto."""
         # What is reserved has others' bytes in it, and would be committed unseen.
         current().check_shared_memory()
-        holder = Holder(self._cache, tenant_of(context), self._turns)
+        holder = Holder(self._cache, tenant_of(context), self._turns, self._admission)
         try:
             async with aclosing(self._until_drained(request_iterator, holder)) as requests:
                 async for request in requests:

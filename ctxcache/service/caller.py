@@ -5,13 +5,15 @@ Worst case: nobody has said it, which is an internal error, never another's tena
 """
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ctxcache.core.identity import Grant, Role
-from ctxcache.errors import PermissionDenied, Unauthenticated
+from ctxcache.core.identity import Grant, Role, is_tenant
+from ctxcache.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
 DEFAULT_TENANT = "default"
 CERTIFIED = ("spiffe://", "dns:", "cn:")
+TENANT_HEADER = "ctxcache-tenant"
+"""Request metadata by which an operator names whose sessions a call is about."""
 EVERYTHING = Grant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True)
 """What everybody is let in as where nobody is told apart, and whoever has the server's own user."""
 
@@ -22,6 +24,8 @@ class Caller:
 
     subject: str
     grant: Grant
+    acts_for: bool = False
+    """An operator that names a tenant other than its own; each call is audited."""
     is_revoked: bool = False
     """Its credential holds no longer, whatever connection it was given on."""
 
@@ -44,6 +48,15 @@ class Caller:
         """Raise PermissionDenied unless it may do what concerns others too."""
         if self.grant.role is not Role.OPERATOR:
             raise PermissionDenied(subject=self.subject, problem=f"{what} needs the role operator")
+
+    def acting_for(self, tenant: str) -> "Caller":
+        """Itself with another tenant's sessions. Raises PermissionDenied, InvalidArgument."""
+        if tenant == self.tenant:
+            return self
+        self.check_operator(f"acting for tenant {tenant!r}")
+        if not is_tenant(tenant):
+            raise InvalidArgument(field=TENANT_HEADER, problem="is no name of a tenant")
+        return Caller(self.subject, replace(self.grant, tenant=tenant), acts_for=True)
 
     def check_shared_memory(self) -> None:
         """Raise PermissionDenied unless it may see all of the arena."""

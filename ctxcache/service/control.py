@@ -96,10 +96,21 @@ class ControlSocket:
             await asyncio.wait(left)
         self._drain.cancel()
 
-    async def _end_idle(self) -> None:
-        await self.admission.drained()
+    async def cut_off(self, client: int) -> bool:
+        """End a client's connection, and all that it holds; False where it is none of ours."""
         for connection in list(self.connections):
-            connection.drain()
+            if connection.client == client:
+                connection.cut_off()
+                await asyncio.shield(connection.ended)
+                return True
+        return False
+
+    async def _end_idle(self) -> None:
+        while True:
+            await self.admission.drained()
+            for connection in list(self.connections):
+                connection.drain()
+            await self.admission.resumed()
 
 
 class _Connection(asyncio.Protocol):
@@ -165,6 +176,11 @@ class _Connection(asyncio.Protocol):
         else:
             # Not at once: a task that is cancelled before its first step takes no step at all.
             asyncio.get_running_loop().call_soon(self._batch.cancel)
+
+    @property
+    def client(self) -> int:
+        """Its number; 0 before it has one."""
+        return 0 if self._holder is None else self._holder.client
 
     # -- ends ----------------------------------------------------------------------------------
 
@@ -248,7 +264,9 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         self._caller = self._control.identification.of_process(_peer_uid(self._transport), hello.token)
         self._caller.check_shared_memory()
-        self._holder = Holder(self._control.cache, self._caller.tenant, self._control.turns)
+        self._holder = Holder(
+            self._control.cache, self._caller.tenant, self._control.turns, self._control.admission
+        )
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         # By itself and first: a descriptor comes with the byte that it was sent with.

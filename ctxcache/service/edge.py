@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.process_memory import refused_memory
 from ctxcache.service.admission import KEPT_OPEN, Admission, Admissions
-from ctxcache.service.audit import audited_call, audited_stream, is_audited
+from ctxcache.service.audit import audited_call, audited_for_others, audited_stream, is_audited
 from ctxcache.service.caller import Caller, current
-from ctxcache.service.guard import Guard
+from ctxcache.service.guard import FOR_OTHERS, Guard
 from ctxcache.service.rpc import Context, Handler
 from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
 from ctxcache.service.traced import traced_call, traced_stream
@@ -76,7 +76,7 @@ class Edge(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if not method.startswith(OWN_SERVICES):
             handler = await continuation(handler_call_details)
-            return _until_drained(handler, self._admissions.calls) if method == HEALTH_WATCH else handler
+            return _until_drained(handler, self._admissions.operators) if method == HEALTH_WATCH else handler
         admission = self._admissions.of(method)
         refusal = admission.refusal()
         if refusal:
@@ -100,6 +100,8 @@ class Edge(grpc.aio.ServerInterceptor):
             behaviour = (traced_call if is_single else traced_stream)(behaviour, self._spans, method)
         if is_audited(method):
             behaviour = (audited_call if is_single else audited_stream)(behaviour, method)
+        elif method in FOR_OTHERS:
+            behaviour = audited_for_others(behaviour, method)
         let_in, timer = partial(self._guard.let_in, method=method), self._times.of(method)
         call = (
             _single(behaviour, decode, admission, let_in, timer)

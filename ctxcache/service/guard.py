@@ -6,10 +6,24 @@ from typing import Any, Protocol
 from ctxcache.errors import CacheError
 from ctxcache.service import caller as callers
 from ctxcache.service.audit import OPERATORS_ONLY, Refusals
-from ctxcache.service.caller import ANYBODY, Caller
+from ctxcache.service.caller import ANYBODY, TENANT_HEADER, Caller
 from ctxcache.service.identification import Identification
 
 AUTHORIZATION = "authorization"
+FOR_OTHERS = frozenset(
+    f"/ctxcache.v1.{service}/{method}"
+    for service, methods in {
+        "SessionService": (
+            "GetSession", "ListSessions", "UpdateSession", "TruncateSession", "ForkSession", "FlushSession",
+            "DeleteSession",
+        ),
+        "ModelService": ("GetModel", "ListModels"),
+        "HintService": ("Hint",),
+        "AdminService": ("DemoteSession", "EvictSession", "DeleteModel"),
+    }.items()
+    for method in methods
+)  # fmt: skip
+"""What an operator may do for another tenant: nothing that shows rows, and nothing that begins a tenant."""
 
 
 class Connected(Protocol):
@@ -34,13 +48,12 @@ class Guard:
 
     def let_in(self, context: Connected, method: str) -> Caller:
         """Make whoever calls the caller of this task. Raises Unauthenticated, PermissionDenied."""
-        if self._identification.is_open:
-            callers.let_in(ANYBODY)
-            return ANYBODY
         try:
-            caller = self._find(context)
+            caller = ANYBODY if self._identification.is_open else self._find(context)
             if method.startswith(OPERATORS_ONLY):
                 caller.check_operator(method.rpartition("/")[2])
+            if method in FOR_OTHERS:
+                caller = _of_tenant(caller, context)
         except CacheError as error:
             self._refusals.note(error, peer=context.peer(), method=method)
             raise
@@ -54,3 +67,10 @@ class Guard:
             metadata = context.invocation_metadata() or ()
             given = [str(value) for key, value in metadata if key == AUTHORIZATION]
         return self._identification.of_rpc(context.peer(), context.auth_context(), given)
+
+
+def _of_tenant(caller: Caller, context: Connected) -> Caller:
+    for key, value in context.invocation_metadata() or ():
+        if key == TENANT_HEADER:
+            return caller.acting_for(str(value))
+    return caller

@@ -21,6 +21,7 @@ from ctxcache.errors import (
     ReservationNotFound,
 )
 from ctxcache.service import convert, validate
+from ctxcache.service.admission import Admission
 from ctxcache.service.rpc_times import OK
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.status import code_of, message_of, wire_facts
@@ -37,12 +38,13 @@ _CLIENTS = itertools.count(1)
 class Holder:
     """One client's leases and reservations. `end` it when the client is gone."""
 
-    def __init__(self, cache: Cache, tenant: str, turns: Turns) -> None:
-        """`turns`: in which holders carry out batches that take long."""
+    def __init__(self, cache: Cache, tenant: str, turns: Turns, admission: Admission) -> None:
+        """`turns`: in which holders carry out batches that take long. `admission`: says when no more is to be held."""
         self._cache = cache
         self._turns = turns
         self._tenant = tenant
-        self._client = next(_CLIENTS)
+        self._admission = admission
+        self.client = next(_CLIENTS)
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
 
@@ -124,6 +126,7 @@ class Holder:
         self._reservations = {i for i in self._reservations if self._cache.writing.is_open(i)}
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, part: Slice) -> None:
+        self._check_open()
         has_range = request.HasField("range")
         lease = await self._cache.reading.acquire(
             Request(
@@ -133,7 +136,7 @@ class Holder:
                 request.if_generation_match if request.HasField("if_generation_match") else None,
                 request.range.begin if has_range else 0,
                 request.range.end if has_range else None,
-                self._client,
+                self.client,
             )
         )
         self._leases.add(lease.lease_id)
@@ -150,6 +153,10 @@ class Holder:
                 if part.is_over:
                     await part.rest()
 
+    def _check_open(self) -> None:
+        if self._admission.is_draining:
+            raise Draining
+
     def _release_lease(self, lease_id: int) -> None:
         if lease_id not in self._leases:
             raise LeaseNotFound(lease_id=lease_id)
@@ -157,6 +164,7 @@ class Holder:
         self._cache.reading.release(lease_id)
 
     async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
+        self._check_open()
         reservation = await self._cache.writing.reserve(
             self._tenant,
             validate.session_id(request.session, "session"),
@@ -164,7 +172,7 @@ class Holder:
             write_offset=request.write_offset,
             generation=request.if_generation_match if request.HasField("if_generation_match") else None,
             token_count=validate.within(request.token_count, 1, RESERVE_LIMIT, "token_count"),
-            client=self._client,
+            client=self.client,
         )
         self._reservations.add(reservation.reservation_id)
         if len(self._reservations) > self._cache.writing.reservation_count:

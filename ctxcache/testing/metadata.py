@@ -131,6 +131,15 @@ class MetadataContract:
 
         assert [segment.segment_id for segment in store.segments()] == sorted(ids)
 
+    async def test_models_can_be_deleted(self, open_store: OpenStore) -> None:
+        """One tenant's, and no other's of that id."""
+        store = open_store()
+        gone, kept = make_model("m", tenant="a"), make_model("m", tenant="b")
+        await store.commit(Changes(models=[gone, kept]), is_durable=False)
+        await store.commit(Changes(deleted_models=[("a", "m")]), is_durable=True)
+
+        assert list(store.models()) == [kept]
+
     async def test_tenants_do_not_share_models(self, open_store: OpenStore) -> None:
         """The same model id of two tenants is two records, however the names are cut."""
         models = [make_model("bc", tenant="a"), make_model("c", tenant="ab"), make_model("bc", tenant="x")]

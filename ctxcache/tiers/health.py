@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 REST_NS = 2 * 10**9
 """How long a path that lacked room takes no writes."""
+HELD = "an operator took it out of use"
 READ_FAILURE_LIMIT = 3
 """Reads failing one after the other, none that succeeds between, until the path takes no more writes."""
 _LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
@@ -31,6 +32,7 @@ class PathHealth:
         self._lock = threading.Lock()
         self._fence = ""
         self._lack = ""
+        self._is_held = False
         self._rest_ends_ns = 0
         self._read_failure_count = 0
 
@@ -39,9 +41,15 @@ class PathHealth:
         """Why it takes no writes now; None while it does."""
         if self._fence:
             return Refusal(self._fence, is_final=True)
+        if self._is_held:
+            return Refusal(HELD, is_final=False)
         if self._clock.monotonic_ns() < self._rest_ends_ns:
             return Refusal(self._lack, is_final=False)
         return None
+
+    def hold(self, *, is_held: bool) -> None:
+        """Take no writes, though nothing is wrong with it, until this is taken back."""
+        self._is_held = is_held
 
     def check(self) -> None:
         """Raise TierFailure unless it takes writes."""

@@ -103,6 +103,10 @@ class SsdFiles:
         """See Tier."""
         return {i: refusal for i, file in enumerate(self._files) if (refusal := file.health.refusal)}
 
+    def hold(self, index: int, is_held: bool) -> None:  # noqa: FBT001  it is the value itself
+        """Let a path take no writes, or writes again; what lies there is read in any case."""
+        self._files[index].health.hold(is_held=is_held)
+
     async def read(
         self,
         slot: Slot,

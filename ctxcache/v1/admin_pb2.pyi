@@ -32,7 +32,7 @@ class _PathStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PathState.V
     PATH_STATE_OPEN: _PathState.ValueType  # 1
     """It takes writes."""
     PATH_STATE_RESTING: _PathState.ValueType  # 2
-    """It lacked room or memory for a write, and takes none for some seconds."""
+    """It lacked room or memory for a write, and takes none for some seconds; or an operator said so."""
     PATH_STATE_FENCED: _PathState.ValueType  # 3
     """Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
 
@@ -44,7 +44,7 @@ PATH_STATE_UNSPECIFIED: PathState.ValueType  # 0
 PATH_STATE_OPEN: PathState.ValueType  # 1
 """It takes writes."""
 PATH_STATE_RESTING: PathState.ValueType  # 2
-"""It lacked room or memory for a write, and takes none for some seconds."""
+"""It lacked room or memory for a write, and takes none for some seconds; or an operator said so."""
 PATH_STATE_FENCED: PathState.ValueType  # 3
 """Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
 Global___PathState: _TypeAlias = PathState  # noqa: Y015
@@ -373,6 +373,7 @@ class TierStats(_message.Message):
     SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _builtins.int
     tier: _session_pb2.Tier.ValueType
     """Which tier."""
     path: _builtins.str
@@ -387,6 +388,8 @@ class TierStats(_message.Message):
     """Whether it takes writes."""
     problem: _builtins.str
     """Why it takes none, in words; empty while it does."""
+    largest_free_bytes: _builtins.int
+    """The largest run of free bytes: nothing larger than that could be put there, however much is free."""
     def __init__(
         self,
         *,
@@ -397,10 +400,11 @@ class TierStats(_message.Message):
         segment_count: _builtins.int = ...,
         state: Global___PathState.ValueType = ...,
         problem: _builtins.str = ...,
+        largest_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "path", b"path", "problem", b"problem", "segment_count", b"segment_count", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "largest_free_bytes", b"largest_free_bytes", "path", b"path", "problem", b"problem", "segment_count", b"segment_count", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from ctxcache.v1 import admin_pb2 as ctxcache_dot_v1_dot_admin__pb2
+from ctxcache.v1 import operations_pb2 as ctxcache_dot_v1_dot_operations__pb2
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -28,7 +29,11 @@ if _version_not_supported:
 
 class AdminServiceStub:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    something is written to the audit log with the caller and the result. It answers while the server drains.
+
+    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
+    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
+    That holds for EvictSession, DemoteSession and DeleteModel too.
     """
 
     def __init__(self, channel):
@@ -72,11 +77,65 @@ class AdminServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsResponse.FromString,
                 _registered_method=True)
+        self.GetActivity = channel.unary_unary(
+                '/ctxcache.v1.AdminService/GetActivity',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.GetActivityRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.Activity.FromString,
+                _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/ctxcache.v1.AdminService/ListLeases',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.RevokeLease = channel.unary_unary(
+                '/ctxcache.v1.AdminService/RevokeLease',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.RevokeLeaseRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.RevokeLeaseResponse.FromString,
+                _registered_method=True)
+        self.EvictSession = channel.unary_unary(
+                '/ctxcache.v1.AdminService/EvictSession',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.EvictSessionRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.EvictSessionResponse.FromString,
+                _registered_method=True)
+        self.DeleteModel = channel.unary_unary(
+                '/ctxcache.v1.AdminService/DeleteModel',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.DeleteModelRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.DeleteModelResponse.FromString,
+                _registered_method=True)
+        self.UpdateTenant = channel.unary_unary(
+                '/ctxcache.v1.AdminService/UpdateTenant',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.UpdateTenantRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.TenantUse.FromString,
+                _registered_method=True)
+        self.UpdatePath = channel.unary_unary(
+                '/ctxcache.v1.AdminService/UpdatePath',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.UpdatePathRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_admin__pb2.TierStats.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/ctxcache.v1.AdminService/Drain',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.DrainRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.DrainStatus.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/ctxcache.v1.AdminService/Undrain',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.ListEngines = channel.unary_unary(
+                '/ctxcache.v1.AdminService/ListEngines',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    something is written to the audit log with the caller and the result. It answers while the server drains.
+
+    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
+    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
+    That holds for EvictSession, DemoteSession and DeleteModel too.
     """
 
     def GetStats(self, request, context):
@@ -136,6 +195,88 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetActivity(self, request, context):
+        """Returns what goes on: rpcs and how long they take, the busiest sessions and tenants, what needs a look.
+        Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLeases(self, request, context):
+        """Lists leases, the oldest first: who keeps what in DRAM, and for how long already. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeLease(self, request, context):
+        """Ends a lease before its reader does. A stream ends with DEADLINE_EXCEEDED; a local client is cut off, and
+        loses all that it holds: only so it knows in time that its bytes may become others'. One that is connected by
+        gRPC would not, and keeps its leases until they expire. Errors: NOT_FOUND (LEASE_NOT_FOUND);
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictSession(self, request, context):
+        """Gives up a session as if its room were needed: its tokens are lost, and WhyMiss says so. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED (WRITE_IN_PROGRESS); UNAVAILABLE
+        (TIER_FAILURE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteModel(self, request, context):
+        """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
+        sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateTenant(self, request, context):
+        """Changes the share of a tenant that has one, until the settings are read again. Errors: INVALID_ARGUMENT
+        (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdatePath(self, request, context):
+        """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes no more work, and writes what SSD is to have: health says NOT_SERVING, new calls get UNAVAILABLE
+        (DRAINING), and the stream says how far it is until nothing is left. Ending the call ends the waiting, not
+        the drain. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes work again. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEngines(self, request, context):
+        """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +315,56 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsResponse.SerializeToString,
             ),
+            'GetActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetActivity,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.GetActivityRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.Activity.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.ListLeasesRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'RevokeLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeLease,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.RevokeLeaseRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.RevokeLeaseResponse.SerializeToString,
+            ),
+            'EvictSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictSession,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.EvictSessionRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.EvictSessionResponse.SerializeToString,
+            ),
+            'DeleteModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteModel,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.DeleteModelRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.DeleteModelResponse.SerializeToString,
+            ),
+            'UpdateTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateTenant,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.UpdateTenantRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.TenantUse.SerializeToString,
+            ),
+            'UpdatePath': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePath,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.UpdatePathRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_admin__pb2.TierStats.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.DrainRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.DrainStatus.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.UndrainRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.UndrainResponse.SerializeToString,
+            ),
+            'ListEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEngines,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ctxcache.v1.AdminService', rpc_method_handlers)
@@ -184,7 +375,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    something is written to the audit log with the caller and the result. It answers while the server drains.
+
+    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
+    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
+    That holds for EvictSession, DemoteSession and DeleteModel too.
     """
 
     @staticmethod
@@ -366,6 +561,276 @@ class AdminService:
             '/ctxcache.v1.AdminService/ReloadSettings',
             ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsRequest.SerializeToString,
             ctxcache_dot_v1_dot_admin__pb2.ReloadSettingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/GetActivity',
+            ctxcache_dot_v1_dot_operations__pb2.GetActivityRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.Activity.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/ListLeases',
+            ctxcache_dot_v1_dot_operations__pb2.ListLeasesRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/RevokeLease',
+            ctxcache_dot_v1_dot_operations__pb2.RevokeLeaseRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.RevokeLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/EvictSession',
+            ctxcache_dot_v1_dot_operations__pb2.EvictSessionRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.EvictSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/DeleteModel',
+            ctxcache_dot_v1_dot_operations__pb2.DeleteModelRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.DeleteModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/UpdateTenant',
+            ctxcache_dot_v1_dot_operations__pb2.UpdateTenantRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.TenantUse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdatePath(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/UpdatePath',
+            ctxcache_dot_v1_dot_operations__pb2.UpdatePathRequest.SerializeToString,
+            ctxcache_dot_v1_dot_admin__pb2.TierStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/Drain',
+            ctxcache_dot_v1_dot_operations__pb2.DrainRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.DrainStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/Undrain',
+            ctxcache_dot_v1_dot_operations__pb2.UndrainRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/ListEngines',
+            ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.ListEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

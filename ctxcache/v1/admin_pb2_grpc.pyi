@@ -5,6 +5,7 @@ Administration: what operators ask and do."""
 
 from collections import abc as _abc
 from ctxcache.v1 import admin_pb2 as _admin_pb2
+from ctxcache.v1 import operations_pb2 as _operations_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
 from grpc import aio as _aio
 import abc as _abc_1
@@ -29,7 +30,11 @@ GRPC_VERSION: str
 
 class AdminServiceStub:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    something is written to the audit log with the caller and the result. It answers while the server drains.
+
+    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
+    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
+    That holds for EvictSession, DemoteSession and DeleteModel too.
     """
 
     @_typing.overload
@@ -63,11 +68,55 @@ class AdminServiceStub:
     """Reads the settings' file again, and takes over what may change while the server runs; all of it or
     nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
     """
+    GetActivity: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetActivityRequest, _operations_pb2.Activity]
+    """Returns what goes on: rpcs and how long they take, the busiest sessions and tenants, what needs a look.
+    Errors: INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    ListLeases: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListLeasesRequest, _operations_pb2.ListLeasesResponse]
+    """Lists leases, the oldest first: who keeps what in DRAM, and for how long already. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    RevokeLease: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokeLeaseRequest, _operations_pb2.RevokeLeaseResponse]
+    """Ends a lease before its reader does. A stream ends with DEADLINE_EXCEEDED; a local client is cut off, and
+    loses all that it holds: only so it knows in time that its bytes may become others'. One that is connected by
+    gRPC would not, and keeps its leases until they expire. Errors: NOT_FOUND (LEASE_NOT_FOUND);
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    EvictSession: _grpc.UnaryUnaryMultiCallable[_operations_pb2.EvictSessionRequest, _operations_pb2.EvictSessionResponse]
+    """Gives up a session as if its room were needed: its tokens are lost, and WhyMiss says so. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED (WRITE_IN_PROGRESS); UNAVAILABLE
+    (TIER_FAILURE).
+    """
+    DeleteModel: _grpc.UnaryUnaryMultiCallable[_operations_pb2.DeleteModelRequest, _operations_pb2.DeleteModelResponse]
+    """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
+    sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+    """
+    UpdateTenant: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UpdateTenantRequest, _admin_pb2.TenantUse]
+    """Changes the share of a tenant that has one, until the settings are read again. Errors: INVALID_ARGUMENT
+    (INVALID_FIELD).
+    """
+    UpdatePath: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UpdatePathRequest, _admin_pb2.TierStats]
+    """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    Drain: _grpc.UnaryStreamMultiCallable[_operations_pb2.DrainRequest, _operations_pb2.DrainStatus]
+    """Takes no more work, and writes what SSD is to have: health says NOT_SERVING, new calls get UNAVAILABLE
+    (DRAINING), and the stream says how far it is until nothing is left. Ending the call ends the waiting, not
+    the drain. Errors: none of its own.
+    """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UndrainRequest, _operations_pb2.UndrainResponse]
+    """Takes work again. Errors: none of its own."""
+    ListEngines: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]
+    """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    something is written to the audit log with the caller and the result. It answers while the server drains.
+
+    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
+    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
+    That holds for EvictSession, DemoteSession and DeleteModel too.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -98,10 +147,54 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Reads the settings' file again, and takes over what may change while the server runs; all of it or
     nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
     """
+    GetActivity: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetActivityRequest, _operations_pb2.Activity]  # type: ignore[assignment]
+    """Returns what goes on: rpcs and how long they take, the busiest sessions and tenants, what needs a look.
+    Errors: INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    ListLeases: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListLeasesRequest, _operations_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    """Lists leases, the oldest first: who keeps what in DRAM, and for how long already. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    RevokeLease: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokeLeaseRequest, _operations_pb2.RevokeLeaseResponse]  # type: ignore[assignment]
+    """Ends a lease before its reader does. A stream ends with DEADLINE_EXCEEDED; a local client is cut off, and
+    loses all that it holds: only so it knows in time that its bytes may become others'. One that is connected by
+    gRPC would not, and keeps its leases until they expire. Errors: NOT_FOUND (LEASE_NOT_FOUND);
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    EvictSession: _aio.UnaryUnaryMultiCallable[_operations_pb2.EvictSessionRequest, _operations_pb2.EvictSessionResponse]  # type: ignore[assignment]
+    """Gives up a session as if its room were needed: its tokens are lost, and WhyMiss says so. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED (WRITE_IN_PROGRESS); UNAVAILABLE
+    (TIER_FAILURE).
+    """
+    DeleteModel: _aio.UnaryUnaryMultiCallable[_operations_pb2.DeleteModelRequest, _operations_pb2.DeleteModelResponse]  # type: ignore[assignment]
+    """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
+    sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+    """
+    UpdateTenant: _aio.UnaryUnaryMultiCallable[_operations_pb2.UpdateTenantRequest, _admin_pb2.TenantUse]  # type: ignore[assignment]
+    """Changes the share of a tenant that has one, until the settings are read again. Errors: INVALID_ARGUMENT
+    (INVALID_FIELD).
+    """
+    UpdatePath: _aio.UnaryUnaryMultiCallable[_operations_pb2.UpdatePathRequest, _admin_pb2.TierStats]  # type: ignore[assignment]
+    """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD).
+    """
+    Drain: _aio.UnaryStreamMultiCallable[_operations_pb2.DrainRequest, _operations_pb2.DrainStatus]  # type: ignore[assignment]
+    """Takes no more work, and writes what SSD is to have: health says NOT_SERVING, new calls get UNAVAILABLE
+    (DRAINING), and the stream says how far it is until nothing is left. Ending the call ends the waiting, not
+    the drain. Errors: none of its own.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_operations_pb2.UndrainRequest, _operations_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes work again. Errors: none of its own."""
+    ListEngines: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]  # type: ignore[assignment]
+    """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
-    something is written to the audit log with the caller and the result.
+    something is written to the audit log with the caller and the result. It answers while the server drains.
+
+    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
+    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
+    That holds for EvictSession, DemoteSession and DeleteModel too.
     """
 
     @_abc_1.abstractmethod
@@ -172,5 +265,105 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reads the settings' file again, and takes over what may change while the server runs; all of it or
         nothing. SIGHUP does the same. Errors: FAILED_PRECONDITION (INVALID_CONFIGURATION).
         """
+
+    @_abc_1.abstractmethod
+    def GetActivity(
+        self,
+        request: _operations_pb2.GetActivityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.Activity, _abc.Awaitable[_operations_pb2.Activity]]:
+        """Returns what goes on: rpcs and how long they take, the busiest sessions and tenants, what needs a look.
+        Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def ListLeases(
+        self,
+        request: _operations_pb2.ListLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.ListLeasesResponse, _abc.Awaitable[_operations_pb2.ListLeasesResponse]]:
+        """Lists leases, the oldest first: who keeps what in DRAM, and for how long already. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def RevokeLease(
+        self,
+        request: _operations_pb2.RevokeLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.RevokeLeaseResponse, _abc.Awaitable[_operations_pb2.RevokeLeaseResponse]]:
+        """Ends a lease before its reader does. A stream ends with DEADLINE_EXCEEDED; a local client is cut off, and
+        loses all that it holds: only so it knows in time that its bytes may become others'. One that is connected by
+        gRPC would not, and keeps its leases until they expire. Errors: NOT_FOUND (LEASE_NOT_FOUND);
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def EvictSession(
+        self,
+        request: _operations_pb2.EvictSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.EvictSessionResponse, _abc.Awaitable[_operations_pb2.EvictSessionResponse]]:
+        """Gives up a session as if its room were needed: its tokens are lost, and WhyMiss says so. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); ABORTED (WRITE_IN_PROGRESS); UNAVAILABLE
+        (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteModel(
+        self,
+        request: _operations_pb2.DeleteModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.DeleteModelResponse, _abc.Awaitable[_operations_pb2.DeleteModelResponse]]:
+        """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
+        sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateTenant(
+        self,
+        request: _operations_pb2.UpdateTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.TenantUse, _abc.Awaitable[_admin_pb2.TenantUse]]:
+        """Changes the share of a tenant that has one, until the settings are read again. Errors: INVALID_ARGUMENT
+        (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def UpdatePath(
+        self,
+        request: _operations_pb2.UpdatePathRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.TierStats, _abc.Awaitable[_admin_pb2.TierStats]]:
+        """Takes an SSD path out of use, or back; a restart takes all back. What lies there is read as before. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD).
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _operations_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.DrainStatus], _abc.AsyncIterator[_operations_pb2.DrainStatus]]:
+        """Takes no more work, and writes what SSD is to have: health says NOT_SERVING, new calls get UNAVAILABLE
+        (DRAINING), and the stream says how far it is until nothing is left. Ending the call ends the waiting, not
+        the drain. Errors: none of its own.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _operations_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.UndrainResponse, _abc.Awaitable[_operations_pb2.UndrainResponse]]:
+        """Takes work again. Errors: none of its own."""
+
+    @_abc_1.abstractmethod
+    def ListEngines(
+        self,
+        request: _operations_pb2.ListEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.ListEnginesResponse, _abc.Awaitable[_operations_pb2.ListEnginesResponse]]:
+        """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,105 @@
+"""Activity: what goes on, for operators who look now and again. Reads, changes nothing.
+
+Takes a time that grows with tenants and methods, not with sessions or segments.
+"""
+
+from collections.abc import Iterator
+from heapq import nlargest
+
+from ctxcache.cache import Cache
+from ctxcache.cache.accesses import EMPTY, HIT
+from ctxcache.service import convert
+from ctxcache.service.admission import Admissions
+from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes
+from ctxcache.v1.operations_pb2 import Activity, MethodActivity, SessionActivity, TenantActivity
+
+SECOND_NS = 10**9
+LONG_LEASE_S = 60
+
+
+def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) -> Activity:
+    """At most `limit` sessions and as many tenants."""
+    state, reading = cache.state, cache.reading
+    counts = state.accesses.counts
+    hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
+    budget, dirty_limit = reading.pins.budget, cache.residency.watermarks.dirty_limit
+    found = Activity(
+        time=convert.timestamp(state.clock.now_ns()),
+        is_ready=not admissions.calls.is_draining,
+        methods=[*_methods(times), *_operations(cache)],
+        sessions=_sessions(cache, limit),
+        tenants=_tenants(cache, limit),
+        leased_bytes=budget.used_bytes,
+        leased_limit_bytes=budget.limit_bytes,
+        dirty_limit_bytes=int(dirty_limit * cache.residency.dram.capacity_bytes),
+        hit_count=hit_count,
+        miss_count=counts.total() - hit_count,
+        refused_rpc_count=sum(
+            one.when_full.count + one.when_draining.count for one in admissions.by_sort().values()
+        ),
+        problems=_problems(cache, admissions),
+    )
+    if reading.lease_count:
+        found.oldest_lease_age.FromNanoseconds(int(reading.oldest_lease_s * SECOND_NS))
+    since_ns = state.unwritten.oldest_ns()
+    if since_ns is not None:
+        found.oldest_dirty_age.FromNanoseconds(max(state.clock.monotonic_ns() - since_ns, 0))
+    return found
+
+
+def _methods(times: RpcTimes) -> Iterator[MethodActivity]:
+    for method, timer in times:
+        histograms = timer.by_end.values()
+        if histograms:
+            bounds = next(iter(histograms)).bounds
+            yield MethodActivity(
+                method=method, count=sum(one.count for one in histograms),
+                failed_count=sum(h.count for end, h in timer.by_end.items() if end not in (OK, CANCELLED)),
+                total_seconds=sum(one.total for one in histograms), bounds_seconds=bounds,
+                bucket_counts=[sum(column) for column in zip(*(one.counts for one in histograms), strict=True)],
+            )  # fmt: skip
+
+
+def _operations(cache: Cache) -> Iterator[MethodActivity]:
+    operations = cache.state.seen.operations
+    for kind in sorted({kind for kind, _ in operations}):
+        ends = {end: count for (one, end), count in operations.items() if one == kind}
+        count = sum(ends.values())
+        yield MethodActivity(method=f"local/{kind}", count=count, failed_count=count - ends.get(OK, 0))
+
+
+def _sessions(cache: Cache, limit: int) -> Iterator[SessionActivity]:
+    for uid, count in cache.state.busiest.first(limit):
+        session = cache.state.by_uid.get(uid)
+        if session is not None:
+            view = session.view()
+            yield SessionActivity(
+                name=session.name, tenant=session.tenant, access_count=count, token_count=view.token_count,
+                dram_bytes=view.dram_bytes, ssd_bytes=view.ssd_bytes,
+            )  # fmt: skip
+
+
+def _tenants(cache: Cache, limit: int) -> Iterator[TenantActivity]:
+    state = cache.state
+    for tenant, count in nlargest(limit, state.accesses_by_tenant.items(), key=lambda item: item[1]):
+        use = state.usage.of(tenant)
+        yield TenantActivity(
+            tenant=tenant, access_count=count, session_count=len(state.names.get(tenant, ())),
+            dram_bytes=use.dram_bytes, ssd_bytes=use.ssd_bytes,
+        )  # fmt: skip
+
+
+def _problems(cache: Cache, admissions: Admissions) -> Iterator[str]:
+    for path, refusal in ((cache.ssd.paths[i], refusal) for i, refusal in cache.ssd.refusals.items()):
+        yield f"{path} takes no writes: {refusal}"
+    if cache.residency.quarantined:
+        yield f"{len(cache.residency.quarantined)} places on SSD gave back other bytes than were written"
+    if admissions.calls.is_draining:
+        yield "no new work is taken: it drains"
+    unwritten, capacity_bytes = cache.state.unwritten, cache.residency.dram.capacity_bytes
+    if unwritten.claimed_bytes > cache.residency.watermarks.dirty_limit * capacity_bytes:
+        yield "writers wait: too much is not on SSD yet"
+    if cache.reading.pins.waiting_count or cache.writing.pins.waiting_count:
+        yield "readers or writers wait for room in DRAM"
+    if cache.reading.oldest_lease_s > LONG_LEASE_S:
+        yield f"a lease is held for {cache.reading.oldest_lease_s:.0f} s: `ctxcache lease list` says whose"
