@@ -12,6 +12,8 @@ import torch
 from transformers import Cache
 
 from ctxcache.client import SessionRows
+from ctxcache.errors import CacheError
+from gpu_worker.errors import LaneStuck
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.deadline import Deadline
@@ -39,6 +41,15 @@ class Restoring:
     def restored_ns(self) -> int:
         """From its begin until the last layer was usable; 0 where that did not happen."""
         return int(self.restoration.restored_s * 1e9)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether passes begin before all is restored."""
+        return self.choice.lead is not None
+
+    def is_failed_by(self, error: CacheError) -> bool:
+        """Whether an error out of a pass is why the restore failed."""
+        return error is self.restoration.error or isinstance(error, LaneStuck)
 
     def wait_for_lead(self) -> None:
         """Wait until a pass may begin without waiting for a layer later, as planned; without a plan, for all.

@@ -23,7 +23,6 @@ from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
     InvalidArgument,
-    LeaseNotFound,
     ModelFingerprintMismatch,
     PositionsNotRelocatable,
     SessionNotFound,
@@ -36,8 +35,9 @@ from ctxcache.v1 import session_pb2
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
 from gpu_worker.engines.restoring import Restoring, SessionRestorer
+from gpu_worker.engines.savers import Savers
 from gpu_worker.engines.turn import Turn
-from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
+from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.pipeline.pipeline import Settings
@@ -46,33 +46,34 @@ from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.rows import token_ids_of
-from gpu_worker.saving import Saver, Slice
+from gpu_worker.saving import Slice
 
 RESTORE_TIMEOUT_S = 60.0
-# What a read or a restore may answer for state that cannot be had: a miss, never a failed turn.
-_MISSES = (
-    SessionNotFound, CorruptSegment, CapacityExceeded, TierFailure, LeaseNotFound, RestoreTooLate, RestoreFailed,
-    LaneStuck,
-)  # fmt: skip
+# What the store has is not to be used, by anybody: it is written again.
+_DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
+# What a read may answer for state that cannot be had: a miss, never a failed turn.
+_MISSES = (*_DAMAGED, SessionNotFound, CapacityExceeded)
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where a turn starts from: a session that holds `reused`, and a cache that holds its KV or is about to.
+    """Where a turn starts from: a session that holds `saved`, and a cache that holds its KV or is about to.
 
-    `lost`: the session's tokens, where they could be read and nothing else of it could be restored.
+    Not where `is_missing`: then the cache is empty, and what the session holds is computed without being saved again.
+    `lost`: the session's tokens, where they could be read and nothing else of it was worth keeping.
     """
 
     session: session_pb2.Session
-    reused: list[int]
+    saved: list[int]
     cache: Cache
     restoring: Restoring | None = None
+    is_missing: bool = False
     lost: Sequence[int] = ()
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether the turn begins before all is restored."""
-        return self.restoring is not None and self.restoring.choice.lead is not None
+    def reused_count(self) -> int:
+        """Tokens that are restored."""
+        return 0 if self.is_missing else len(self.saved)
 
 
 class TransformersEngine:
@@ -115,7 +116,7 @@ class TransformersEngine:
         self._place = Place.DRAM
         self._sink_count, self._durability = sink_count, durability
         self._registered = client.register_model(spec)
-        self._saver = Saver(client, spec.resolve(self._layout), device=model.device)
+        self._savers = Savers(client, spec, model.device)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +128,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads that save and restore."""
-        self._saver.close()
+        self._savers.close()
         self._restorer.close()
 
     @property
@@ -137,7 +138,7 @@ class TransformersEngine:
 
     def wait(self, session_id: str) -> CacheError | None:
         """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
-        return self._saver.wait(f"sessions/{session_id}")
+        return self._savers.wait(f"sessions/{session_id}")
 
     def turn(
         self,
@@ -161,9 +162,10 @@ class TransformersEngine:
         with span("restore", token_count=len(known or ())):
             start = self._restore(session, known, len(new_token_ids), turn)
         turn.restore_ns = time.perf_counter_ns() - begin_ns
-        missing = list(start.lost) if known is None else known[len(start.reused) :]
-        turn.history_token_count = len(start.reused) + len(missing)
-        turn.prefilled_token_count = len(missing) + len(new_token_ids)
+        missing = list(start.lost) if known is None else known[len(start.saved) :]
+        turn.history_token_count = len(start.saved) + len(missing)
+        turn.reused_token_count = start.reused_count
+        turn.prefilled_token_count = turn.history_token_count - start.reused_count + len(new_token_ids)
         for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
             turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
             turn.token_ids.append(token)
@@ -202,10 +204,9 @@ class TransformersEngine:
         if session.model_fingerprint != self._registered.fingerprint:
             # Reads and appends go by the session's own fingerprint: another model's state would pass.
             raise ModelFingerprintMismatch(
-                model=session.name,
-                actual=session.model_fingerprint.hex(),
+                model=session.name, actual=session.model_fingerprint.hex(),
                 expected=self._registered.fingerprint.hex(),
-            )
+            )  # fmt: skip
         return session
 
     def _truncate(self, session: session_pb2.Session, recent_count: int, turn: Turn) -> session_pb2.Session:
@@ -228,15 +229,12 @@ class TransformersEngine:
         """Restore what the session and the history have in common. A damaged session is tried once more, cut."""
         for _attempt in range(2):
             try:
-                start = self._restore_common(session, known, new_count, turn)
+                return self._restore_common(session, known, new_count, turn)
             except _MISSES as error:
                 turn.miss_reason = error.reason
                 if known is None:
                     raise
                 session = self._open(session.name.removeprefix("sessions/"))
-                continue
-            turn.reused_token_count = len(start.reused)
-            return start
         return self._nothing_restored(session)
 
     def _restore_common(
@@ -250,13 +248,15 @@ class TransformersEngine:
         with ExitStack() as stack:
             stack.enter_context(rows)
             self._place = Place.DRAM if rows.is_local else Place.REMOTE
+            # As it is read: others may have changed it since it was looked up.
+            planned_count, session = session.token_count, rows.session
             ids = token_ids_of(rows.array(TOKENS))
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
             session = self._cut(session, common)
             if not common:
                 return _Start(session, [], self._empty_cache())
-            if missing_count or common < len(ids):
+            if missing_count or common != planned_count:
                 # What was read is all there is to choose from.
                 choice = self._chooser.choose(
                     choice.streams(), common, missing_count + new_count, place=self._place
@@ -265,17 +265,23 @@ class TransformersEngine:
             stack.pop_all()
         try:
             restoring.wait_for_lead()
-        except _MISSES as error:
-            if known is not None:
+        except CacheError as error:
+            if known is not None and isinstance(error, _DAMAGED):
                 raise
             turn.miss_reason = error.reason
-            return self._nothing_restored(session, lost=ids)
+            return self._missed(session, ids[:common], error)
         return _Start(session, ids[:common], restoring.cache, restoring)
 
     def _cut(self, session: session_pb2.Session, token_count: int) -> session_pb2.Session:
         if token_count == session.token_count:
             return session
         return self._client.keep_first(session.name, token_count, if_generation_match=session.generation)
+
+    def _missed(self, session: session_pb2.Session, saved: list[int], error: CacheError) -> _Start:
+        """Compute what could not be restored; it is saved again only where it is damaged."""
+        if isinstance(error, _DAMAGED):
+            return self._nothing_restored(session, lost=saved)
+        return _Start(session, saved, self._empty_cache(), is_missing=True)
 
     def _nothing_restored(self, session: session_pb2.Session, lost: Sequence[int] = ()) -> _Start:
         return _Start(self._client.keep_first(session.name, 0), [], self._empty_cache(), lost=lost)
@@ -286,29 +292,20 @@ class TransformersEngine:
     # -- generating and saving ---------------------------------------------------------------------
 
     def _answer(
-        self,
-        start: _Start,
-        token_ids: Sequence[int],
-        max_new_tokens: int,
-        eos_token_ids: Collection[int] | None,
-        turn: Turn,
-    ) -> Iterator[int]:
+        self, start: _Start, token_ids: Sequence[int], max_new_tokens: int,
+        eos_token_ids: Collection[int] | None, turn: Turn,
+    ) -> Iterator[int]:  # fmt: skip
         """Yield tokens. A restore that fails under the first pass is a miss: everything is prefilled."""
         try:
             yield from self._generate(start, token_ids, max_new_tokens, eos_token_ids)
-        except _MISSES as error:
-            if not start.is_ahead or turn.token_ids:
+        except CacheError as error:
+            if start.restoring is None or turn.token_ids or not start.restoring.is_failed_by(error):
                 raise
-            turn.miss_reason = error.reason
-            turn.reused_token_count = 0
-            turn.prefilled_token_count += len(start.reused)
-            everything = [*start.reused, *token_ids]
-            self._saver.wait(
-                start.session.name
-            )  # the pass that broke is a gap, of a session that begins anew
-            yield from self._generate(
-                self._nothing_restored(start.session), everything, max_new_tokens, eos_token_ids
-            )
+            turn.miss_reason, turn.reused_token_count = error.reason, 0
+            turn.prefilled_token_count += len(start.saved)
+            self._savers.wait(start.session.name)  # the pass that broke is a gap
+            again = self._missed(start.session, start.saved, error)
+            yield from self._generate(again, [*again.lost, *token_ids], max_new_tokens, eos_token_ids)
         if start.restoring is not None:
             turn.restored_ns = start.restoring.restored_ns
             turn.predicted_ns = int(start.restoring.choice.predicted_s * 1e9)
@@ -321,7 +318,9 @@ class TransformersEngine:
         eos_token_ids: Collection[int] | None,
     ) -> Iterator[int]:
         """Yield tokens; what went through the model is saved on the way, the last one included."""
-        saver, session = self._saver, start.session
+        session = start.session
+        layout = frozenset(map(stream_from_wire, session.layout))
+        saver = self._savers.of(layout)
         end = session.token_count
 
         def passing(token_ids: Sequence[int]) -> AbstractContextManager[None]:
@@ -329,11 +328,12 @@ class TransformersEngine:
             end += len(token_ids)
             return saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
 
-        streams = [stream for stream in self._layout if stream != TOKENS]
+        if start.is_missing:
+            prefill(self._model, start.cache, start.saved)
         saver.open(session)
         try:
-            with ExitStack() as first_pass, Capture(self._adapter, streams, saver.put, is_on_host=False):
-                if start.restoring is not None and start.is_ahead:
+            with ExitStack() as first_pass, Capture(self._adapter, layout, saver.put, is_on_host=False):
+                if start.restoring is not None and start.restoring.is_ahead:
                     first_pass.enter_context(start.restoring)
                 pending = list(token_ids)
                 for token in stream_greedy(

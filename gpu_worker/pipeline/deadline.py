@@ -6,6 +6,8 @@ from typing import Self
 
 from gpu_worker.errors import RestoreTooLate
 
+LONGEST_S = 86_400.0
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -15,8 +17,8 @@ class Deadline:
 
     @classmethod
     def after_s(cls, seconds: float) -> Self:
-        """So many seconds from now."""
-        return cls(time.monotonic_ns() + int(seconds * 1e9))
+        """So many seconds from now, at most LONGEST_S: every wait has an end."""
+        return cls(time.monotonic_ns() + int(min(seconds, LONGEST_S) * 1e9))
 
     @property
     def left_s(self) -> float:

@@ -7,13 +7,14 @@ one restore to the next.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.read_buffer import Lead, lead
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Target
-from gpu_worker.plan import RestorePlan
+from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, LayerHolding, Span
@@ -21,6 +22,8 @@ from gpu_worker.planning.layout import Return, choose_layout
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.profiling.model_shape import model_shape
+
+_EXACT = (Method.KV, Method.LATENT, Method.HIDDEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class Chooser:
         Raises InvalidArgument(field="holding").
         """
         if self._planner is None:
-            return Choice(self._fixed, None)
+            return Choice(_held_of(self._fixed or RestorePlan(()), held), None)
         spans = (Span(place, 0, history),)
         layers = [
             LayerHolding(tuple((stream.kind, spans) for stream in sorted(held) if stream.layer == layer))
@@ -118,3 +121,20 @@ class Chooser:
         observed_s = restoration.observed_s()
         for stage, predicted_s in stage_seconds(choice.plan).items():
             self._planner.observe(stage, predicted_s=predicted_s, observed_s=observed_s.get(stage, 0.0))
+
+
+def _held_of(plan: RestorePlan, held: Collection[Stream]) -> RestorePlan:
+    """A caller's plan; where a session is laid out otherwise, each layer from what there is of it, or all recomputed."""
+
+    def method(layer: int, wanted: Method) -> Method:
+        if wanted is Method.TOKENS:
+            return wanted
+        found = (each for each in (wanted, *_EXACT) if Stream(layer, each.kind) in held)
+        return next(found, Method.TOKENS)
+
+    methods = tuple(method(layer, wanted) for layer, wanted in enumerate(plan.methods))
+    try:
+        return RestorePlan(methods)
+    except InvalidArgument:
+        # A layer that has to be recomputed is behind one that need not be.
+        return RestorePlan.uniform(Method.TOKENS, plan.layer_count)

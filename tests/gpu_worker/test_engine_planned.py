@@ -2,22 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from tiny_models import build
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxcache.client import Client
+from ctxcache.client import Client, SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.errors import CorruptSegment, InvalidArgument
+from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, Unavailable
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import StateKind, Stream
+from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.turn import Turn
+from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import Settings
 from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.known_profiles import known_profile
 
 REPLY_TOKENS = 6
@@ -143,6 +146,99 @@ def test_a_lease_that_ends_under_the_restore_is_a_clean_miss(
 
     assert turn.token_ids == _never_dropped("llama")[1]
     assert (turn.reused_token_count, turn.miss_reason) == (0, "LEASE_NOT_FOUND")
+
+
+@pytest.mark.parametrize("piece", [0, 9])
+@pytest.mark.parametrize(
+    "error", [RestoreTooLate(what="planted"), Unavailable(target="planted", problem="gone")]
+)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_the_store_still_has_is_not_saved_again(
+    client: Client,
+    session_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    piece: int,
+    error: CacheError,
+    *,
+    is_known: bool,
+) -> None:
+    """A restore that did not come about says nothing against the session: only what is new is appended."""
+    with _engine(client, "llama") as engine:
+        _turn(engine, session_id, 0)
+        monkeypatch.setattr(LeasedSource, "fill", _failing_at(piece, error))
+        monkeypatch.setattr(client, "keep_first", _never)
+        history = _history("llama", 1)
+        turn = _turn(engine, session_id, 1, history=history if is_known else None)
+        monkeypatch.undo()
+        last = _turn(engine, session_id, 2)
+
+    assert (turn.miss_reason, turn.reused_token_count) == (error.reason, 0)
+    assert turn.prefilled_token_count == len(history) + len(TURNS[1])
+    assert (last.miss_reason, last.reused_token_count) == ("", len(_history("llama", 2)))
+    assert [turn.token_ids, last.token_ids] == _never_dropped("llama")[1:]
+
+
+def _never(*_: object, **_options: object) -> None:
+    pytest.fail("the session was cut")
+
+
+def test_a_session_that_grows_before_it_is_read_is_planned_anew(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read counts, not what was looked up."""
+    read = client.read
+
+    def growing(*args: Any, **options: Any) -> SessionRows:  # Any: as read takes them
+        monkeypatch.undo()
+        _turn(other, session_id, 1)
+        return read(*args, **options)
+
+    with _engine(client, "llama") as engine, _engine(client, "llama") as other:
+        _turn(engine, session_id, 0)
+        monkeypatch.setattr(client, "read", growing)
+        turn = _turn(engine, session_id, 2)
+
+    assert turn.token_ids == _never_dropped("llama")[2]
+    assert turn.reused_token_count == len(_history("llama", 2))
+    assert client.get_session(f"sessions/{session_id}").token_count == len(_history("llama", 3))
+
+
+@pytest.mark.parametrize("planned_by", ["profile", "kv:0-2", "hidden:0-2", "tokens:0,kv:1-2"])
+def test_sessions_are_saved_and_restored_as_they_were_created(
+    client: Client, session_id: str, planned_by: str
+) -> None:
+    """Whatever this engine would create: three layouts in turn, more than savers are kept for."""
+    layouts = ["hidden:0,kv:1-2", "kv:0,hidden:1-2", "tokens:0-1,kv:2"]
+    client.register_model(_spec("llama"))
+    for layout in layouts:
+        client.create_session(
+            "models/planned-llama", session_id=f"{session_id}-{layout[0]}",
+            layout={TOKENS, *RestorePlan.parse(layout).streams()},
+        )  # fmt: skip
+    plan = None if planned_by == "profile" else RestorePlan.parse(planned_by)
+    with TransformersEngine(
+        _model("llama"), client, _spec("llama"), plan, profile=known_profile("cpu"), settings=SMALL
+    ) as engine:
+        turns = [
+            [_turn(engine, f"{session_id}-{layout[0]}", index) for layout in layouts] for index in range(3)
+        ]
+
+    for index, of_layouts in enumerate(turns):
+        assert [turn.token_ids for turn in of_layouts] == [_never_dropped("llama")[index]] * 3
+        assert [turn.miss_reason for turn in of_layouts] == [""] * 3
+        assert [turn.reused_token_count for turn in of_layouts] == [len(_history("llama", index))] * 3
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 1e12, float("inf")])
+def test_any_time_may_be_given_to_a_restore(client: Client, session_id: str, timeout_s: float) -> None:
+    """None at all is a miss, more than a clock can count is a long time."""
+    with TransformersEngine(
+        _model("llama"), client, _spec("llama"), profile=known_profile("cpu"), restore_timeout_s=timeout_s
+    ) as engine:
+        turns = [_turn(engine, session_id, index) for index in range(2)]
+
+    assert [turn.token_ids for turn in turns] == _never_dropped("llama")[:2]
+    assert turns[1].miss_reason == ("" if timeout_s > 0 else "RESTORE_TOO_LATE")
 
 
 def test_an_engine_needs_a_plan_or_a_profile(client: Client) -> None:
