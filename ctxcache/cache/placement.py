@@ -112,7 +112,11 @@ class Placement:
     # -- what happens to sessions ------------------------------------------------------------------
 
     def appeared(self, session: Session) -> None:
-        """The session is created; it is in use, in a way, until it first rests."""
+        """The session is created, as a turn of it begins; it is in use, in a way, until it first rests."""
+        self._appear(session)
+        self.policy.arrived(self._known[session.uid].name, self._now_s())
+
+    def _appear(self, session: Session) -> None:
         name = f"{session.tenant}\0{session.session_id}".encode()
         ghost = self._ghosts.pop(name, NOBODY)
         self._known[session.uid] = Known(name, ghost.turn_count, ghost.token_count)
@@ -122,7 +126,7 @@ class Placement:
 
     def recalled(self, session: Session, idle_s: float) -> None:
         """The session was there when the store was opened, and idle for that long; the oldest come first."""
-        self.appeared(session)
+        self._appear(session)
         known = self._known[session.uid]
         self.policy.recalled(known.name, known.recall(session), idle_s)
         # Until now in use, in a way: of a session that nobody has looked at yet nobody needs to be told.

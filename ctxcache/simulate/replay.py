@@ -20,6 +20,7 @@ from ctxcache.simulate.pipeline import Fetch, Layers
 from ctxcache.simulate.store import MakePolicy, Store
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.waiting import Waiting
 from ctxcache.simulate.window import dropped_tokens
 
 STEP_TURNS = 1024
@@ -54,7 +55,8 @@ class Replay:
     ) -> None:
         self._load = load
         self._liar = Liar(load.wrong_hint_share, load.lies)
-        self.store = Store(load, make_policy, self._next_use_s)
+        self.store = store = Store(load, make_policy, self._next_use_s)
+        self.waiting = Waiting(store.ledger.policy, lambda uid: store.ledger.tier(uid) is not None)
         self._live_bytes = self.peak_live_bytes = 0
         """State in a turn, or needed by a later one, held or not; counted where the future is known."""
         self._takes_time = load.is_timed or load.slot_count is not None
@@ -78,6 +80,7 @@ class Replay:
         index = 0
         for index, turn in enumerate(turns, 1):
             self._until(turn.arrival_s)
+            self._pass(turn.arrival_s)
             self._arrive(turn, self._next_arrivals_s[index - 1] if self._next_arrivals_s else NEVER_S)
             if index % STEP_TURNS == 0:
                 step(index)
@@ -92,6 +95,7 @@ class Replay:
     def _until(self, now_s: float) -> None:
         while self._events and self._events[0][0] <= now_s:
             due_s, _, event = heappop(self._events)
+            self._pass(due_s)
             event(due_s)
         while self._idle and now_s < math.inf:
             uid, since_s = next(iter(self._idle.items()))
@@ -99,6 +103,10 @@ class Replay:
                 return
             del self._idle[uid]
             self._expire(uid)
+
+    def _pass(self, now_s: float) -> None:
+        if self._load.slot_count is not None:
+            self.waiting.passed(now_s)
 
     def _expire(self, uid: bytes) -> None:
         self._live_bytes -= self._live.pop(uid).counted_bytes
@@ -129,9 +137,7 @@ class Replay:
         self._event_count += 1
         order = self._liar.order(turn, self._event_count)
         if order is not None:
-            # As the server does: what is foreseen of a job is dated by now, not by the last event.
-            self.store.ledger.policy.passed(now_s)
-            self.store.ledger.policy.hinted(turn.session, order)
+            self.waiting.put(turn.session, order, now_s)
         self._serve(now_s)
 
     def _play(self, turn: Turn, next_s: float, now_s: float) -> None:
@@ -170,6 +176,7 @@ class Replay:
         tier = store.ledger.tier(uid)
         history_bytes = live.history_tokens * load.token_bytes
         fetch = store.begin(uid, history_bytes, now_s)
+        self.waiting.started(uid, now_s)
         computed_tokens, copy_s = live.input_tokens, 0.0
         if tier is None:
             computed_tokens += live.history_tokens
@@ -251,6 +258,7 @@ class Replay:
             gone_bytes = load.whole_bytes(live.cut_tokens + late_tokens)
             valid_bytes = load.whole_bytes(live.cut_tokens + live.history_tokens)
             store.end(uid, facts, range(gone_bytes, valid_bytes), now_s)
+            self.waiting.rested(uid)
         if self._next_arrivals_s is not None:
             self._needs(live, size_bytes if next_s < NEVER_S or live.waiting else 0)
         if load.hints:
@@ -262,7 +270,7 @@ class Replay:
             self._idle[uid] = now_s
             if self._liar.tells(Lie.PHANTOM, turn):
                 self._event_count += 1
-                self.store.ledger.policy.hinted(uid, float(self._event_count))
+                self.waiting.put(uid, float(self._event_count), now_s, is_turn=False)
 
     def _needs(self, live: _Live, size_bytes: int) -> None:
         """Let the session be live with so many bytes from now on."""

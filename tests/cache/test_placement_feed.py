@@ -90,7 +90,7 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
     writer, policy = Writer(1), policy_of(noted)
     await noted.create("a")
     noted.cache.sessions.lookup(TENANT, "a", bytes(32))
-    assert not policy.since()
+    assert policy.since() == [("arrived", "a", (0.0,))]
 
     await noted.append("a", writer.make(100))
     assert policy.since() == [

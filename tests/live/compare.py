@@ -8,13 +8,14 @@ from pathlib import Path
 from ctxcache.client import Client
 from ctxcache.config import Settings
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Policy, Tier
+from ctxcache.core.placement.policy import Tier
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Hint, Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
+from ctxcache.simulate.waiting import Waiting
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store
 from tests.live.running import RunningServer
 from tests.live.scheduler import Hints, Scheduler
@@ -111,7 +112,7 @@ def simulated(turns: Sequence[Turn], setting: Setting, *, lost_at: int | None = 
     """What the simulator says; its queue is lost at the `lost_at`-th job."""
     replay = _Noted(turns, setting)
     if lost_at is not None:
-        _lose(replay.store.ledger.policy, lost_at)
+        _lose(replay.waiting, lost_at)
     return replay.outcome(turns, lambda: (replay.tally.evicted_sessions, replay.tally.ssd_written_bytes))
 
 
@@ -130,7 +131,9 @@ def live(
         _Noted(turns, setting),
         Engine(store, client, hints, goes_on=goes_on, is_durable=is_durable),
     )
-    replay.store.ledger = engine  # type: ignore[assignment]  # the same calls, done for real
+    # The same calls, done for real.
+    replay.store.ledger = engine  # type: ignore[assignment]
+    replay.waiting = engine.policy  # type: ignore[assignment]
 
     def counts() -> tuple[int, int]:
         stats = client.stats()
@@ -157,20 +160,19 @@ def differences(left: Outcome, right: Outcome) -> list[str]:
     ]
 
 
-def _lose(policy: Policy, at: int) -> None:
-    """Withdraw all that waits when the `at`-th job comes, and hear of none from then on."""
-    uids: list[bytes] = []
-    hear = policy.hinted
+def _lose(waiting: Waiting, at: int) -> None:
+    """Forget all that waits when the `at`-th job comes, and hear of none from then on."""
+    put, count = waiting.put, 0
 
-    def hinted(uid: bytes, order: float) -> None:
-        uids.append(uid)
-        if len(uids) <= at:
-            hear(uid, order)
-        elif len(uids) == at + 1:
-            for waiting in uids:
-                policy.withdrawn(waiting)
+    def counted(uid: bytes, position: float, now_s: float) -> None:
+        nonlocal count
+        count += 1
+        if count <= at:
+            put(uid, position, now_s)
+        elif count == at + 1:
+            waiting.lost()
 
-    policy.hinted = hinted  # type: ignore[method-assign]
+    waiting.put = counted  # type: ignore[assignment,method-assign]
 
 
 def _word(tier: Tier | None) -> str:

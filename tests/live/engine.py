@@ -102,13 +102,17 @@ class Engine:
         return False
 
     def arrived(self, uid: bytes, now_s: float) -> list[Move]:
-        """A turn begins: lease the session if it is there."""
+        """A turn begins: lease the session if it is there, create it if it is not."""
         self._set_time(now_s)
         self._found_tokens = 0
         self.tier(uid)
         if self._found_tokens:
             self._lease(uid)
-        self.policy.started(uid)
+        else:
+            try:
+                self._made(uid)
+            except CacheError as error:
+                self._trouble(error)
         return []
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> list[Move]:
@@ -181,9 +185,8 @@ class Engine:
             writer.commit(durability=self._durability)
 
     def _made(self, uid: bytes) -> Session:
-        if self._goes_on:
-            with suppress(SessionNotFound):
-                return self._client.get_session(name_of(uid))
+        with suppress(SessionNotFound):
+            return self._client.get_session(name_of(uid))
         layout = [spec.stream for spec in STORED]
         return self._client.create_session(f"models/{MODEL.model_id}", session_id=uid.decode(), layout=layout)
 

@@ -53,6 +53,7 @@ class RunningServer:
     def set_time(self, now_s: float) -> None:
         """Let it be `now_s` seconds after the start. Never back."""
         self.clock.advance(ns=max(round(now_s * NANOSECONDS) - self.clock.monotonic_ns(), 0))
+        self.do(self._upkeep.end_what_is_over)
 
     def written(self) -> None:
         """Nothing is done about it."""

@@ -1,7 +1,6 @@
 """An engine's scheduler: the replay's queue on a real stream, and what clients say of returns in real hints.
 
-Every change is acknowledged before the replay goes on. A replay tells its own ledger more than a store is
-told: jobs of sessions that are not there count for nothing here.
+It stands where a replay has its queue. Every change is acknowledged before the replay goes on.
 """
 
 from collections import Counter
@@ -23,11 +22,14 @@ class Hints:
         """Time passes."""
         self.tell_time(now_s)
 
-    def hinted(self, uid: bytes, order: float) -> None:
+    def put(self, uid: bytes, position: float, now_s: float) -> None:
         """A job of the session waits."""
 
-    def started(self, uid: bytes) -> None:
+    def started(self, uid: bytes, now_s: float) -> None:
         """Its first job runs."""
+
+    def rested(self, uid: bytes) -> None:
+        """Its turn is over."""
 
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """When the session returns; None: never."""
@@ -51,14 +53,15 @@ class Scheduler(Hints):
         """See Hints."""
         self._now_s = now_s
 
-    def hinted(self, uid: bytes, order: float) -> None:
+    def put(self, uid: bytes, position: float, now_s: float) -> None:
         """See Hints."""
+        self.tell_time(now_s)
         self._job_count += 1
         self._jobs[uid] = f"job-{self._job_count}"
-        self._queue.put(QueuedJob(self._jobs[uid], name_of(uid), position=order))
+        self._queue.put(QueuedJob(self._jobs[uid], name_of(uid), position=position))
         self._queue.flush()
 
-    def started(self, uid: bytes) -> None:
+    def started(self, uid: bytes, now_s: float) -> None:  # noqa: ARG002  the store knows
         """See Hints."""
         job_id = self._jobs.pop(uid, None)
         if job_id is not None:
@@ -78,15 +81,15 @@ class LostScheduler(Scheduler):
         super().__init__(client, queue)
         self._at, self._cut = at, cut
 
-    def hinted(self, uid: bytes, order: float) -> None:
+    def put(self, uid: bytes, position: float, now_s: float) -> None:
         """See Hints."""
         if self._job_count < self._at:
-            super().hinted(uid, order)
+            super().put(uid, position, now_s)
         elif self._job_count == self._at:
             self._job_count += 1
             self._cut()
 
-    def started(self, uid: bytes) -> None:
+    def started(self, uid: bytes, now_s: float) -> None:
         """See Hints."""
         if self._job_count <= self._at:
-            super().started(uid)
+            super().started(uid, now_s)

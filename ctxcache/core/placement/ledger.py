@@ -213,6 +213,7 @@ class Ledger:
         held = self._held.pop(uid)
         self._give_back(held)
         self.policy.evicted(uid)
+        self.policy.withdrawn(uid)
         moves.append(Move(Act.EVICT, uid, held.size_bytes, held.tier))
 
     def _give_back(self, held: _Held) -> None:
