@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.timeline import Step, simulate
+from gpu_worker.planning.timeline import Step, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,27 @@ class Lead:
 
 def lead(plan: Plan) -> Lead:
     """The earliest start after which no layer is late, if all goes as planned; one layer at least."""
-    timeline = simulate(
-        Step(layer, "restore", piece.read_s, piece.copy_s, piece.compute_s)
-        for layer, pieces in enumerate(plan.layers)
-        for piece in pieces
-    )
+    timeline, pass_s = alone(plan), pass_seconds(plan)
     restored_s = [timeline.restored_s(layer) for layer in range(len(plan.layers))]
-    request = plan.request
-    begin, end = request.history, request.history + request.new_tokens
-    pass_s = [request.profile.recompute_s(layer, begin, end) for layer in request.model.layers]
     before_s = accumulate(pass_s[:-1], initial=0.0)
     start_s = max(there_s - spent_s for there_s, spent_s in zip(restored_s, before_s, strict=True))
     start_s = max(start_s, restored_s[0])
     count = sum(there_s <= start_s for there_s in restored_s)
     size_bytes = sum(piece.size_bytes for pieces in plan.layers[:count] for piece in pieces)
     return Lead(start_s, count, size_bytes)
+
+
+def alone(plan: Plan) -> Timeline:
+    """When each layer is usable while no new tokens pass."""
+    return simulate(
+        Step(layer, "restore", piece.read_s, piece.copy_s, piece.compute_s)
+        for layer, pieces in enumerate(plan.layers)
+        for piece in pieces
+    )
+
+
+def pass_seconds(plan: Plan) -> list[float]:
+    """The new tokens' seconds in each layer."""
+    request = plan.request
+    begin, end = request.history, request.history + request.new_tokens
+    return [request.profile.recompute_s(layer, begin, end) for layer in request.model.layers]

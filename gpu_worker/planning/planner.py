@@ -136,9 +136,24 @@ def compare(request: Request) -> Mapping[str, float]:
         request = replace(request, engine=replace(request.engine, lossy_kinds=frozenset()))
         with suppress(InvalidArgument):
             found[LOSSLESS] = plan(request).end_s
+    return found | {name: other.end_s for name, other in alternatives(request).items()}
+
+
+def alternatives(request: Request) -> Mapping[str, Plan]:
+    """Return the plans of others by name, for a pipeline to carry out; see `baselines`. No search, hence no bound."""
     problem = _Problem.of(request)
     others = baselines(problem.layers, request.history, _splitter(request))
-    return found | {name: problem.timeline(assignment).end_s for name, assignment in others.items()}
+    return {
+        name: Plan(
+            request=request,
+            layers=tuple(pieces_of(assignment, problem.layers)),
+            timeline=problem.timeline(assignment),
+            bound_s=0.0,
+            is_exact=False,
+            step_count=0,
+        )
+        for name, assignment in others.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
