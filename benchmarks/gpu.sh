@@ -1,12 +1,52 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within ten minutes: the kernels' tests, then their figures. Needs torch, triton,
-# transformers, pytest, hypothesis, xxhash and typer in the Python that runs it; results go to the directory named.
-set -euo pipefail
+# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, decoding while it is saved, restores
+# beside recomputation. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
+# the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
+#
+#   bash benchmarks/gpu.sh [DIRECTORY]         # results go there, benchmarks/results by default; PYTHON=...: which one
+#   TINY=1 bash benchmarks/gpu.sh /tmp/tiny    # the same steps on a CPU, in about a minute; the figures mean nothing
+set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 python=${PYTHON:-python3}
+begin=$out/$(date +%F)
+steps=$begin-steps.jsonl
+first_failure=0
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-"$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels --confcutdir tests/gpu_worker/kernels tests/gpu_worker/kernels
-"$python" benchmarks/kernels.py --json | tee "$out/$(date +%F)-kernels.jsonl"
-# The store's server runs beside it: needs this package's own dependencies as well. About two minutes with a 7B's weights.
-timeout 180 "$python" benchmarks/saving.py --shape llama-2-7b --batch 1,16 --history 512 --steps 32 --rounds 9 --json | tee "$out/$(date +%F)-saving.jsonl"
+mkdir -p "$out"
+: > "$steps"
+
+# NAME SECONDS COMMAND...: what it prints is kept as NAME; the server of a restore that is ended needs a moment to go.
+step() {
+  local name=$1 limit_s=$2 began_s=$SECONDS status
+  shift 2
+  echo "== $name, at most $limit_s s" >&2
+  timeout --kill-after=5 "$limit_s" "$@" | tee "$begin-$name.jsonl"
+  status=$?
+  echo "{\"what\": \"step\", \"step\": \"$name\", \"status\": $status, \"seconds\": $((SECONDS - began_s)), \"limit_s\": $limit_s}" >> "$steps"
+  if ((status && !first_failure)); then first_failure=$status; fi
+}
+
+if [[ -n ${TINY:-} ]]; then
+  export TRITON_INTERPRET=1
+  tests=(tests/gpu_worker/kernels/test_quantization.py)
+  kernels=(--tiny)
+  saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2)
+  restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
+else
+  tests=(tests/gpu_worker/kernels)
+  kernels=(--tokens 1024,16384 --rounds 9)
+  saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 7)
+  # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
+  restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
+    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 180)
+fi
+step tests 110 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
+  --confcutdir tests/gpu_worker/kernels "${tests[@]}"
+step kernels 120 "$python" benchmarks/kernels.py --json "${kernels[@]}"
+# The store's server runs beside these two.
+step saving 100 "$python" benchmarks/saving.py --json "${saving[@]}"
+step restore 220 "$python" -m benchmarks.restore --json "${restore[@]}"
+mv "$begin-tests.jsonl" "$begin-tests.txt"
+timeout 20 "$python" -m benchmarks.gpu_table "$steps" "$begin"-{kernels,saving,restore}.jsonl || first_failure=${first_failure/#0/$?}
+exit "$first_failure"

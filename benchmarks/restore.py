@@ -15,6 +15,7 @@ exit status is 1. Random weights: of as many layers as --layers says, which each
 
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -77,6 +78,8 @@ def main(
         else:
             show(rows)
         return
+    # So that the store's server ends with a run that is ended from outside.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     torch.set_num_threads(threads or physical_core_count())
     where = torch.device(device)
     lengths = sorted(map(int, history.split(",")))
@@ -142,7 +145,7 @@ def _measured(
         is_small = shape.layers[0].hidden_row_bytes < 1024
         limits = ceilings(
             model.device, model.dtype, directory or Path.cwd(),
-            size_bytes=(4 if is_small else 512 if is_cuda else 64) * _MIB, order=128 if is_small else 8192 if is_cuda else 2048,
+            size_bytes=(4 if is_small else 512 if is_cuda else 64) * _MIB, order=512 if is_small else 8192 if is_cuda else 2048,
         )  # fmt: skip
         yield {"what": "ceilings", **facts, **asdict(limits)}
         for length in room:

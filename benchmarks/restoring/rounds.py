@@ -20,7 +20,7 @@ from ctxcache.format.streams import StateKind
 from gpu_worker.pipeline.read_buffer import alone, lead, pass_seconds
 from gpu_worker.planning import explain
 from gpu_worker.planning.adaptive import AdaptivePlanner
-from gpu_worker.planning.baselines import HIDDEN, KV, NAIVE_HYBRID, RECOMPUTE
+from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE
 from gpu_worker.planning.drift import DriftBounds
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, Span
@@ -123,7 +123,7 @@ def starts(name: str, place: Place) -> tuple[str, ...]:
         return ()
     if name in (KV, HIDDEN) and place is Place.DRAM:
         return (WHOLE, FIRST, LEAD, VERIFIED)
-    return (WHOLE, LEAD)
+    return (WHOLE,) if name in (HCACHE, KVPR) else (WHOLE, LEAD)
 
 
 def identity(case: Case) -> object:
