@@ -58,7 +58,10 @@ class BulkChannel:
         self.tcp_port = 0
         self.unix_path = ""
         self.addresses: tuple[str, ...] = ()
-        self._transfers = Transfers(cache, calls, self.tickets, identification)
+        connections = Admission(
+            "bulk connections", connection_limit, is_divided=cache.state.limits.are_divided
+        )
+        self._transfers = Transfers(cache, calls, connections, self.tickets, identification)
         self._limit = connection_limit
         self._tls = tls
         self._listening: list[socket.socket] = []

@@ -54,6 +54,8 @@ class BulkConnection:
         """`properties`: what the connection proves of its peer."""
         self._framed, self._transfers, self._loop = framed, transfers, loop
         self._properties = properties
+        self._entered = contextlib.ExitStack()
+        """What it counts as; the event loop's."""
         self.is_draining = False
         self.is_busy = False
         self._is_unfinished = False
@@ -70,6 +72,7 @@ class BulkConnection:
             log.exception("bulk_connection_broken")
         finally:
             self._framed.close()
+            self._await(self._transfers.leave(self._entered))
 
     def _greet(self) -> Caller | None:
         if not self._framed.wait(HELLO_TIMEOUT_S) or (frame := self._framed.receive()) is None:
@@ -88,7 +91,7 @@ class BulkConnection:
         if frame.kind is not Kind.HELLO:
             raise InvalidArgument(field="hello", problem="the first frame must be HELLO")
         hello = _parse(bulk_pb2.BulkHello, frame)
-        caller = self._await(self._transfers.caller_of(hello.ticket, self._properties))
+        caller = self._await(self._transfers.let_in(hello.ticket, self._properties, self._entered))
         if hello.version != VERSION:
             raise InvalidArgument(field="version", problem=f"{hello.version} is not {VERSION}")
         return caller

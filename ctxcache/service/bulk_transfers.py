@@ -106,16 +106,25 @@ class Transfers:
     """Begins transfers. Owned by the event loop."""
 
     def __init__(
-        self, cache: Cache, calls: Admission, tickets: Tickets, identification: Identification
-    ) -> None:
-        self._cache, self._calls, self._tickets = cache, calls, tickets
+        self, cache: Cache, calls: Admission, connections: Admission, tickets: Tickets,
+        identification: Identification,
+    ) -> None:  # fmt: skip
+        self._cache, self._calls, self._connections, self._tickets = cache, calls, connections, tickets
         self._identification = identification
 
-    async def caller_of(self, ticket: bytes, properties: Properties) -> Caller:
-        """Whose ticket it is; it is used up. `properties`: what the connection proves. Raises Unauthenticated."""
+    async def let_in(self, ticket: bytes, properties: Properties, entered: ExitStack) -> Caller:
+        """Whose ticket it is; it is used up, and the connection counts as its tenant's until `entered` is closed.
+
+        `properties`: what the connection proves. Raises Unauthenticated, TooManyRequests.
+        """
         caller = self._tickets.use(ticket)
         self._identification.check_certificate(caller, properties)
+        entered.enter_context(self._connections.enter(caller.tenant))
         return caller
+
+    async def leave(self, entered: ExitStack) -> None:
+        """The connection is over."""
+        entered.close()
 
     async def read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> ReadTransfer:
         """Begin a read. Raises what ReadSession raises."""

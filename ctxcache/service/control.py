@@ -264,6 +264,9 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         self._caller = self._control.identification.of_process(_peer_uid(self._transport), hello.token)
         self._caller.check_shared_memory()
+        # It came as its user, whom several tenants may share.
+        self._admitted.close()
+        self._admitted.enter_context(self._control.admission.enter(self._caller.tenant))
         self._holder = Holder(
             self._control.cache, self._caller.tenant, self._control.turns, self._control.admission
         )
