@@ -53,6 +53,7 @@ check-proto: setup
 test-store: setup-store
 	@command -v node >/dev/null || echo 'NOTICE: node is not installed: the JavaScript client test will be SKIPPED' >&2
 	@command -v promtool >/dev/null || test -x .tools/promtool || echo 'NOTICE: promtool is not there: alerts and panels will be SKIPPED; scripts/get_promtool.sh fetches it' >&2
+	@command -v chromium >/dev/null || echo 'NOTICE: chromium is not installed: the status page will not be looked at in a browser' >&2
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
 	.venv-store/bin/python -m pytest $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
 

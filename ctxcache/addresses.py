@@ -51,7 +51,7 @@ def check_exposure(settings: Settings) -> None:
         return
     bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
     for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
-        if address and not _is_loopback(_host(address)):
+        if address and not is_loopback(address):
             problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
             raise InvalidConfiguration(source=source, problem=problem)
 
@@ -72,7 +72,9 @@ def metrics_place(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, 
     return _host(settings.metrics_listen), int(text)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches a `host:port`."""
+    host = _host(address)
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -5,6 +5,7 @@ Unknown names are errors.
 """
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -127,6 +128,7 @@ class Settings(BaseSettings):
     insecure_listen: bool = _knob("insecure_listen")
     bulk_listen: str = _knob("bulk_listen")
     metrics_listen: str = _knob("metrics_listen")
+    status_names: Literal["auto", "on", "off"] = _knob("status_names")
     max_concurrent_rpcs: int = _knob("max_concurrent_rpcs")
     max_concurrent_streams: int = _knob("max_concurrent_streams")
     stall_timeout_s: float = _knob("stall_timeout_s")
@@ -183,6 +185,16 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then environment; `load` puts the file below both."""
         return init_settings, env_settings
+
+
+def differing(settings: Settings) -> dict[str, str]:
+    """Settings that are not at their default, as text; of rules only how many there are."""
+    found = {}
+    for name, value in json.loads(settings.model_dump_json()).items():
+        if getattr(settings, name) != KNOBS[name].default:
+            shown = f"{len(value)} rules" if name == "identities" else value
+            found[name] = shown if isinstance(shown, str) else json.dumps(shown)
+    return found
 
 
 def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:

@@ -19,11 +19,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
-from ctxcache.addresses import bulk_places, check_exposure, control_path, metrics_place, targets
+from ctxcache.addresses import bulk_places, check_exposure, control_path, is_loopback, metrics_place, targets
 from ctxcache.bounds import limits_of, queue_limits_of, watermarks_of
 from ctxcache.cache import Cache
 from ctxcache.clock import Clock, SystemClock
-from ctxcache.config import Settings
+from ctxcache.config import Settings, differing
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
@@ -37,9 +37,11 @@ from ctxcache.errors import (
 )
 from ctxcache.frames import MESSAGE_LIMIT_BYTES
 from ctxcache.observe.endpoint import Endpoint
-from ctxcache.observe.exposition import Sources
+from ctxcache.observe.exposition import Sources, read
 from ctxcache.observe.loop_lag import LoopLag
+from ctxcache.observe.moment import Moment
 from ctxcache.observe.pages import pages_of
+from ctxcache.observe.recording import Recording
 from ctxcache.observe.tracing import open_spans
 from ctxcache.rebuild import rebuild
 from ctxcache.reload import Reloaded, Reloading
@@ -141,7 +143,9 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._doors = Doors(self._admissions, self._health, SERVICES)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
-        self._metrics = Endpoint(pages_of(self._sources(self._rpc_times)))
+        sources = self._sources(self._rpc_times)
+        self._recording = Recording(lambda: Moment(read(sources)))
+        self._metrics = Endpoint(pages_of(sources, self._recording))
         edge = Edge(
             self._admissions,
             Guard(identification),
@@ -262,6 +266,7 @@ class Server:
                     await task
             await self._cache.close()
             self._lag.stop()
+            self._recording.stop()
             await self._metrics.stop()
             self.storage.directory.end_run()
 
@@ -281,6 +286,7 @@ class Server:
             raise
         await self._grpc.start()
         self._lag.start()
+        self._recording.start()
         await self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
@@ -319,7 +325,14 @@ class Server:
             metadata_commit_count=lambda: metadata.commit_count,
             is_metadata_fenced=lambda: metadata.is_fenced, metadata_properties=metadata.properties,
             data_directory=str(self.storage.directory.path), loop_lag_s=self._lag.lag_s,
+            settings=lambda: differing(self.settings), shows_names=self._shows_names,
         )  # fmt: skip
+
+    def _shows_names(self) -> bool:
+        """On the status page, which asks nobody who they are."""
+        wanted = self.settings.status_names
+        is_local = is_loopback(self.metrics_address)
+        return wanted == "on" or (wanted == "auto" and self._identification.is_open and is_local)
 
     def _bind(self, target: str) -> str:
         is_unix = target.startswith("unix:")

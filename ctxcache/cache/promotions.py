@@ -59,6 +59,11 @@ class Promotions:
         self._is_none_awaited = asyncio.Event()
         self._is_none_awaited.set()
 
+    @property
+    def running_count(self) -> int:
+        """Segments on their way into DRAM."""
+        return len(self._tasks)
+
     async def promote(self, segments: Sequence[Segment]) -> None:
         """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
         missing = [s for s in segments if not s.dram]

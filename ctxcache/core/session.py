@@ -23,6 +23,8 @@ from ctxcache.errors import (
 )
 from ctxcache.format.layout import SegmentLayout
 
+HEAT_HALF_LIFE_NS = 600 * 10**9
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -59,6 +61,8 @@ class Session:
     is_gone: bool = False
     is_tail_apart: bool = False
     """Whether a commit ended where the last segment begins: what is before it is whole without it."""
+    heat: float = 0.0
+    """Accesses up to the last one, half as much for each HEAT_HALF_LIFE_NS that has passed since."""
     token_count: int = field(init=False)
     """Live tokens."""
     residence: Residence = field(init=False)
@@ -112,8 +116,13 @@ class Session:
 
     def touch(self, now_ns: int) -> None:
         """Count an access."""
+        self.heat = self.heat_at(now_ns) + 1
         self.access_time_ns = now_ns
         self.expire_time_ns = self.expiration.after_access(now_ns)
+
+    def heat_at(self, now_ns: int) -> float:
+        """How much it is used these minutes."""
+        return self.heat * 0.5 ** (max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
 
     def check_generation(self, expected: int | None) -> None:
         """Raise GenerationMismatch unless `expected` is None or holds."""

@@ -85,6 +85,15 @@ LISTENING = Section(
             watch="ctxcache_scrape_seconds",
         ),
         Knob(
+            name="status_names",
+            kind=Kind.WORD,
+            default="auto",
+            help="Whether the status page, which asks nobody who they are, names sessions and engines.",
+            more="`auto`: where the metrics' address is loopback and callers are not told apart, so that whoever sees the page could list them anyway.",
+            advice="auto; `on` where only operators reach the metrics' address",
+            choices=("auto", "on", "off"),
+        ),
+        Knob(
             name="max_concurrent_rpcs",
             kind=Kind.COUNT,
             default=256,

@@ -18,6 +18,11 @@ log = logging.getLogger(__name__)
 CONNECTIONS_LIMIT = 32
 REQUEST_LIMIT_BYTES = 8 << 10
 TIMEOUT_S = 10.0
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What a browser may do with a page: nothing but with files from here."""
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -91,6 +96,8 @@ class Endpoint:
             f"Content-Length: {len(answer.body)}",
             "Cache-Control: no-store",
             "X-Content-Type-Options: nosniff",
+            f"Content-Security-Policy: {POLICY}",
+            "Referrer-Policy: no-referrer",
             "Connection: close",
         )
         writer.write("\r\n".join((*lines, "", "")).encode())

@@ -43,6 +43,10 @@ class Sources:
     """Called in a thread."""
     data_directory: str
     loop_lag_s: Histogram
+    settings: Callable[[], Mapping[str, str]]
+    """Those that differ from their default, as people may see them."""
+    shows_names: Callable[[], bool]
+    """Whether sessions and engines may be named to whoever reaches the endpoint."""
     scrape_s: Histogram = field(default_factory=lambda: Histogram(QUICK_S))
 
     @property
@@ -63,20 +67,21 @@ class Exposition:
         """All metrics, in the format that is asked for, and its content type."""
         async with self._turn:
             begun_s = perf_counter()
-            samples = list(self._read())
+            samples = list(read(self._sources))
             self._sources.scrape_s.observe(perf_counter() - begun_s)
             return await asyncio.to_thread(self._written, samples, accepted)
-
-    def _read(self) -> Iterator[Sample]:
-        sources = self._sources
-        yield from read_cache(sources.cache)
-        yield from _server(sources)
-        yield from _calls(sources)
 
     def _written(self, samples: list[Sample], accepted: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accepted)
         samples += _slow(self._sources)
         return encode(_Made([*families(OWN, samples), *self._process.collect()])), content_type
+
+
+def read(sources: Sources) -> Iterator[Sample]:
+    """All samples but those that ask the system, or RocksDB."""
+    yield from read_cache(sources.cache)
+    yield from _server(sources)
+    yield from _calls(sources)
 
 
 class _Made(Collector):

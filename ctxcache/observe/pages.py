@@ -1,14 +1,16 @@
-"""The pages of the metrics endpoint. A status page for people goes to `/`."""
+"""The pages of the metrics endpoint: what machines ask for, and the status page for people."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
 
 from ctxcache.observe.endpoint import Answer, Page
 from ctxcache.observe.exposition import Exposition, Sources
+from ctxcache.observe.recording import Recording
+from ctxcache.observe.status_pages import StatusPages
 
 
-def pages_of(sources: Sources) -> Mapping[str, Page]:
-    """By path: `/metrics`, `/healthz` (the event loop answers), `/readyz` (it takes work)."""
+def pages_of(sources: Sources, recording: Recording) -> Mapping[str, Page]:
+    """By path: `/metrics`, `/healthz` (the event loop answers), `/readyz` (it takes work), and the status page's."""
     exposition = Exposition(sources)
 
     async def metrics(headers: Mapping[str, str]) -> Answer:
@@ -23,4 +25,5 @@ def pages_of(sources: Sources) -> Mapping[str, Page]:
             return Answer(b"ready\n")
         return Answer(b"draining\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
 
-    return {"/metrics": metrics, "/healthz": is_alive, "/readyz": is_ready}
+    machines = {"/metrics": metrics, "/healthz": is_alive, "/readyz": is_ready}
+    return machines | dict(StatusPages(sources, recording).pages())

@@ -1,0 +1,112 @@
+"""A moment: what all metrics were, by name and labels; and a ring of them, a minute apart, for the last hour. Pure.
+
+Bounded: MINUTES moments, of KEPT counters only.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from ctxcache.observe.samples import Distribution, Sample
+
+MINUTES = 60
+KEPT = frozenset({
+    "ctxcache_accesses_total", "ctxcache_read_tokens_total", "ctxcache_appended_tokens_total",
+    "ctxcache_corrupt_segments_total", "ctxcache_delayed_writes_total", "ctxcache_upkeep_failures_total",
+    "ctxcache_refused_rpcs_total", "ctxcache_rpc_seconds", "ctxcache_event_loop_lag_seconds",
+    "ctxcache_promotion_seconds", "ctxcache_promoted_segments_total", "ctxcache_prefetched_segments_total",
+    "ctxcache_prefetch_unused_segments_total", "ctxcache_regretted_tokens_total",
+})  # fmt: skip
+"""What is asked for over time."""
+Labels = tuple[str, ...]
+Value = float | Distribution
+NOTHING: Mapping[Labels, Value] = {}
+
+
+class Moment:
+    """Values by metric and labels, the labels in the order of the metric's."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._values: dict[str, dict[Labels, Value]] = {}
+        for sample in samples:
+            self._values.setdefault(sample.name, {})[sample.labels] = sample.value
+
+    def of(self, name: str) -> Mapping[Labels, float]:
+        """A metric's values that are numbers."""
+        found = self._values.get(name, NOTHING)
+        return {labels: value for labels, value in found.items() if not isinstance(value, Distribution)}
+
+    def one(self, name: str, *labels: str) -> float:
+        """One value; 0 where there is none."""
+        return self.of(name).get(labels, 0)
+
+    def distributions(self, name: str) -> Mapping[Labels, Distribution]:
+        """A metric's values that are distributions."""
+        found = self._values.get(name, NOTHING)
+        return {labels: value for labels, value in found.items() if isinstance(value, Distribution)}
+
+    def kept(self) -> "Moment":
+        """What is kept of it."""
+        return self._with({name: values for name, values in self._values.items() if name in KEPT})
+
+    def since(self, before: "Moment") -> "Moment":
+        """What its counters have grown by; gauges are of no use in it."""
+        grown: dict[str, dict[Labels, Value]] = {}
+        for name in KEPT & self._values.keys():
+            earlier = before._values.get(name, NOTHING)  # noqa: SLF001  # its own
+            grown[name] = {
+                labels: _grown(value, earlier.get(labels)) for labels, value in self._values[name].items()
+            }
+        return self._with(grown)
+
+    @classmethod
+    def _with(cls, values: dict[str, dict[Labels, Value]]) -> "Moment":
+        moment = cls(())
+        moment._values = values
+        return moment
+
+
+class Ring:
+    """The last hour."""
+
+    def __init__(self) -> None:
+        self._moments: deque[Moment] = deque(maxlen=MINUTES + 1)
+
+    def add(self, moment: Moment) -> None:
+        """A minute after the one before."""
+        self._moments.append(moment.kept())
+
+    def last(self, now: Moment, minutes: int) -> Moment:
+        """What counters have grown by within the last minutes, or since the start."""
+        before = list(self._moments)[-minutes:]
+        return now.since(before[0]) if before else Moment(())
+
+    def by_minute(self, now: Moment) -> list[Moment]:
+        """What they grew by in each minute, the oldest first; the last one has not ended yet."""
+        moments = [*self._moments, now][-MINUTES - 1 :]
+        return [after.since(before) for before, after in pairwise(moments)]
+
+
+def quantile(values: Iterable[Distribution], share: float) -> float:
+    """The value that `share` of all lie below, evenly spread within a bucket; 0 of none."""
+    merged: list[int] = []
+    bounds: tuple[float, ...] = ()
+    for value in values:
+        bounds = value.bounds
+        merged = [a + b for a, b in zip(merged or [0] * len(value.counts), value.counts, strict=True)]
+    wanted, low = share * sum(merged), 0.0
+    for bound, count in zip(bounds, merged, strict=False):
+        if count and wanted <= count:
+            return low + (bound - low) * wanted / count
+        wanted -= count
+        low = bound
+    return low if sum(merged) else 0.0
+
+
+def _grown(after: Value, before: Value | None) -> Value:
+    if isinstance(after, Distribution):
+        if not isinstance(before, Distribution):
+            return after
+        counts = tuple(a - b for a, b in zip(after.counts, before.counts, strict=True))
+        return Distribution(after.bounds, counts, after.total - before.total)
+    return after - before if isinstance(before, int | float) else after

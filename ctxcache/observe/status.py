@@ -1,0 +1,213 @@
+"""Status: what the status page says, as plain facts, made of a moment's metrics. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ctxcache.observe.conditions import Holding, holding
+from ctxcache.observe.listed import Engine, Sessions
+from ctxcache.observe.moment import MINUTES, Moment, Ring, quantile
+
+TENANTS_SHOWN = 10
+HIT, EMPTY = "hit", "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path of a tier."""
+
+    tier: str
+    path: str
+    state: str
+    used_bytes: int
+    capacity_bytes: int
+    largest_free_bytes: int
+    segment_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """What accesses found; the tokens they were given lay in DRAM or on SSD."""
+
+    access_count: int
+    hit_count: int
+    dram_token_count: int
+    ssd_token_count: int
+    appended_token_count: int
+
+    @property
+    def hit_share(self) -> float:
+        """Of accesses."""
+        return self.hit_count / self.access_count if self.access_count else 0.0
+
+    @property
+    def dram_share(self) -> float:
+        """Of accesses, hits in DRAM, by their tokens; where none was read yet, all of them count here."""
+        tokens = self.dram_token_count + self.ssd_token_count
+        return self.hit_share * (self.dram_token_count / tokens if tokens else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How much there is of what may be; `limit` 0: no bound."""
+
+    name: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What SSD has not yet."""
+
+    dirty_bytes: int
+    claimed_bytes: int
+    watermark_bytes: int
+    limit_bytes: int
+    spared_bytes: int
+    session_count: int
+    flush_count: int
+    lag_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What a tenant has; `limit_bytes` 0: none."""
+
+    name: str
+    session_count: int
+    dram_bytes: int
+    ssd_bytes: int
+    kept_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything. `by_minute` ends with the minute that runs; `sessions` None: not to be shown."""
+
+    version: str
+    placement_policy: str
+    start_time_s: float
+    up_s: float
+    is_ready: bool
+    conditions: tuple[Holding, ...]
+    session_count: int
+    model_count: int
+    loop_lag_p99_s: float
+    calls_per_s: float
+    last_hour: Hits
+    by_minute: tuple[Hits, ...]
+    misses: Mapping[str, int]
+    regretted_token_count: int
+    paths: tuple[Path, ...]
+    watermarks_bytes: Mapping[str, int]
+    backlog: Backlog
+    running: tuple[Bound, ...]
+    engine_count: int
+    job_count: int
+    engines: tuple[Engine, ...] | None
+    tenants: tuple[Tenant, ...]
+    tenant_count: int
+    sessions: Sessions | None
+    settings: Mapping[str, str]
+
+
+def status_of(
+    now: Moment, ring: Ring, *, now_s: float, promotion_count: int, settings: Mapping[str, str],
+    sessions: Sessions | None, engines: tuple[Engine, ...] | None,
+) -> Status:  # fmt: skip
+    """What is so now. `settings`: those that differ from their default."""
+    ((version, policy),) = now.of("ctxcache_info")
+    hour, minutes5 = ring.last(now, MINUTES), ring.last(now, 5)
+    start_s = now.one("ctxcache_start_time_seconds")
+    up_s = max(now_s - start_s, 0)
+    calls = sum(sum(value.counts) for value in minutes5.distributions("ctxcache_rpc_seconds").values())
+    return Status(
+        version, policy, start_s, up_s, bool(now.one("ctxcache_ready")), tuple(holding(now, ring)),
+        int(now.one("ctxcache_sessions")), int(now.one("ctxcache_models")),
+        quantile(minutes5.distributions("ctxcache_event_loop_lag_seconds").values(), 0.99),
+        calls / max(min(up_s, 300), 1),
+        _hits(hour), tuple(map(_hits, ring.by_minute(now))), _misses(hour),
+        int(hour.one("ctxcache_regretted_tokens_total")), tuple(_paths(now)),
+        {labels[0]: int(value) for labels, value in now.of("ctxcache_watermark_bytes").items()},
+        _backlog(now), _running(now, promotion_count), int(now.one("ctxcache_engines")),
+        int(now.one("ctxcache_waiting_jobs")), engines, _tenants(now), int(now.one("ctxcache_tenants")),
+        sessions, settings,
+    )  # fmt: skip
+
+
+def _hits(grown: Moment) -> Hits:
+    by_result: Counter[str] = Counter()
+    for (_, result), value in grown.of("ctxcache_accesses_total").items():
+        by_result[result] += int(value)
+    tokens = "ctxcache_read_tokens_total"
+    # A session without tokens is there as its creator left it: neither a hit nor a miss.
+    return Hits(
+        by_result.total() - by_result[EMPTY], by_result[HIT], int(grown.one(tokens, "dram")),
+        int(grown.one(tokens, "ssd")), int(grown.one("ctxcache_appended_tokens_total")),
+    )  # fmt: skip
+
+
+def _misses(grown: Moment) -> Mapping[str, int]:
+    counts: Counter[str] = Counter()
+    for (_, result), value in grown.of("ctxcache_accesses_total").items():
+        if result not in (HIT, EMPTY):
+            counts[result] += int(value)
+    return {reason: count for reason, count in counts.most_common() if count}
+
+
+def _paths(now: Moment) -> list[Path]:
+    states = {
+        labels[:2]: labels[2] for labels, value in now.of("ctxcache_path_state").items() if value
+    }  # fmt: skip
+    return [
+        Path(
+            tier, path, states.get((tier, path), "open"), int(now.one("ctxcache_tier_used_bytes", tier, path)),
+            int(capacity), int(now.one("ctxcache_tier_largest_free_bytes", tier, path)),
+            int(now.one("ctxcache_tier_segments", tier, path)),
+        )
+        for (tier, path), capacity in now.of("ctxcache_tier_capacity_bytes").items()
+    ]  # fmt: skip
+
+
+def _backlog(now: Moment) -> Backlog:
+    marks = "ctxcache_watermark_bytes"
+    return Backlog(
+        int(now.one("ctxcache_dirty_bytes")), int(now.one("ctxcache_claimed_bytes")), int(now.one(marks, "dirty")),
+        int(now.one(marks, "dirty_limit")), int(now.one("ctxcache_spared_bytes")),
+        int(now.one("ctxcache_unwritten_sessions")), int(now.one("ctxcache_flushes")),
+        now.one("ctxcache_flush_lag_seconds"),
+    )  # fmt: skip
+
+
+def _running(now: Moment, promotion_count: int) -> tuple[Bound, ...]:
+    def calls(name: str, sort: str) -> Bound:
+        return Bound(name, now.one("ctxcache_rpcs", sort), now.one("ctxcache_rpc_limit", sort))
+
+    def pinned(name: str, by: str) -> Bound:
+        share = now.one("ctxcache_pinned_bytes", by), now.one("ctxcache_pinned_limit_bytes", by)
+        return Bound(name, *share)
+
+    return (
+        calls("Calls", "calls"), calls("Streams of rows", "streams"), calls("Local clients", "local_clients"),
+        Bound("Leases", now.one("ctxcache_leases"), 0), pinned("Held by leases", "leases"),
+        Bound("Reservations", now.one("ctxcache_reservations"), 0), pinned("Held by reservations", "reservations"),
+        Bound("Waiting for room", sum(now.of("ctxcache_pin_waiters").values()), 0),
+        Bound("Promotions", promotion_count, 0),
+        Bound("Promoted ahead, not read yet", now.one("ctxcache_prefetch_waiting_segments"), 0),
+        Bound("Oldest lease, s", now.one("ctxcache_oldest_lease_seconds"), 300),
+    )  # fmt: skip
+
+
+def _tenants(now: Moment) -> tuple[Tenant, ...]:
+    name, limits = "ctxcache_tenant_bytes", now.of("ctxcache_tenant_limit_bytes")
+    found = [
+        Tenant(
+            who, int(count), int(now.one(name, who, "dram")), int(now.one(name, who, "ssd")),
+            int(now.one(name, who, "kept")), int(limits.get((who,), 0)),
+        )
+        for (who,), count in now.of("ctxcache_tenant_sessions").items()
+    ]  # fmt: skip
+    found.sort(key=lambda tenant: (-tenant.kept_bytes, tenant.name))
+    return tuple(found[:TENANTS_SHOWN])

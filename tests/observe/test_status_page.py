@@ -1,0 +1,410 @@
+"""The status page: what it says, to whom it says names, that no name becomes markup, and that a browser shows it."""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from alert_table import ALERTS
+from observed import fetch, load, observed
+
+from ctxcache.cache.asked import Request
+from ctxcache.core.histogram import QUICK_S, Histogram
+from ctxcache.observe import status_pages, words
+from ctxcache.observe.conditions import CONDITIONS, holding
+from ctxcache.observe.html import element
+from ctxcache.observe.listed import SHOWN, Engine, Listed, Sessions
+from ctxcache.observe.moment import MINUTES, Moment, Ring, quantile
+from ctxcache.observe.samples import Sample, taken
+from ctxcache.observe.status import status_of
+from ctxcache.observe.status_page import page
+from ctxcache.observe.status_pages import is_own_name
+from ctxcache.observe.table import METRICS
+from ctxcache.server import Server
+
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="CHROMIUM IS NOT INSTALLED: the status page was not tested in a browser; apt install chromium",
+)
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;"
+
+
+def _accesses(hits: float, evicted: float = 0) -> Moment:
+    name = "ctxcache_accesses_total"
+    return Moment([Sample(name, hits, ("read", "hit")), Sample(name, evicted, ("read", "evicted"))])
+
+
+async def _get(server: Server, path: str, host: str = "127.0.0.1:1") -> str:
+    head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+    status, body = await fetch(server, "", head=head)
+    assert status == 200
+    return body
+
+
+# -- the last hour -----------------------------------------------------------------------------------
+
+
+def test_a_ring_keeps_an_hour_of_growth() -> None:
+    """Each minute's own, the sum of the last ones, and no more than an hour."""
+    ring = Ring()
+    for i in range(MINUTES + 40):
+        ring.add(_accesses(i * 10))
+    now = _accesses((MINUTES + 39) * 10 + 5)
+    by_minute = ring.by_minute(now)
+
+    assert len(by_minute) == MINUTES
+    assert by_minute[-1].one("ctxcache_accesses_total", "read", "hit") == 5
+    assert by_minute[0].one("ctxcache_accesses_total", "read", "hit") == 10
+    assert ring.last(now, 3).one("ctxcache_accesses_total", "read", "hit") == 25
+    assert ring.last(now, 1000).one("ctxcache_accesses_total", "read", "hit") == MINUTES * 10 + 5
+
+
+def test_what_was_not_there_before_grew_from_nothing() -> None:
+    """A label's first sample counts in full; gauges are not kept."""
+    ring = Ring()
+    ring.add(Moment([Sample("ctxcache_sessions", 5)]))
+    grown = ring.last(_accesses(3), 5)
+
+    assert grown.one("ctxcache_accesses_total", "read", "hit") == 3
+    assert not ring.last(Moment([Sample("ctxcache_sessions", 9)]), 5).of("ctxcache_sessions")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], 0), ([0.003] * 10, 0.0025 + 0.0025 * 0.99), ([100.0], 30.0)]
+)
+def test_a_quantile_is_within_its_bucket(values: list[float], expected: float) -> None:
+    """As Prometheus reckons it; above the last bound it is that bound."""
+    histogram = Histogram(QUICK_S)
+    for each in values:
+        histogram.observe(each)
+
+    assert quantile([taken(histogram)], 0.99) == pytest.approx(expected)
+
+
+# -- conditions --------------------------------------------------------------------------------------
+
+
+def test_conditions_are_those_of_the_alerts() -> None:
+    """Same name, severity and summary, and a bound that the rule has."""
+    alerts = {alert.name: alert for alert in ALERTS}
+    for each in CONDITIONS:
+        alert = alerts[each.alert]
+        assert (each.severity, each.summary) == (alert.severity, alert.summary)
+        bound = rf"> {each.bound:g}\b|== [01]\b" if not each.bound else rf"> {each.bound:g}\b"
+        assert re.search(bound, alert.expression), alert.expression
+
+
+def _sample_of(name: str) -> list[tuple[str, dict[str, str], list[float]]]:
+    """What fires an alert in its own test: metric, labels, values by minute."""
+    (alert,) = [alert for alert in ALERTS if alert.name == name]
+    found = []
+    for series, values in alert.series:
+        metric, labels = re.fullmatch(r"(\w+){(.*)}", series).groups()  # type: ignore[union-attr]
+        found.append((metric, dict(re.findall(r'(\w+)="([^"]*)"', labels)), _expanded(values)))
+    return found
+
+
+def _expanded(values: str) -> list[float]:
+    numbers: list[float] = []
+    for part in values.split():
+        match = re.fullmatch(r"(-?[\d.]+)(?:([+-][\d.]+))?x(\d+)", part)
+        if match:
+            begin, step, count = float(match[1]), float(match[2] or 0), int(match[3])
+            numbers += [begin + step * i for i in range(count + 1)]
+        elif part.startswith("_"):
+            numbers += [0.0] * (int(part[2:] or 0) + 1 if "x" in part else 1)
+        else:
+            numbers.append(float(part))
+    return numbers
+
+
+GAUGES = [
+    each.alert for each in CONDITIONS
+    if each.alert not in {"CtxcacheSlowCalls", "CtxcacheEventLoopStalls", "CtxcacheSlowDevice", "CtxcacheInternalErrors"}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alert", GAUGES)
+def test_what_fires_an_alert_is_a_condition_that_holds(alert: str) -> None:
+    """The series that make Prometheus' rule fire, read minute by minute; and nothing holds of a well server."""
+    series = _sample_of(alert)
+    length = max(len(values) for _, _, values in series)
+
+    def at(minute: int) -> Moment:
+        samples = [Sample("ctxcache_ready", 1)] if alert != "CtxcacheNotReady" else []
+        for metric, labels, values in series:
+            order = tuple(labels.get(label, "") for label in METRICS[metric].labels)
+            samples.append(Sample(metric, values[min(minute, len(values) - 1)], order))
+        return Moment(samples)
+
+    ring = Ring()
+    held = set()
+    for minute in range(length):
+        held |= {each.alert for each in holding(at(minute), ring)}
+        ring.add(at(minute))
+    assert held == {alert}
+    assert not list(holding(Moment([Sample("ctxcache_ready", 1)]), Ring()))
+
+
+@pytest.mark.parametrize(
+    ("alert", "metric", "labels"),
+    [
+        ("CtxcacheSlowCalls", "ctxcache_rpc_seconds", ("SessionService/GetSession", "OK", "")),
+        ("CtxcacheEventLoopStalls", "ctxcache_event_loop_lag_seconds", ()),
+        ("CtxcacheSlowDevice", "ctxcache_promotion_seconds", ()),
+        (
+            "CtxcacheInternalErrors",
+            "ctxcache_rpc_seconds",
+            ("SessionService/ReadSession", "INTERNAL", "INTERNAL"),
+        ),
+    ],
+)
+def test_distributions_have_conditions_too(alert: str, metric: str, labels: tuple[str, ...]) -> None:
+    """One in a hundred is late; or there is one at all."""
+    histogram, ready = Histogram(QUICK_S), Sample("ctxcache_ready", 1)
+    ring = Ring()
+    ring.add(Moment([ready, Sample(metric, taken(histogram), labels)]))
+    for seconds in (0.001, 3.0):
+        histogram.observe(seconds)
+
+    assert [
+        each.alert for each in holding(Moment([ready, Sample(metric, taken(histogram), labels)]), ring)
+    ] == [alert]
+
+
+# -- what is shown -----------------------------------------------------------------------------------
+
+
+async def test_it_says_what_the_server_does(tmp_path: Path) -> None:
+    """In both forms: tiers, hits, reasons, sessions, what differs from its default."""
+    async with observed(tmp_path, tenant_shares="default=0.5:0.9") as (server, client, clock):
+        await load(client, clock)
+        facts = json.loads(await _get(server, "/status.json"))
+        html = await _get(server, "/")
+
+    assert [path["tier"] for path in facts["paths"]] == ["dram", "ssd"]
+    assert facts["last_hour"]["hit_count"] > 0
+    assert facts["last_hour"]["ssd_token_count"] >= 130
+    assert (
+        sum(facts["misses"].values()) == facts["last_hour"]["access_count"] - facts["last_hour"]["hit_count"]
+    )
+    assert set(facts["misses"]) >= {"evicted", "expired", "never_stored", "fingerprint_mismatch"}
+    hottest = [each["session_id"] for each in facts["sessions"]["hottest"]]
+    assert hottest[0] == "s23"
+    assert len(hottest) <= SHOWN
+    assert facts["settings"]["max_concurrent_rpcs"] == "8"
+    assert "listen" in facts["settings"]
+    assert "drain_timeout_s" in facts["settings"]
+    assert "room_wait_s" not in facts["settings"]
+    assert [each["alert"] for each in facts["conditions"]] == ["CtxcacheEvictsWhatComesBack"]
+    for text in (
+        "look here",
+        "CtxcacheEvictsWhatComesBack",
+        "s23",
+        "max_concurrent_rpcs",
+        "Write-behind",
+        "In flight",
+    ):
+        assert text in html
+
+
+async def test_what_is_running_shows(tmp_path: Path) -> None:
+    """A lease that is held, and a session that is not on SSD."""
+    async with observed(tmp_path) as (server, client, _):
+        await client.create("one")
+        await client.append("one", 1, 0, 64)
+        request = Request("default", "one", client.fingerprint, None)
+        lease = await server._cache.reading.acquire(request)
+        facts = json.loads(await _get(server, "/status.json"))
+        server._cache.reading.release(lease.lease_id)
+
+    running = {each["name"]: each["value"] for each in facts["running"]}
+    assert running["Leases"] == 1
+    assert running["Held by leases"] > 0
+    assert facts["backlog"]["session_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "host", "are_shown"),
+    [
+        ({}, "127.0.0.1:7421", True),
+        ({}, "localhost:7421", True),
+        ({}, "[::1]:7421", True),
+        ({}, "evil.example:7421", False),
+        ({}, "", False),
+        ({"status_names": "off"}, "localhost", False),
+        ({"metrics_listen": "0.0.0.0:0"}, "localhost", False),
+        ({"metrics_listen": "0.0.0.0:0", "status_names": "on"}, "10.0.0.7:7421", True),
+        ({"identities": "uid:0=default:operator"}, "localhost", False),
+    ],
+)
+async def test_names_are_for_whom_they_may_be(
+    tmp_path: Path, changes: Mapping[str, str], host: str, *, are_shown: bool
+) -> None:
+    """By itself only on loopback, while nobody is told apart, and under no name that another site could point here."""
+    identities = changes.get("identities")
+    settings = {name: value for name, value in changes.items() if name != "identities"}
+    async with observed(tmp_path, **settings) as (server, client, _):
+        await client.create("secret-session")
+        await client.append("secret-session", 1, 0, 64)
+        if identities:
+            server._identification.is_open = False
+        html, facts = await _get(server, "/", host), json.loads(await _get(server, "/status.json", host))
+
+    assert ("secret-session" in html) == are_shown
+    assert (facts["sessions"] is not None) == (facts["engines"] is not None) == are_shown
+    assert "secret-session" in json.dumps(facts) if are_shown else "secret-session" not in json.dumps(facts)
+    assert ("status_names" in html.partition("Settings")[0]) != are_shown
+
+
+def test_host_names_of_others_are_told() -> None:
+    """An address, or localhost."""
+    assert all(map(is_own_name, ("127.0.0.1", "10.1.2.3:80", "[::1]:80", "[fe80::1]", "localhost:7421")))
+    assert not any(
+        map(is_own_name, ("", "a.example", "a.example:80", "localhost.a.example", "127.0.0.1.a.example:1"))
+    )
+
+
+def test_no_text_becomes_markup() -> None:
+    """What is not made by `element` is escaped, in text and in attributes."""
+    assert element("b", EVIL, title=EVIL) == (
+        '<b title="{0}">{0}</b>'.format(
+            "&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&gt;&lt;img src=x onerror=alert(1)&gt;&amp;amp;"
+        )
+    )
+
+
+def _evil_page() -> str:
+    bad = Listed(EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1, 1, is_durable=True)
+    samples = [
+        Sample("ctxcache_info", 1, (EVIL, EVIL)), Sample("ctxcache_ready", 1),
+        Sample("ctxcache_tenant_sessions", 1, (EVIL,)), Sample("ctxcache_tier_capacity_bytes", 1, ("dram", EVIL)),
+        Sample("ctxcache_path_state", 1, ("dram", EVIL, EVIL)), Sample("ctxcache_accesses_total", 1, ("read", EVIL)),
+    ]  # fmt: skip
+    ring = Ring()
+    ring.add(Moment(()))
+    status = status_of(
+        Moment(samples), ring, now_s=1, promotion_count=0, settings={EVIL: EVIL},
+        sessions=Sessions((bad,), (bad,), 1), engines=(Engine(EVIL, EVIL, 1, is_lost=True),),
+    )  # fmt: skip
+    return page(status)
+
+
+def test_no_name_on_the_page_becomes_markup() -> None:
+    """Session, tenant, model, engine, path, setting, reason: in whatever place."""
+    html = _evil_page()
+
+    assert html.count("alert(1)") > 10
+    assert html.count("<script") == 1
+    assert "<img" not in html
+    assert '<script src="/status.js" defer></script>' in html
+
+
+async def test_a_browser_is_told_to_run_nothing_else(tmp_path: Path) -> None:
+    """The policy comes with every page, and the page needs no more than it allows."""
+    async with observed(tmp_path) as (server, _, _):
+        host, _, port = server.metrics_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+        writer.close()
+
+    policy = re.search(r"Content-Security-Policy: (.*)\r\n", head)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert not re.search(r"\sstyle=|<style|\son\w+=", body)
+    assert set(re.findall(r'(?:src|href)="([^"]+)"', body)) == {
+        "data:,",
+        "/status.css",
+        "/status.js",
+        "/status.json",
+        "/metrics",
+    }
+
+
+async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a second nothing is read again."""
+    async with observed(tmp_path) as (server, _, _):
+        reads: list[Moment] = []
+        read = server._recording.read
+
+        def counted() -> Moment:
+            reads.append(read())
+            return reads[-1]
+
+        monkeypatch.setattr(server._recording, "read", counted)
+        monkeypatch.setattr(status_pages, "FRESH_S", 3600)
+        for _ in range(5):
+            await _get(server, "/")
+            await _get(server, "/status.json")
+
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (words.size(0), "0 B"), (words.size(1536), "1.5 KiB"), (words.size(3 << 40), "3.0 TiB"), (words.count(950), "950"),
+        (words.count(12345), "12.3k"), (words.count(4e6), "4.0M"), (words.span(0.0032), "3.2 ms"), (words.span(7500), "2 h 5 min"),
+        (words.span(3 * 86400 + 4 * 3600), "3 d 4 h"), (words.share(0.9999), "99.9 %"), (words.share(1), "100 %"), (words.share(0.5), "50 %"),
+    ],
+)  # fmt: skip
+def test_numbers_are_written_for_people(written: str, expected: str) -> None:
+    """Short, with a unit, and nothing that is not all is called all."""
+    assert written == expected
+
+
+# -- in a browser ------------------------------------------------------------------------------------
+
+
+def _dom(address: str, directory: Path, *options: str) -> str:
+    """The page as a browser has it after its script has run."""
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory}", *options,
+        "--dump-dom", f"http://{address}/",
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@needs_chromium
+async def test_a_browser_shows_it_and_keeps_it_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs under the policy, asks again, and shows what has come since; an evil name stays text."""
+    monkeypatch.setattr(status_pages, "FRESH_S", 0)
+    async with observed(tmp_path) as (server, client, clock):
+        await load(client, clock)
+        count = 0
+
+        def version() -> str:
+            nonlocal count
+            count += 1
+            return f"look-{count}-{EVIL}"
+
+        info = Sample("ctxcache_info", 1, ("1", "value"))
+        read = server._recording.read
+        monkeypatch.setattr(
+            server._recording, "read", lambda: _with(read(), info._replace(labels=(version(), "value")))
+        )
+        # Virtual time: beyond the first refreshes.
+        html = await asyncio.to_thread(
+            _dom, server.metrics_address, tmp_path / "profile", "--virtual-time-budget=8000"
+        )
+
+    shown = re.search(r"look-(\d+)-", html)
+    assert shown is not None
+    assert int(shown[1]) > 1
+    assert "s23" in html
+    assert "<img" not in html
+    assert html.count("<script") == 1
+    assert re.search(r'id="age">as of ', html)
+
+
+def _with(moment: Moment, sample: Sample) -> Moment:
+    moment._values[sample.name] = {sample.labels: sample.value}
+    return moment
