@@ -5,10 +5,12 @@ its place. The same options before the command's name are defaults for it.
 """
 
 import enum
+import functools
 import inspect
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
+WHOSE = "whose"
+"""The parameter behind --tenant, where that says for whom an operator calls."""
+CLEAR = "\x1b[H\x1b[2J"
+"""What empties a terminal."""
 
 
 class Output(enum.StrEnum):
@@ -35,6 +41,7 @@ class Output(enum.StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    YAML = "yaml"
 
 
 TargetOption = Annotated[
@@ -49,6 +56,16 @@ TargetOption = Annotated[
 OutputOption = Annotated[Output | None, typer.Option("--output", "-o", help="How to print.")]
 TimeoutOption = Annotated[
     float | None, typer.Option("--timeout", help="Longest wait for an answer, in seconds.", min=0.001)
+]
+WatchOption = Annotated[
+    float | None,
+    typer.Option(
+        "--watch", metavar="SECONDS", help="Show it again and again, so often, until Ctrl-C.", min=0.01
+    ),
+]
+TenantOption = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="TENANT", help="Whose; for operators.", show_default="yours"),
 ]
 SHARED_OPTIONS = (
     option("target", TargetOption),
@@ -65,6 +82,7 @@ class Call:
     output: Output = Output.TABLE
     timeout_s: float = DEFAULT_TIMEOUT_S
     credentials: Credentials = NO_CREDENTIALS
+    tenant: str = ""
 
     def but(self, target: str | None, output: Output | None, timeout_s: float | None) -> "Call":
         """Return this with those options changed that are given."""
@@ -82,19 +100,15 @@ class Call:
             access="remote",
             tls=self.credentials.tls(),
             token_file=self.credentials.token_file,
+            tenant=self.tenant,
         ) as client:
             yield client
-
-    @property
-    def is_json(self) -> bool:
-        """Whether a script reads what is printed."""
-        return self.output is Output.JSON
 
     def show(self, message: "Message") -> None:
         """Print one message."""
         from ctxcache.cli.printers import print_message  # noqa: PLC0415  --help prints no tables
 
-        print_message(message, is_json=self.is_json)
+        print_message(message, self.output)
 
     def show_list(self, noun: str, messages: "Iterable[Message]", limit: int | None) -> None:
         """Print at most `limit` messages under `noun`; None is all."""
@@ -102,11 +116,19 @@ class Call:
 
         shown = list(islice(messages, limit if limit is None else limit + 1))
         has_more = limit is not None and len(shown) > limit
-        print_list(noun, shown[:limit], has_more=has_more, is_json=self.is_json)
+        print_list(noun, shown[:limit], has_more=has_more, output=self.output)
 
     def show_facts(self, facts: "Mapping[str, Plain]", text: str) -> None:
         """Print facts for scripts, or `text` for people."""
-        typer.echo(json.dumps(facts, separators=(",", ":")) if self.is_json else text)
+        from ctxcache.cli.documents import as_json, as_yaml  # noqa: PLC0415  it imports protobuf
+
+        match self.output:
+            case Output.JSON:
+                typer.echo(as_json(facts))
+            case Output.YAML:
+                typer.echo(as_yaml(facts))
+            case Output.TABLE:
+                typer.echo(text)
 
 
 P = ParamSpec("P")
@@ -116,11 +138,52 @@ CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotatio
 def call_of(context: typer.Context, given: dict[str, Any]) -> Call:
     """Take the shared options out of what a command was given; those before its name fill the gaps."""
     shared: Call = context.obj or Call()
-    return shared.but(given.pop("target", None), given.pop("output", None), given.pop("timeout", None))
+    call = shared.but(given.pop("target", None), given.pop("output", None), given.pop("timeout", None))
+    return replace(call, tenant=given.pop(WHOSE, None) or "")
 
 
 def online(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
     """Give a command the shared options in place of its first parameter."""
+    return _with_options(function, ())
+
+
+def watched(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+    """As `online`, and --watch, with which the command is run again and again."""
+    return _with_options(_repeated(function), (option("watch", WatchOption),))
+
+
+def of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+    """As `online`, and --tenant."""
+    return _with_options(function, (option(WHOSE, TenantOption),))
+
+
+def watched_of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+    """As `watched`, and --tenant."""
+    return _with_options(_repeated(function), (option(WHOSE, TenantOption), option("watch", WatchOption)))
+
+
+def _repeated(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def command(call: Call, /, *arguments: P.args, **given: P.kwargs) -> None:
+        interval_s = given.pop("watch", None)
+        if not isinstance(interval_s, float):
+            function(call, *arguments, **given)
+            return
+        # Ctrl-C is how it ends.
+        with suppress(KeyboardInterrupt):
+            while True:
+                if call.output is Output.TABLE and sys.stdout.isatty():
+                    sys.stdout.write(CLEAR)
+                function(call, *arguments, **given)
+                sys.stdout.flush()
+                time.sleep(interval_s)
+
+    return command
+
+
+def _with_options(
+    function: Callable[Concatenate[Call, P], None], more: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
     bound: Callable[..., None] = function
     own = list(inspect.signature(function).parameters.values())[1:]
 
@@ -130,7 +193,7 @@ def online(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None
     return with_signature(
         command,
         # Keyword-only all of them: typer passes every one by its name.
-        [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *SHARED_OPTIONS],
+        [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *more, *SHARED_OPTIONS],
         name=function.__name__,
         doc=function.__doc__,
         hints=get_type_hints(function, include_extras=True),

@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli import models, sessions, tokens
+from ctxcache.cli import drain, hints, leases, models, quotas, sessions, tiers, tokens, top
 from ctxcache.cli.bench import bench
-from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, online
+from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, of_tenant, online, watched
+from ctxcache.cli.completion import session_names
 from ctxcache.cli.config import config_app
 from ctxcache.cli.credentials import (
     CaOption,
@@ -23,6 +24,7 @@ from ctxcache.cli.credentials import (
     TokenFileOption,
 )
 from ctxcache.cli.doctor.command import doctor_command
+from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import exit_code_of
 from ctxcache.cli.names import session_name
 from ctxcache.cli.plugins import add_plugins
@@ -39,12 +41,18 @@ app = typer.Typer(
 )  # fmt: skip
 app.command("serve")(serve_command())
 app.command("rebuild")(rebuild_command())
-app.command("verify")(verify)
+app.command("verify", epilog=examples("ctxcache verify --rate-limit 100MiB"))(verify)
 app.command("doctor")(doctor_command())
 app.command("bench")(bench)
 app.command("simulate")(simulate_command())
 app.add_typer(sessions.app, name="session")
 app.add_typer(models.app, name="model")
+app.add_typer(tiers.app, name="tier")
+app.add_typer(leases.app, name="lease")
+app.add_typer(quotas.app, name="quota")
+app.add_typer(hints.app, name="hint")
+app.command("top", epilog=top.EXAMPLES)(top.top)
+app.command("drain", epilog=drain.EXAMPLES)(drain.drain)
 app.add_typer(config_app(), name="config")
 app.add_typer(tokens.app, name="token")
 
@@ -67,35 +75,39 @@ def shared_options(
     )
 
 
-@app.command("stats")
-@online
+@app.command("stats", epilog=examples("ctxcache stats", "ctxcache stats --output json"))
+@watched
 def stats(call: Call) -> None:
     """Show what the server holds and has done since it started."""
     with call.client() as client:
         call.show(client.stats())
 
 
-@app.command("tenants")
-@online
+@app.command("tenants", epilog=examples("ctxcache tenants"))
+@watched
 def tenants(call: Call) -> None:
     """Show what each tenant has, and what is its share."""
     with call.client() as client:
         call.show_list("tenants", client.list_tenants(), None)
 
 
-@app.command("why-miss")
-@online
+@app.command("why-miss", epilog=examples("ctxcache why-miss chat-17"))
+@of_tenant
 def why_miss(
     call: Call,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="ID or sessions/ID.", show_default=False)],
-    tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Whose; unset, yours.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="ID or sessions/ID.", show_default=False, autocompletion=session_names
+        ),
+    ],
 ) -> None:
     """Say why a session is not there, or has less than was stored."""
     with call.client() as client:
-        call.show(client.why_miss(session_name(name), tenant=tenant))
+        call.show(client.why_miss(session_name(name), tenant=call.tenant))
 
 
-@app.command("version")
+@app.command("version", epilog=examples("ctxcache version"))
 @online
 def version(call: Call) -> None:
     """Show the version of this program; `stats` shows the server's."""

@@ -26,6 +26,13 @@ def parsed(parse: Callable[[str], Value], text: str, option: str) -> Value:
         raise typer.BadParameter(f"{option}: {error}") from error
 
 
+def parse_size_bytes(text: str) -> int:
+    """Bytes in `100MiB`. Raises ValueError."""
+    from ctxcache.config import parse_size  # noqa: PLC0415  pydantic is slow to import
+
+    return int(str(parse_size(text)))
+
+
 def check_one_of(**given: bool) -> None:
     """Refuse none and several of the options that exclude each other."""
     if sum(given.values()) != 1:

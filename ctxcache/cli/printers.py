@@ -1,6 +1,5 @@
 """Printing: one JSON document per command for scripts, tables for people. Both to standard output."""
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,11 +7,14 @@ from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ctxcache.cli import tables
+from ctxcache.cli import operation_tables, tables
+from ctxcache.cli.call import Output
+from ctxcache.cli.documents import as_json, as_yaml
 from ctxcache.cli.plain import Plain, to_plain
 from ctxcache.cli.why_miss import why_miss_view
-from ctxcache.v1.admin_pb2 import Stats, WhyMissResponse
+from ctxcache.v1.admin_pb2 import Stats, TenantUse, TierStats, WhyMissResponse
 from ctxcache.v1.model_pb2 import Model
+from ctxcache.v1.operations_pb2 import HeldLease
 from ctxcache.v1.session_pb2 import Session
 
 PIPE_WIDTH = 10_000
@@ -23,17 +25,24 @@ _VIEWS: Mapping[type[Message], Callable[..., RenderableType]] = {
     Model: tables.model_grid,
     Stats: tables.stats_view,
     WhyMissResponse: why_miss_view,
+    TenantUse: lambda use: tables.tenants_table([use]),
+    TierStats: lambda tier: operation_tables.paths_table([tier]),
+    HeldLease: operation_tables.lease_grid,
 }
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {
     "sessions": tables.sessions_table,
     "models": tables.models_table,
     "tenants": tables.tenants_table,
+    "paths": operation_tables.paths_table,
+    "leases": operation_tables.leases_table,
+    "engines": operation_tables.engines_table,
+    "hints": operation_tables.hints_table,
 }
 
 
-def print_json(document: Mapping[str, Plain]) -> None:
-    """Print one line."""
-    sys.stdout.write(json.dumps(document, separators=(",", ":")) + "\n")
+def print_document(document: Mapping[str, Plain], output: Output) -> None:
+    """Print what scripts read."""
+    sys.stdout.write((as_yaml if output is Output.YAML else as_json)(document) + "\n")
 
 
 def print_table(table: RenderableType) -> None:
@@ -44,18 +53,19 @@ def print_table(table: RenderableType) -> None:
     console.print(table)
 
 
-def print_message(message: Message, *, is_json: bool) -> None:
+def print_message(message: Message, output: Output) -> None:
     """Print one message."""
-    if is_json:
-        print_json(to_plain(message))
-    else:
+    if output is Output.TABLE:
         print_table(_VIEWS[type(message)](message))
+    else:
+        print_document(to_plain(message), output)
 
 
-def print_list(noun: str, messages: Sequence[Message], *, has_more: bool, is_json: bool) -> None:
+def print_list(noun: str, messages: Sequence[Message], *, has_more: bool, output: Output) -> None:
     """Print messages under `noun`, and whether there are more of them than were asked for."""
-    if is_json:
-        print_json({noun: [to_plain(message) for message in messages], "has_more": has_more})
+    if output is not Output.TABLE:
+        document: dict[str, Plain] = {noun: [to_plain(message) for message in messages], "has_more": has_more}
+        print_document(document, output)
         return
     print_table(_LISTS[noun](messages))
     if has_more:

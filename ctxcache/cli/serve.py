@@ -79,7 +79,7 @@ def _announce(server: "Server", output: Output) -> None:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(_say, "draining: no new work is taken"))
     # After that, and at once: whoever waits for these lines may send the signal as soon as they are there.
     facts = _facts(server)
-    sys.stdout.write((facts.json_line() if output is Output.JSON else facts.text()) + "\n")
+    sys.stdout.write((facts.text() if output is Output.TABLE else facts.json_line()) + "\n")
     sys.stdout.flush()
 
 

@@ -5,14 +5,19 @@ Every command prints the session as it is afterwards. A NAME is `ID` or `session
 """
 
 import sys
-from datetime import UTC, datetime
-from typing import Annotated
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, online
-from ctxcache.cli.names import check_one_of, model_name, parsed, session_name
+from ctxcache.cli.call import Call, of_tenant, watched_of_tenant
+from ctxcache.cli.completion import model_names, session_names
+from ctxcache.cli.examples import examples
+from ctxcache.cli.names import check_one_of, model_name, parse_size_bytes, parsed, session_name
 from ctxcache.cli.units import parse_duration_s, parse_instant, parse_range
+
+if TYPE_CHECKING:
+    from ctxcache.v1.session_pb2 import Session
 
 app = typer.Typer(no_args_is_help=True, help="Look at sessions and change them.")
 
@@ -20,38 +25,83 @@ LIST_LIMIT = 50
 # Before any server's present, however far its clock is from ours.
 LONG_AGO = datetime(1970, 1, 2, tzinfo=UTC)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="ID or sessions/ID.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="ID or sessions/ID.", show_default=False, autocompletion=session_names
+    ),
+]
 IfGeneration = Annotated[
     int | None,
     typer.Option("--if-generation", metavar="G", help="Only if the session is at this generation."),
 ]
 
 
-@app.command("list")
-@online
+@app.command(
+    "list",
+    epilog=examples(
+        "ctxcache session list",
+        "ctxcache session list --idle 2h --larger 1MiB",
+        "ctxcache session list --prefix chat- --output json",
+    ),
+)
+@watched_of_tenant
 def list_sessions(
     call: Call,
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Only this model's.")] = "",
+    model: Annotated[
+        str,
+        typer.Option("--model", metavar="MODEL", help="Only this model's.", autocompletion=model_names),
+    ] = "",
+    prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Only IDs that begin so.")] = "",
+    idle: Annotated[
+        str, typer.Option("--idle", metavar="TIME", help="Only those not accessed for so long: 15min, 2h.")
+    ] = "0",
+    larger: Annotated[
+        str,
+        typer.Option("--larger", metavar="SIZE", help="Only those that take more, in both tiers: 100MiB."),
+    ] = "0",
+    pinned: Annotated[
+        bool | None, typer.Option("--pinned/--not-pinned", help="Only those, or only the others.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Most sessions to list.")] = LIST_LIMIT,
     all_: Annotated[bool, typer.Option("--all", help="List all of them.")] = False,  # noqa: FBT002  a flag
 ) -> None:
     """List sessions by name."""
-    page_size = 0 if all_ else limit + 1
+    larger_bytes = 0 if larger == "0" else parsed(parse_size_bytes, larger, "--larger")
+    idle_since = datetime.now(UTC) - timedelta(seconds=parsed(parse_duration_s, idle, "--idle"))
+
+    def is_wanted(session: "Session") -> bool:
+        return (
+            session.name.startswith(session_name(prefix))
+            and session.access_time.ToDatetime(tzinfo=UTC) <= idle_since
+            and session.dram_bytes + session.ssd_bytes >= larger_bytes
+            and pinned in (None, session.is_pinned)
+        )
+
+    is_filtered = bool(prefix or larger_bytes) or pinned is not None or idle != "0"
+    page_size = 1000 if all_ or is_filtered else min(limit + 1, 1000)
     with call.client() as client:
         found = client.list_sessions(model_name(model) if model else "", page_size=page_size)
-        call.show_list("sessions", found, None if all_ else limit)
+        call.show_list("sessions", (one for one in found if is_wanted(one)), None if all_ else limit)
 
 
-@app.command("show")
-@online
+@app.command("show", epilog=examples("ctxcache session show chat-17"))
+@watched_of_tenant
 def show_session(call: Call, name: Name) -> None:
     """Show one session."""
     with call.client() as client:
         call.show(client.get_session(session_name(name)))
 
 
-@app.command("truncate")
-@online
+@app.command(
+    "truncate",
+    epilog=examples(
+        "ctxcache session truncate chat-17 --keep-recent 64",
+        "ctxcache session truncate chat-17 --drop 10:20 --drop 30:40",
+        "ctxcache session truncate chat-17 --keep-first 32",
+    ),
+)
+@of_tenant
 def truncate_session(
     call: Call,
     name: Name,
@@ -93,8 +143,8 @@ def truncate_session(
     call.show(session)
 
 
-@app.command("fork")
-@online
+@app.command("fork", epilog=examples("ctxcache session fork chat-17 --as chat-18 --tokens 8"))
+@of_tenant
 def fork_session(
     call: Call,
     name: Name,
@@ -117,24 +167,48 @@ def fork_session(
         )
 
 
-@app.command("pin")
-@online
+@app.command("pin", epilog=examples("ctxcache session pin chat-17"))
+@of_tenant
 def pin_session(call: Call, name: Name) -> None:
     """Hold a session against eviction. It expires all the same."""
     with call.client() as client:
         call.show(client.update_session(session_name(name), is_pinned=True))
 
 
-@app.command("unpin")
-@online
+@app.command("unpin", epilog=examples("ctxcache session unpin chat-17"))
+@of_tenant
 def unpin_session(call: Call, name: Name) -> None:
     """Let a session be evicted again."""
     with call.client() as client:
         call.show(client.update_session(session_name(name), is_pinned=False))
 
 
-@app.command("expire")
-@online
+@app.command("touch", epilog=examples("ctxcache session touch chat-17"))
+@of_tenant
+def touch_session(call: Call, name: Name) -> None:
+    """Count an access: a sliding expiry begins anew, and the session is the last to leave."""
+    with call.client() as client:
+        call.show(client.update_session(session_name(name)))
+
+
+@app.command("evict", epilog=examples("ctxcache session evict chat-17"))
+@of_tenant
+def evict_session(call: Call, name: Name) -> None:
+    """Give up a session as if its room were needed: it is gone, pinned or not, and `why-miss` says so."""
+    target = session_name(name)
+    with call.client() as client:
+        client.evict_session(target)
+    call.show_facts({"evicted": [target]}, f"evicted {target}")
+
+
+@app.command(
+    "expire",
+    epilog=examples(
+        "ctxcache session expire chat-17 --ttl 2h",
+        "ctxcache session expire chat-17 --at 2030-01-31T12:00:00Z",
+    ),
+)
+@of_tenant
 def expire_session(
     call: Call,
     name: Name,
@@ -157,24 +231,24 @@ def expire_session(
         )
 
 
-@app.command("flush")
-@online
+@app.command("flush", epilog=examples("ctxcache session flush chat-17"))
+@of_tenant
 def flush_session(call: Call, name: Name) -> None:
     """Make every token of a session durable on disk."""
     with call.client() as client:
         call.show(client.flush_session(session_name(name)))
 
 
-@app.command("demote")
-@online
+@app.command("demote", epilog=examples("ctxcache session demote chat-17"))
+@of_tenant
 def demote_session(call: Call, name: Name) -> None:
     """Make a session durable and take it out of memory; the next reader brings it back."""
     with call.client() as client:
         call.show(client.demote_session(session_name(name)))
 
 
-@app.command("delete")
-@online
+@app.command("delete", epilog=examples("ctxcache session delete chat-17 --yes"))
+@of_tenant
 def delete_sessions(
     call: Call,
     names: Annotated[

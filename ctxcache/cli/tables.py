@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,14 +20,14 @@ FINGERPRINT_DIGITS = 12
 
 def session_grid(session: Session) -> RenderableType:
     """One session, a line per fact."""
-    return _grid(
+    return grid(
         ("name", session.name),
         ("model", session.model),
         ("tokens", f"{session.token_count}, of which {session.durable_token_count} are durable"),
         ("generation", str(session.generation)),
         ("layout", _streams((s.kind, s.layer) for s in session.layout)),
-        ("created", _when(session.create_time)),
-        ("last access", _when(session.access_time)),
+        ("created", when(session.create_time)),
+        ("last access", when(session.access_time)),
         ("expires", _expiry(session)),
         ("pinned", _yes(session.is_pinned)),
         ("DRAM", human_size(session.dram_bytes)),
@@ -39,19 +40,19 @@ def session_grid(session: Session) -> RenderableType:
 
 def sessions_table(sessions: Sequence[Session]) -> RenderableType:
     """Sessions, one per line."""
-    table = _table("NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD")
+    rows = table("NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD")
     for s in sessions:
-        table.add_row(
-            s.name, s.model, str(s.token_count), str(s.durable_token_count), _when(s.access_time),
-            _when(s.expire_time), _yes(s.is_pinned), human_size(s.dram_bytes), human_size(s.ssd_bytes),
+        rows.add_row(
+            s.name, s.model, str(s.token_count), str(s.durable_token_count), when(s.access_time),
+            when(s.expire_time), _yes(s.is_pinned), human_size(s.dram_bytes), human_size(s.ssd_bytes),
         )  # fmt: skip
-    return table
+    return rows
 
 
 def model_grid(model: Model) -> RenderableType:
     """One model, a line per fact."""
     per_token_bytes = sum(spec.row_bytes for spec in model.streams)
-    return _grid(
+    return grid(
         ("name", model.name),
         ("architecture", model.architecture),
         ("revision", model.revision or "-"),
@@ -61,44 +62,44 @@ def model_grid(model: Model) -> RenderableType:
         ("all streams", f"{human_size(per_token_bytes)} per token"),
         ("relocatable", _yes(model.is_relocatable)),
         ("rope", model.rope or "-"),
-        ("created", _when(model.create_time)),
+        ("created", when(model.create_time)),
         ("fingerprint", model.fingerprint.hex()),
     )  # fmt: skip
 
 
 def models_table(models: Sequence[Model]) -> RenderableType:
     """Models, one per line."""
-    table = _table("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
+    rows = table("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
     for model in models:
-        table.add_row(
+        rows.add_row(
             model.name, model.architecture, str(model.layer_count), _word(Dtype.Name(model.dtype)),
-            str(len(model.streams)), _when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
+            str(len(model.streams)), when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
         )  # fmt: skip
-    return table
+    return rows
 
 
 def tenants_table(tenants: Sequence[TenantUse]) -> RenderableType:
     """Tenants, one per line."""
-    table = _table(
+    rows = table(
         "TENANT", ">SESSIONS", ">DRAM", ">OF ITS OWN", ">SSD", ">OF ITS OWN", ">LIMIT", ">RETAINED", ">PINNED"
     )
     for use in tenants:
         sizes = (
             use.dram_bytes, use.guaranteed_dram_bytes, use.ssd_bytes, use.guaranteed_ssd_bytes,
         )  # fmt: skip
-        table.add_row(
+        rows.add_row(
             use.tenant, str(use.session_count), *map(human_size, sizes),
             human_size(use.limit_bytes) if use.HasField("limit_bytes") else "-",
             human_size(use.retained_bytes), human_size(use.pinned_bytes),
         )  # fmt: skip
-    return table
+    return rows
 
 
 def stats_view(stats: Stats) -> RenderableType:
     """What the server holds and has done."""
-    head = _grid(
+    head = grid(
         ("version", stats.version),
-        ("started", _when(stats.start_time)),
+        ("started", when(stats.start_time)),
         ("data", stats.data_directory),
         ("listens on", ", ".join(stats.listen_addresses)),
         ("sessions", f"{stats.session_count} of {stats.model_count} models"),
@@ -109,7 +110,7 @@ def stats_view(stats: Stats) -> RenderableType:
         ("read", f"{stats.read_token_count} tokens, {_share(stats)} from DRAM"),
         ("ended", _ended(stats)),
     )  # fmt: skip
-    tiers = _table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
+    tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
     for tier in stats.tiers:
         tiers.add_row(
             Tier.Name(tier.tier).removeprefix("TIER_"), human_size(tier.used_bytes),
@@ -119,22 +120,23 @@ def stats_view(stats: Stats) -> RenderableType:
     return Group(head, Text(), tiers)
 
 
-def _grid(*facts: tuple[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
+def grid(*facts: tuple[str, str]) -> Table:
+    """Lay out facts, one per line."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
     for name, value in facts:
-        grid.add_row(name, Text(value))
-    return grid
+        made.add_row(name, Text(value))
+    return made
 
 
-def _table(*titles: str) -> Table:
+def table(*titles: str) -> Table:
     """Build an empty table; a title that begins with `>` is a column of numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for title in titles:
         is_number = title.startswith(">")
-        table.add_column(title.lstrip(">"), justify="right" if is_number else "left", overflow="fold")
-    return table
+        made.add_column(title.lstrip(">"), justify="right" if is_number else "left", overflow="fold")
+    return made
 
 
 def _streams(streams: Iterable[tuple[StateKind.ValueType, int]]) -> str:
@@ -154,7 +156,7 @@ def _layers(kind: StateKind.ValueType, layers: Sequence[int]) -> str:
 
 def _expiry(session: Session) -> str:
     kept = f", {human_duration(session.ttl.ToTimedelta().total_seconds())} after each access"
-    return _when(session.expire_time) + (kept if session.HasField("ttl") else "")
+    return when(session.expire_time) + (kept if session.HasField("ttl") else "")
 
 
 def _shape(model: Model) -> str:
@@ -183,12 +185,18 @@ def _share(stats: Stats) -> str:
     return f"{stats.dram_hit_token_count / max(stats.read_token_count, 1):.0%}"
 
 
-def _when(instant: Timestamp) -> str:
+def when(instant: Timestamp) -> str:
+    """`in 59 min` or `3 min ago`."""
     return human_time(instant.ToDatetime(tzinfo=UTC), datetime.now(UTC))
 
 
 def _word(enum_name: str) -> str:
     return enum_name.removeprefix("STATE_KIND_").removeprefix("DTYPE_").removeprefix("PATH_STATE_").lower()
+
+
+def duration(time: Duration) -> str:
+    """`59 min`."""
+    return human_duration(time.ToTimedelta().total_seconds())
 
 
 def _yes(fact: bool) -> str:  # noqa: FBT001  it is the value itself

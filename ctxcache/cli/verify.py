@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from ctxcache.cli.call import Call, online
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.names import parsed
+from ctxcache.cli.names import parse_size_bytes, parsed
 from ctxcache.cli.units import human_size
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def verify(
 
     Exits with 0 when all is well, with 8 when something is not.
     """
-    rate = parsed(_size, rate_limit, "--rate-limit")
+    rate = parsed(parse_size_bytes, rate_limit, "--rate-limit")
     if data_directory:
         reports = _offline(data_directory, ssd_directories or [], rate)
         facts = _follow(reports, call)
@@ -52,12 +52,6 @@ def verify(
             facts = _follow(client.verify(bytes_per_second=rate, release=release), call)
     if facts["bad"]:
         raise typer.Exit(ExitCode.DATA_LOSS)
-
-
-def _size(text: str) -> int:
-    from ctxcache.config import parse_size  # noqa: PLC0415  pydantic is slow to import
-
-    return int(str(parse_size(text)))
 
 
 def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> "Iterator[VerifyResponse]":

@@ -1,0 +1,24 @@
+"""A server for what operators do: two SSD paths, a share for its one tenant, and a session to work on."""
+
+from pathlib import Path
+
+from server_process import ServerProcess
+from stored import connected, model_spec, store_session
+
+SESSION = "chat-17"
+
+
+def operated_server(directory: Path) -> ServerProcess:
+    """One that is not started yet; its first SSD path is `directory/ssd`."""
+    paths = ("--ssd-directories", str(directory / "ssd"), "--ssd-directories", str(directory / "other"))
+    return ServerProcess(directory / "data", "--tenant-shares", "default=0.5", *paths)
+
+
+def prepare(target: str) -> None:
+    """Leave one session and a model without any, whatever there was, on a server that takes work."""
+    with connected(target) as client:
+        client.undrain()
+        for name in [session.name for session in client.list_sessions()]:
+            client.delete_session(name)
+        client.register_model(model_spec("llama"))
+    store_session(target, SESSION)
