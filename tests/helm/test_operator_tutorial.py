@@ -1,0 +1,77 @@
+"""docs/tutorials/operator.md, run as it is written: each command against real processes, and what it is said to say."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from chart import ROOT
+
+TUTORIAL = ROOT / "docs" / "tutorials" / "operator.md"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TIMEOUT_S = 180
+MARK = "--- block"
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Commands, and what they are said to print; empty where nothing is said."""
+    found: list[tuple[str, str]] = []
+    for kind, body in FENCE.findall(text):
+        if kind == "sh":
+            found.append((body, ""))
+        elif kind == "text":
+            commands, _ = found.pop()
+            found.append((commands, body))
+    return found
+
+
+def test_it_does_what_it_says(tmp_path: Path) -> None:
+    """In order, in one shell, from an empty directory; every line that is promised is printed by its own command."""
+    parts = blocks(TUTORIAL.read_text())
+    script = "".join(f"echo '{MARK} {i}'\n{commands}" for i, (commands, _) in enumerate(parts))
+    for port in ("7420", "7421"):
+        script = script.replace(port, str(_free_port()))
+    (tmp_path / "helm").symlink_to(ROOT / "helm")
+    (tmp_path / "observability").symlink_to(ROOT / "observability")
+
+    done = _run(script, tmp_path)
+
+    said = dict(re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", done.stdout, re.DOTALL | re.MULTILINE))
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert len(said) == len(parts) > 10
+    for i, (commands, promised) in enumerate(parts):
+        for line in promised.splitlines():
+            assert line in said[str(i)], f"{commands}\nsaid {said[str(i)]!r}"
+
+
+def test_every_file_it_names_is_there() -> None:
+    """Links, and files of the repository in backquotes."""
+    text = TUTORIAL.read_text()
+    names = re.findall(r"\]\((?!http)([^)#]+)", text)
+    assert len(names) > 3
+    for name in names:
+        assert (TUTORIAL.parent / name).exists(), name
+    for name in re.findall(r"`((?:observability|tests)/[^`]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def _run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("CTXCACHE_")}
+    target = re.search(r"--listen (\S+)", script)
+    assert target is not None
+    environment |= {"PATH": search, "CTXCACHE_TARGET": target[1], "TERM": "dumb"}
+    # Whatever fails, no store outlives the test.
+    begin = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
+    return subprocess.run(
+        ["bash", "-c", begin + script], cwd=directory, env=environment, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
