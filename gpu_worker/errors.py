@@ -89,3 +89,24 @@ class DeviceFailed(CacheError):
 
     reason = "DEVICE_FAILED"
     template = "the device failed: {problem}"
+
+
+class RankLost(CacheError):
+    """A rank that a restore needs did not come, or went: its share of the rows is missing."""
+
+    reason = "RANK_LOST"
+    template = "rank {rank}: {problem}"
+
+
+class RankFailed(CacheError):
+    """Another rank of the engine could not restore its part; no rank's part is used then."""
+
+    reason = "RANK_FAILED"
+    template = "rank {rank} failed: {problem}"
+
+
+class RanksDisagree(CacheError):
+    """Ranks were asked for different restores under one name, or run with settings that do not fit together."""
+
+    reason = "RANKS_DISAGREE"
+    template = "{what} is {actual} on this rank, {expected} on the first one"

@@ -16,7 +16,7 @@ from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.device import Device
 from gpu_worker.pipeline.lane import Lane
-from gpu_worker.pipeline.restoration import Lanes, Restoration, Rings
+from gpu_worker.pipeline.restoration import Lanes, Restoration, Rings, TokenShare
 from gpu_worker.pipeline.ring import Ring
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.source import Source
@@ -76,10 +76,12 @@ class Pipeline:
         *,
         deadline: Deadline,
         token_ids: Tensor | None = None,
+        share: TokenShare | None = None,
     ) -> Restoration:
         """Begin to restore; returns at once. All is done, or has failed, by the deadline.
 
-        Source and target belong to the restore until it is drained. `token_ids` [T] where layers are recomputed.
+        Source and target belong to the restore until it is drained. `token_ids` [T] where layers are recomputed. `share`: the tokens of
+        [begin, end) that are read here; `compute` is then given their rows, and room for all.
         Raises InvalidArgument, LaneStuck; what goes wrong later is told by the restoration.
         """
         if self._stuck is not None:
@@ -92,7 +94,7 @@ class Pipeline:
         restoration = Restoration(
             schedule=schedule, source=source, target=target, compute=compute, token_ids=token_ids,
             lanes=self.lanes, rings=self.rings, batch_tokens=self.settings.batch_tokens,
-            deadline=deadline, on_stuck=self._give_up,
+            deadline=deadline, on_stuck=self._give_up, share=share,
         )  # fmt: skip
         restoration.begin(behind=self.device.mark())
         return restoration

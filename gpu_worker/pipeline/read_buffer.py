@@ -35,7 +35,7 @@ def lead(plan: Plan) -> Lead:
 def alone(plan: Plan) -> Timeline:
     """When each layer is usable while no new tokens pass."""
     return simulate(
-        Step(layer, "restore", piece.read_s, piece.copy_s, piece.compute_s)
+        Step(layer, "restore", piece.read_s, piece.copy_s, piece.device_s)
         for layer, pieces in enumerate(plan.layers)
         for piece in pieces
     )

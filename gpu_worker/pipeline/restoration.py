@@ -27,6 +27,8 @@ from gpu_worker.pipeline.target import Target
 from gpu_worker.planning.profile import Stage
 
 DRAIN_TIMEOUT_S = 30.0
+TokenShare = Callable[[int, int], tuple[int, int]]
+"""(begin, end) -> the part of these tokens that is read here; see gpu_worker/parallel."""
 
 
 class Lanes(NamedTuple):
@@ -51,11 +53,12 @@ class Restoration:
     def __init__(
         self, *, schedule: Schedule, source: Source, target: Target, compute: Compute, token_ids: Tensor | None,
         lanes: Lanes, rings: Rings, batch_tokens: int, deadline: Deadline, on_stuck: Callable[[Lane], None],
+        share: TokenShare | None = None,
     ) -> None:  # fmt: skip
         self.schedule, self.target, self.deadline = schedule, target, deadline
         self._source, self._compute, self._token_ids = source, compute, token_ids
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
-        self._on_stuck = on_stuck
+        self._on_stuck, self._share = on_stuck, share
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
         self._events: list[tuple[Stage, Event]] = []
         self._fill_s = 0.0
@@ -184,34 +187,38 @@ class Restoration:
     def _feed(self, part: Part, begin: int, end: int) -> None:
         """Read rows [begin, end) and hand them on. On the reading lane."""
         self._states.fill(part.layer)
-        size_bytes = (end - begin) * self._source.row_bytes(part.stream)
+        row_bytes = self._source.row_bytes(part.stream)
+        first, last = (begin, end) if self._share is None else self._share(begin, end)
         slot = self._rings.staging.take(self.deadline)
         try:
-            rows = slot[:size_bytes].view(end - begin, -1)
+            rows = slot[: (last - first) * row_bytes].view(last - first, row_bytes)
             begin_ns = time.perf_counter_ns()
-            self._source.fill(part.stream, begin, end, rows.numpy())
+            self._source.fill(part.stream, first, last, rows.numpy())
             self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
-            self._carry(part, begin, slot, rows)
+            if self._share is not None:
+                # Others use these rows: they were the session's before they leave.
+                self._source.check()
+            self._carry(part, (begin, end), slot, rows)
         except BaseException:
             self._rings.staging.drop(slot)
             raise
 
-    def _carry(self, part: Part, begin: int, slot: Tensor, rows: Tensor) -> None:
+    def _carry(self, part: Part, tokens: tuple[int, int], slot: Tensor, rows: Tensor) -> None:
         landing = self._rings.landing
         if landing is None:
-            self._rings.staging.bind(slot, self._project(part, begin, rows))
+            self._rings.staging.bind(slot, self._project(part, tokens, rows))
             return
         place = landing.take(self.deadline)
         landed = place[: rows.nbytes].view(rows.shape)
         copied = self._submit(self._lanes.copy, lambda: _copy(rows, landed))
         self._events.append((Stage.COPY, copied))
         self._rings.staging.bind(slot, copied)
-        landing.bind(place, self._project(part, begin, landed, copied))
+        landing.bind(place, self._project(part, tokens, landed, copied))
 
-    def _project(self, part: Part, begin: int, rows: Tensor, *after: Event) -> Event:
+    def _project(self, part: Part, tokens: tuple[int, int], rows: Tensor, *after: Event) -> Event:
         def work() -> None:
-            room = self.target.room(part.layer, begin, begin + len(rows))
-            self._compute.restore(part.layer, part.method, rows, begin, room)
+            room = self.target.room(part.layer, *tokens)
+            self._compute.restore(part.layer, part.method, rows, tokens[0], room)
 
         event = self._submit(self._lanes.compute, work, *after)
         self._events.append((Stage.of(part.method), event))

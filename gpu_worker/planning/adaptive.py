@@ -61,6 +61,7 @@ def stage_seconds(chosen: Plan) -> Mapping[Stage, float]:
     for piece in (piece for pieces in chosen.layers for piece in pieces):
         seconds[Stage.READ] += piece.read_s
         seconds[Stage.COPY] += piece.copy_s
+        seconds[Stage.GATHER] += piece.gather_s
         if piece.method is not None:
             seconds[Stage.of(piece.method)] += piece.compute_s
     return seconds

@@ -56,7 +56,7 @@ def _steps(
     for layer, pieces in enumerate(pieces_of(assignment, layers)):
         for piece in pieces:
             what = piece.method.value if piece.method else "nothing"
-            yield Step(layer, what, piece.read_s, piece.copy_s, piece.compute_s)
+            yield Step(layer, what, piece.read_s, piece.copy_s, piece.device_s)
         if new_tokens.is_by_layer and new_tokens.seconds[layer]:
             yield Step(layer, PREFILL, compute_s=new_tokens.seconds[layer])
     if not new_tokens.is_by_layer:

@@ -44,7 +44,7 @@ def rows(plan: Plan) -> list[Row]:
                 size_bytes=sum(piece.size_bytes for piece in pieces),
                 read_s=sum(piece.read_s for piece in pieces),
                 copy_s=sum(piece.copy_s for piece in pieces),
-                compute_s=sum(piece.compute_s for piece in pieces),
+                compute_s=sum(piece.device_s for piece in pieces),
                 restored_s=max(plan.timeline.restored_s(layer, besides=PREFILL) for layer in layers),
                 reason=by_layer[layers[0]][1],
             )
@@ -90,7 +90,7 @@ def _pieces(pieces: tuple[Piece, ...]) -> Iterator[dict[str, object]]:
             "bytes": piece.size_bytes,
             "read_s": piece.read_s,
             "copy_s": piece.copy_s,
-            "compute_s": piece.compute_s,
+            "compute_s": piece.device_s,
         }
 
 

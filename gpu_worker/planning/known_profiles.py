@@ -27,6 +27,10 @@ HCACHE_BUS_BYTES_PER_S = 26e9
 """What a PCIe 4.0 x16 bus carries (CachedAttention, section 2.4); four PM9A3 saturate it (HCache, 6.2.2)."""
 HCACHE_BALANCE_BYTES_PER_S: Mapping[str, float] = {"llama-2-7b": 24e9, "llama-2-13b": 21e9, "opt-30b": 37e9}
 """Storage bandwidth at which copying hidden states takes as long as projecting them (HCache, 6.1.3)."""
+NVLINK = Link(200e9, 20e-6)
+"""What one of several GPUs receives from the others, an estimate: a third of an A100's NVLink."""
+HOST_GATHER = Link(1e9, 300e-6)
+"""The same between processes of a host without GPUs."""
 KVPR_BUS_BYTES_PER_S = 32e9
 KVPR_FLOPS_PER_S = 312e12
 
@@ -85,15 +89,7 @@ def known_profile(name: str, *, ssd_count: int | None = None, gpu_count: int = 1
         raise InvalidArgument(field="gpu_count, ssd_count", problem="must be at least 1")
     one = _PROFILES[name]
     ssd = one.ssd if ssd_count is None else Link(ssd_count * PM9A3_BYTES_PER_S, one.ssd.latency_s)
-    return replace(
-        one,
-        name=name if gpu_count == 1 else f"{gpu_count}x {name}",
-        ssd=ssd,
-        copy=Link(one.copy.bytes_per_s * gpu_count, one.copy.latency_s),
-        gemm_flops_per_s=one.gemm_flops_per_s * gpu_count,
-        attention_flops_per_s=one.attention_flops_per_s * gpu_count,
-        memory_bytes_per_s=one.memory_bytes_per_s * gpu_count,
-    )
+    return replace(one, ssd=ssd).shared_by(gpu_count)
 
 
 def hcache_profile(model: str, *, ssd_bytes_per_s: float = HCACHE_BUS_BYTES_PER_S) -> Profile:

@@ -32,10 +32,16 @@ class Piece:
     read_s: float = 0.0
     copy_s: float = 0.0
     compute_s: float = 0.0
+    gather_s: float = 0.0
+
+    @property
+    def device_s(self) -> float:
+        """Seconds on the computing stream: gathering what other ranks read, then computing."""
+        return self.gather_s + self.compute_s
 
     def block(self, behind_s: float) -> Block:
         """What it does to the streams, and behind it the new tokens' pass through the layer."""
-        return step(read_s=self.read_s, copy_s=self.copy_s, compute_s=self.compute_s + behind_s)
+        return step(read_s=self.read_s, copy_s=self.copy_s, compute_s=self.device_s + behind_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,7 @@ def _worth_a_look(pieces: list[Piece]) -> list[Piece]:
 
 
 def _is_no_later(one: Piece, other: Piece, *, is_first: bool) -> bool:
-    ours, theirs = (one.read_s, one.copy_s, one.compute_s), (other.read_s, other.copy_s, other.compute_s)
+    ours, theirs = (one.read_s, one.copy_s, one.device_s), (other.read_s, other.copy_s, other.device_s)
     return all(map(le, ours, theirs)) and (is_first or ours != theirs)
 
 
@@ -188,7 +194,7 @@ class _Maker:
             compute_s = self.profile.project_s(self.layer, end)
             return self._piece(method, 0, end, self.layer.hidden_row_bytes, compute_s)
         last = self._piece(method, end - 1, end, self.layer.state_bytes, 0.0)
-        return last and Piece(method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0)
+        return last and Piece(method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0, last.gather_s)
 
     def split(self, begin: int, cut: int) -> Option:
         """Hidden rows before the cut, whose projection hides the copy of K and V behind it (KVPR)."""
@@ -207,4 +213,6 @@ class _Maker:
         if sizes is None:
             return None
         read_s, copy_s = self.profile.transfer_s(sizes)
-        return Piece(method, begin, end, sum(sizes.values()), read_s, copy_s, compute_s)
+        size_bytes = sum(sizes.values())
+        gather_s = self.profile.gather_s(size_bytes)
+        return Piece(method, begin, end, size_bytes, read_s, copy_s, compute_s, gather_s)

@@ -177,7 +177,7 @@ class _Problem:
     def least_s(self, assignment: Assignment) -> float:
         """What the busiest stream needs: its timeline ends no earlier."""
         pieces = [piece for pieces in pieces_of(assignment, self.layers) for piece in pieces]
-        return max(sum(piece.copy_s for piece in pieces), sum(piece.compute_s for piece in pieces))
+        return max(sum(piece.copy_s for piece in pieces), sum(piece.device_s for piece in pieces))
 
     def timeline(self, assignment: Assignment) -> Timeline:
         return timeline(assignment, self.layers, self.new_tokens, self.token_ids)

@@ -33,6 +33,7 @@ class Stage(enum.Enum):
     PROJECT = "project"
     EMBED = "embed"
     RECOMPUTE = "recompute"
+    GATHER = "gather"
     PROJECT_INT8 = "project int8"
     EMBED_INT8 = "embed int8"
     PROJECT_INT4 = "project int4"
@@ -106,6 +107,8 @@ class Profile:
     device's memory, over the same bus. `gemm_flops_per_s` is what the projection reaches,
     `attention_flops_per_s` what attention does, `memory_bytes_per_s` the device's memory,
     `layer_overhead_s` what a layer's kernels cost besides. `factors` multiply what a stage takes.
+    `rank_count` devices share the work (tensor parallel); rates are those of all of them, and `gather` is what one
+    of them receives the others' rows by; none: at once.
     """
 
     name: str
@@ -120,6 +123,8 @@ class Profile:
     is_measured: bool = False
     curves: Curves = field(default_factory=dict)
     factors: Mapping[Stage, float] = field(default_factory=dict)
+    rank_count: int = 1
+    gather: Link | None = None
 
     def __post_init__(self) -> None:
         rates = (self.gemm_flops_per_s, self.attention_flops_per_s, self.memory_bytes_per_s)
@@ -132,6 +137,28 @@ class Profile:
         """The same machine with stages taking so many times as long as thought so far."""
         both = {stage: self.factor(stage) * factors.get(stage, 1.0) for stage in (*self.factors, *factors)}
         return replace(self, factors=both)
+
+    def shared_by(self, count: int, gather: Link | None = None) -> "Profile":
+        """`count` such devices that share the work, each with a bus of its own. SSDs are those of all."""
+        if count == 1:
+            return self
+        return replace(
+            self,
+            name=f"{count}x {self.name}",
+            copy=Link(self.copy.bytes_per_s * count, self.copy.latency_s),
+            gemm_flops_per_s=self.gemm_flops_per_s * count,
+            attention_flops_per_s=self.attention_flops_per_s * count,
+            memory_bytes_per_s=self.memory_bytes_per_s * count,
+            rank_count=count,
+            gather=gather,
+        )
+
+    def gather_s(self, size_bytes: float) -> float:
+        """Seconds until each rank has all of so many bytes, of which it read its part."""
+        if self.gather is None:
+            return 0.0
+        others_bytes = size_bytes * (self.rank_count - 1) / self.rank_count
+        return self.gather.seconds(others_bytes) * self.factor(Stage.GATHER)
 
     def factor(self, stage: Stage) -> float:
         """How many times as long as by datasheet or measurement the stage takes."""
@@ -167,7 +194,7 @@ class Profile:
         curve = self.curves.get((Stage.RECOMPUTE, layer))
         if curve is not None:
             seconds = max(curve.seconds(end) - curve.seconds(begin), curve.seconds(end - begin))
-            return seconds * self.factor(Stage.RECOMPUTE)
+            return seconds / self.rank_count * self.factor(Stage.RECOMPUTE)
         flops_s = (end - begin) * layer.linear_flops / self.gemm_flops_per_s
         pairs_s = layer.pair_count(begin, end) * layer.attention_flops / self.attention_flops_per_s
         return self._seconds(Stage.RECOMPUTE, layer, end - begin, flops_s + pairs_s)
@@ -176,7 +203,7 @@ class Profile:
         if not tokens:
             return 0.0
         curve = self.curves.get((stage, layer))
-        seconds = work_s + self.layer_overhead_s if curve is None else curve.seconds(tokens)
+        seconds = work_s + self.layer_overhead_s if curve is None else curve.seconds(tokens) / self.rank_count
         return seconds * self.factor(stage)
 
 

@@ -35,6 +35,7 @@ def restore(
         problem = f"{len(request.token_ids)}, there are {request.token_end} tokens"
         raise InvalidArgument(field="token_ids", problem=problem)
     asked = Asked(
+        restore_id=request.restore_id,
         session=request.session,
         begin=request.token_begin,
         end=request.token_end,

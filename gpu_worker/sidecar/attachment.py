@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.streams import Stream
+from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.pipeline.target import PagedTarget
 from gpu_worker.sidecar.cache_layout import CacheLayout
 from gpu_worker.sidecar.errors import BlockInUse, RestoreAlreadyExists
@@ -36,6 +37,8 @@ class Attachment:
     save_area: Regions | None
     evicted: "asyncio.Future[CacheError]"
     """Why the worker ended it; not done while it lasts."""
+    ranks: Ranks | None = None
+    """The engine's other ranks; None where it has all of the model."""
     running: dict[str, Running] = field(default_factory=dict)
     threads: "set[asyncio.Future[None]]" = field(default_factory=set)
     """The ends of threads that use the memory, those of restores that are over for the engine too."""

@@ -22,6 +22,8 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from gpu_worker.errors import RestoreCancelled
+from gpu_worker.parallel.ranks import Ranks, parse_rendezvous
+from gpu_worker.parallel.share import Share
 from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.cache_layout import CacheLayout, parse_layout
 from gpu_worker.sidecar.edge import Room
@@ -32,6 +34,7 @@ from gpu_worker.sidecar.settings import Settings
 from gpu_worker.v1 import attachment_pb2
 
 _ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+RANKS_LIMIT = 1024
 _MODEL_NAME = re.compile(r"models/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -60,10 +63,11 @@ class Attachments:
     async def attach(self, hello: attachment_pb2.AttachHello) -> Attachment:
         """Attach an engine; one of the same name is detached first. Raises as the proto says."""
         spec, directory = _checked(hello)
+        share = _share(hello, spec.layer_count)
         self.room.take()
         try:
             async with asyncio.timeout(self._settings.attach_timeout_s):
-                model = await asyncio.to_thread(self._known, directory, spec)
+                model = await asyncio.to_thread(self._known, directory, spec, share)
             layout = await asyncio.to_thread(_layout, hello.kv_cache, model)
             memory, save_area = self._open(hello)
         except TimeoutError:
@@ -77,6 +81,7 @@ class Attachments:
         attachment = Attachment(
             attachment_id=secrets.token_hex(16), engine=hello.engine, model=model, layout=layout, memory=memory,
             save_area=save_area, evicted=asyncio.get_running_loop().create_future(),
+            ranks=None if share is None else Ranks(share, hello.rank.rendezvous),
         )  # fmt: skip
         self._mapped_bytes += attachment.mapped_bytes
         try:
@@ -119,9 +124,9 @@ class Attachments:
         attachment.close()
         self.room.give_back()
 
-    def _known(self, directory: Path, spec: ModelSpec) -> AttachedModel:
+    def _known(self, directory: Path, spec: ModelSpec, share: Share | None) -> AttachedModel:
         """The model, read and registered with the store."""
-        model = self._models.get(directory, spec)
+        model = self._models.get(directory, spec, share)
         self._client.register_model(spec)
         return model
 
@@ -161,5 +166,19 @@ def _checked(hello: attachment_pb2.AttachHello) -> tuple[ModelSpec, Path]:
 
 
 def _layout(cache: attachment_pb2.KvCache, model: AttachedModel) -> CacheLayout:
-    spec = model.spec
-    return parse_layout(cache, heads=model.weights.cached, dtype=spec.dtype, layer_count=spec.layer_count)
+    return parse_layout(
+        cache, heads=model.cached, dtype=model.spec.dtype, layer_count=model.share.layer_count
+    )
+
+
+def _share(hello: attachment_pb2.AttachHello, layer_count: int) -> Share | None:
+    """The engine's part of the model; None: all of it. Raises InvalidArgument."""
+    rank = hello.rank
+    tensor_ranks, stages = rank.tensor_ranks or 1, rank.stages or 1
+    if not hello.HasField("rank") or (tensor_ranks == stages == 1 and rank.layer_count in {0, layer_count}):
+        return None
+    if max(tensor_ranks, stages) > RANKS_LIMIT or rank.layer_count < 0:
+        raise InvalidArgument(field="rank", problem=f"more than {RANKS_LIMIT} ranks, or fewer than 0 layers")
+    parse_rendezvous(rank.rendezvous)
+    end_layer = rank.first_layer + rank.layer_count if rank.layer_count else layer_count
+    return Share(rank.first_layer, end_layer, rank.tensor_rank, tensor_ranks, rank.stage, stages)

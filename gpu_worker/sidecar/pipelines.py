@@ -24,6 +24,11 @@ class Pipelines:
         self._lock = threading.Lock()
         self._free: list[Pipeline] = []
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one buffer of a ring."""
+        return self._settings.slot_bytes
+
     @contextmanager
     def lent(self) -> Iterator[Pipeline]:
         """One that nobody else uses."""

@@ -15,10 +15,15 @@ from ctxcache.errors import ModelFingerprintMismatch, TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
-from gpu_worker.pipeline.compute import Modules
+from gpu_worker.parallel.gathering import Gathering
+from gpu_worker.parallel.rounds import Alone, SharedRound, taking_part
+from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.stage_target import StageTarget
+from gpu_worker.pipeline.compute import Compute, Modules
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method
 from gpu_worker.planning.planner import Plan
 from gpu_worker.rows import token_ids_of
@@ -32,6 +37,7 @@ from gpu_worker.sidecar.pipelines import Pipelines
 class Asked:
     """Tokens [begin, end) of a session into blocks; checked against the attachment."""
 
+    restore_id: str
     session: str
     begin: int
     end: int
@@ -56,54 +62,119 @@ def restore(
     """Restore all that is asked for, or raise why it cannot be had; nothing is written once this has returned.
 
     Raises what reading raises, ModelFingerprintMismatch, TokensDiffer, TokenRangeOutOfBounds, RestoreTooLate,
-    RestoreCancelled, InvalidArgument for memory that has become smaller, LaneStuck.
+    RestoreCancelled, InvalidArgument for memory that has become smaller, LaneStuck; RankLost, RankFailed,
+    RanksDisagree for one rank of several.
     """
+    if attachment.ranks is None:
+        _restore(client, pipelines, attachment, asked, control, outcome, on_layer, Alone())
+        return
+    with taking_part(attachment.ranks, asked.restore_id, control.deadline) as together:
+        _restore(client, pipelines, attachment, asked, control, outcome, on_layer, together)
+
+
+def _restore(
+    client: Client, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
+    outcome: Outcome, on_layer: Callable[[int], None], together: Alone | SharedRound,
+) -> None:  # fmt: skip
+    model, share = attachment.model, attachment.model.share
     session = client.get_session(asked.session)
     _check_session(session, asked, attachment)
     held = [stream_from_wire(stream) for stream in session.layout]
-    plan = outcome.plan = attachment.model.plan(held, asked.end, asked.new_tokens)
-    target = BlocksTarget(
-        attachment.memory.layers(attachment.layout),
-        slots_of(asked.block_ids, attachment.layout.block_tokens, asked.end),
-        begin=asked.begin,
-        windows=attachment.model.windows,
-    )
-    schedule = Schedule.of_plan(plan, [target.first_token(layer) for layer in range(target.layer_count)])
+    plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)
+    terms = {
+        "session": session.name, "uid": session.uid, "generation": session.generation, "begin": asked.begin,
+        "end": asked.end, "ring bytes": pipelines.slot_bytes, "tensor ranks": share.tensor_ranks,
+        "stages": share.stages,
+    }  # fmt: skip
+    pieces = together.agree(terms, _pieces(plan))
+    target = _target(attachment, asked)
+    schedule = _schedule(pieces, target, attachment)
     for layer, parts in enumerate(schedule.parts):
         if any(part.method.unpacked is Method.HIDDEN for part in parts):
-            attachment.model.weights.load(layer)
+            model.weights.load(layer)
     control.check()
     streams: set[Stream] = {*schedule.streams(), *([TOKENS] if asked.token_ids else [])}
-    with client.read(session, streams=streams, end=asked.end, if_generation_match=asked.generation) as rows:
+    generation = session.generation if isinstance(together, SharedRound) else asked.generation
+    with client.read(session, streams=streams, end=asked.end, if_generation_match=generation) as rows:
         _check_tokens(rows, asked.token_ids)
-        outcome.read_bytes = sum(
-            (part.end - part.begin) * rows.row_bytes(part.stream)
-            for parts in schedule.parts
-            for part in parts
-        )
-        compute = Modules(
-            attachment.model.weights.adapter, torch.arange(asked.end), decode=attachment.model.decode
-        )
+        outcome.read_bytes = _read_bytes(schedule, rows, share)
+        compute: Compute = Modules(model.adapter, torch.arange(asked.end), decode=model.decode)
+        gathering = None
+        together.ready()
+        control.check()
+        if isinstance(together, SharedRound) and share.tensor_ranks > 1:
+            together.connect(pipelines.device)
+            compute = gathering = Gathering(compute, together)
         with pipelines.lent() as pipeline:
             begun: list[Restoration] = []
 
             def begin() -> Callable[[], None]:
                 attachment.memory.check()
                 source = LeasedSource(rows)
-                begun.append(pipeline.start(schedule, source, target, compute, deadline=control.deadline))
+                begun.append(
+                    pipeline.start(
+                        schedule, source, target, compute, deadline=control.deadline,
+                        share=None if gathering is None else share.tokens,
+                    )
+                )  # fmt: skip
                 return begun[0].cancel
 
             control.write(begin)
-            _follow(begun[0], on_layer)
-    attachment.model.observe(plan, begun[0])
+            _follow(begun[0], share, on_layer, together)
+    observed_s = begun[0].observed_s()
+    model.observe(plan, observed_s if gathering is None else gathering.apart(observed_s))
 
 
-def _follow(restoration: Restoration, on_layer: Callable[[int], None]) -> None:
+def _follow(
+    restoration: Restoration, share: Share, on_layer: Callable[[int], None], together: Alone | SharedRound
+) -> None:
     """Tell of each layer; return, or raise, when nothing is written any more."""
     with restoration:
-        for layer in range(restoration.target.layer_count):
+        for layer in range(share.first_layer, share.end_layer):
             restoration.wait(layer)
-            on_layer(layer)
+            on_layer(layer - share.first_layer)
+        restoration.wait_all()
+        together.whole()
+
+
+def _pieces(plan: Plan) -> list[list[tuple[str, int, int]]]:
+    """A plan as ranks tell one another: method, begin and end of each layer's pieces."""
+    return [
+        [(piece.method.name, piece.begin, piece.end) for piece in pieces if piece.method]
+        for pieces in plan.layers
+    ]
+
+
+def _schedule(
+    pieces: Sequence[Sequence[tuple[str, int, int]]], target: Target, attachment: Attachment
+) -> Schedule:
+    """The layers of the share by their pieces, nothing for those of others. Raises InvalidArgument(field="plan")."""
+    share = attachment.model.share
+    layers: list[list[tuple[Method, int, int]]] = [[] for _ in range(target.layer_count)]
+    layers[share.first_layer : share.end_layer] = [
+        [(Method[name], begin, end) for name, begin, end in some] for some in pieces
+    ]
+    first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
+    return Schedule.of_pieces(layers, target.token_count, first_tokens)
+
+
+def _target(attachment: Attachment, asked: Asked) -> Target:
+    model = attachment.model
+    own = BlocksTarget(
+        attachment.memory.layers(attachment.layout),
+        slots_of(asked.block_ids, attachment.layout.block_tokens, asked.end),
+        begin=asked.begin,
+        windows=model.windows,
+    )
+    layer_count = model.spec.layer_count
+    return own if model.share.layer_count == layer_count else StageTarget(own, model.share, layer_count)
+
+
+def _read_bytes(schedule: Schedule, rows: SessionRows, share: Share) -> int:
+    """Bytes that this rank reads, as if in one batch."""
+    parts = [part for parts in schedule.parts for part in parts]
+    ranges = [(share.tokens(part.begin, part.end), part) for part in parts]
+    return sum((end - begin) * rows.row_bytes(part.stream) for (begin, end), part in ranges)
 
 
 def _check_session(session: Session, asked: Asked, attachment: Attachment) -> None:

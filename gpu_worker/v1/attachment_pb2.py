@@ -25,33 +25,35 @@ _sym_db = _symbol_database.Default()
 from ctxcache.v1 import model_pb2 as ctxcache_dot_v1_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egpu_worker/v1/attachment.proto\x12\rgpu_worker.v1\x1a\x17\x63txcache/v1/model.proto\"\xc3\x01\n\x0b\x41ttachHello\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12!\n\x05model\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Model\x12\'\n\x07weights\x18\x03 \x01(\x0b\x32\x16.gpu_worker.v1.Weights\x12(\n\x08kv_cache\x18\x04 \x01(\x0b\x32\x16.gpu_worker.v1.KvCache\x12.\n\tsave_area\x18\x05 \x01(\x0b\x32\x1b.gpu_worker.v1.MemoryRegion\"4\n\x07Weights\x12\x1f\n\x15safetensors_directory\x18\x01 \x01(\tH\x00\x42\x08\n\x06source\"\xe0\x01\n\x0cMemoryRegion\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\x12\x1c\n\x12shared_memory_name\x18\x02 \x01(\tH\x00\x12<\n\x11memory_descriptor\x18\x03 \x01(\x0b\x32\x1f.gpu_worker.v1.PassedDescriptorH\x00\x12*\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x16.gpu_worker.v1.CudaIpcH\x00\x12*\n\x08\x63uda_vmm\x18\x05 \x01(\x0b\x32\x16.gpu_worker.v1.CudaVmmH\x00\x42\x08\n\x06handle\"1\n\x10PassedDescriptor\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\x05\"D\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\"S\n\x07\x43udaVmm\x12\x33\n\ndescriptor\x18\x01 \x01(\x0b\x32\x1f.gpu_worker.v1.PassedDescriptor\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\x0c\"\x94\x02\n\x07KvCache\x12,\n\x07regions\x18\x01 \x03(\x0b\x32\x1b.gpu_worker.v1.MemoryRegion\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x03\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\x05\x12\x12\n\nhead_count\x18\x05 \x01(\x05\x12\x10\n\x08key_size\x18\x06 \x01(\x05\x12\x12\n\nvalue_size\x18\x07 \x01(\x05\x12(\n\x05order\x18\x08 \x01(\x0e\x32\x19.gpu_worker.v1.CacheOrder\x12)\n\x06layers\x18\t \x03(\x0b\x32\x19.gpu_worker.v1.LayerCache\"b\n\nLayerCache\x12(\n\x04keys\x18\x01 \x01(\x0b\x32\x1a.gpu_worker.v1.CacheTensor\x12*\n\x06values\x18\x02 \x01(\x0b\x32\x1a.gpu_worker.v1.CacheTensor\"a\n\x0b\x43\x61\x63heTensor\x12\x0e\n\x06region\x18\x01 \x01(\x05\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12,\n\x07strides\x18\x03 \x01(\x0b\x32\x1b.gpu_worker.v1.CacheStrides\"L\n\x0c\x43\x61\x63heStrides\x12\x13\n\x0b\x62lock_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btoken_bytes\x18\x02 \x01(\x03\x12\x12\n\nhead_bytes\x18\x03 \x01(\x03*d\n\nCacheOrder\x12\x1b\n\x17\x43\x41\x43HE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43\x41\x43HE_ORDER_TOKENS_FIRST\x10\x01\x12\x1b\n\x17\x43\x41\x43HE_ORDER_HEADS_FIRST\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egpu_worker/v1/attachment.proto\x12\rgpu_worker.v1\x1a\x17\x63txcache/v1/model.proto\"\xe6\x01\n\x0b\x41ttachHello\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12!\n\x05model\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Model\x12\'\n\x07weights\x18\x03 \x01(\x0b\x32\x16.gpu_worker.v1.Weights\x12(\n\x08kv_cache\x18\x04 \x01(\x0b\x32\x16.gpu_worker.v1.KvCache\x12.\n\tsave_area\x18\x05 \x01(\x0b\x32\x1b.gpu_worker.v1.MemoryRegion\x12!\n\x04rank\x18\x06 \x01(\x0b\x32\x13.gpu_worker.v1.Rank\"\x8e\x01\n\x04Rank\x12\x13\n\x0btensor_rank\x18\x01 \x01(\x05\x12\x14\n\x0ctensor_ranks\x18\x02 \x01(\x05\x12\r\n\x05stage\x18\x03 \x01(\x05\x12\x0e\n\x06stages\x18\x04 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x13\n\x0blayer_count\x18\x06 \x01(\x05\x12\x12\n\nrendezvous\x18\x07 \x01(\t\"4\n\x07Weights\x12\x1f\n\x15safetensors_directory\x18\x01 \x01(\tH\x00\x42\x08\n\x06source\"\xe0\x01\n\x0cMemoryRegion\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\x12\x1c\n\x12shared_memory_name\x18\x02 \x01(\tH\x00\x12<\n\x11memory_descriptor\x18\x03 \x01(\x0b\x32\x1f.gpu_worker.v1.PassedDescriptorH\x00\x12*\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x16.gpu_worker.v1.CudaIpcH\x00\x12*\n\x08\x63uda_vmm\x18\x05 \x01(\x0b\x32\x16.gpu_worker.v1.CudaVmmH\x00\x42\x08\n\x06handle\"1\n\x10PassedDescriptor\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\x05\"D\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\"S\n\x07\x43udaVmm\x12\x33\n\ndescriptor\x18\x01 \x01(\x0b\x32\x1f.gpu_worker.v1.PassedDescriptor\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\x0c\"\x94\x02\n\x07KvCache\x12,\n\x07regions\x18\x01 \x03(\x0b\x32\x1b.gpu_worker.v1.MemoryRegion\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x03\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\x05\x12\x12\n\nhead_count\x18\x05 \x01(\x05\x12\x10\n\x08key_size\x18\x06 \x01(\x05\x12\x12\n\nvalue_size\x18\x07 \x01(\x05\x12(\n\x05order\x18\x08 \x01(\x0e\x32\x19.gpu_worker.v1.CacheOrder\x12)\n\x06layers\x18\t \x03(\x0b\x32\x19.gpu_worker.v1.LayerCache\"b\n\nLayerCache\x12(\n\x04keys\x18\x01 \x01(\x0b\x32\x1a.gpu_worker.v1.CacheTensor\x12*\n\x06values\x18\x02 \x01(\x0b\x32\x1a.gpu_worker.v1.CacheTensor\"a\n\x0b\x43\x61\x63heTensor\x12\x0e\n\x06region\x18\x01 \x01(\x05\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12,\n\x07strides\x18\x03 \x01(\x0b\x32\x1b.gpu_worker.v1.CacheStrides\"L\n\x0c\x43\x61\x63heStrides\x12\x13\n\x0b\x62lock_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btoken_bytes\x18\x02 \x01(\x03\x12\x12\n\nhead_bytes\x18\x03 \x01(\x03*d\n\nCacheOrder\x12\x1b\n\x17\x43\x41\x43HE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43\x41\x43HE_ORDER_TOKENS_FIRST\x10\x01\x12\x1b\n\x17\x43\x41\x43HE_ORDER_HEADS_FIRST\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpu_worker.v1.attachment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CACHEORDER']._serialized_start=1315
-  _globals['_CACHEORDER']._serialized_end=1415
+  _globals['_CACHEORDER']._serialized_start=1495
+  _globals['_CACHEORDER']._serialized_end=1595
   _globals['_ATTACHHELLO']._serialized_start=75
-  _globals['_ATTACHHELLO']._serialized_end=270
-  _globals['_WEIGHTS']._serialized_start=272
-  _globals['_WEIGHTS']._serialized_end=324
-  _globals['_MEMORYREGION']._serialized_start=327
-  _globals['_MEMORYREGION']._serialized_end=551
-  _globals['_PASSEDDESCRIPTOR']._serialized_start=553
-  _globals['_PASSEDDESCRIPTOR']._serialized_end=602
-  _globals['_CUDAIPC']._serialized_start=604
-  _globals['_CUDAIPC']._serialized_end=672
-  _globals['_CUDAVMM']._serialized_start=674
-  _globals['_CUDAVMM']._serialized_end=757
-  _globals['_KVCACHE']._serialized_start=760
-  _globals['_KVCACHE']._serialized_end=1036
-  _globals['_LAYERCACHE']._serialized_start=1038
-  _globals['_LAYERCACHE']._serialized_end=1136
-  _globals['_CACHETENSOR']._serialized_start=1138
-  _globals['_CACHETENSOR']._serialized_end=1235
-  _globals['_CACHESTRIDES']._serialized_start=1237
-  _globals['_CACHESTRIDES']._serialized_end=1313
+  _globals['_ATTACHHELLO']._serialized_end=305
+  _globals['_RANK']._serialized_start=308
+  _globals['_RANK']._serialized_end=450
+  _globals['_WEIGHTS']._serialized_start=452
+  _globals['_WEIGHTS']._serialized_end=504
+  _globals['_MEMORYREGION']._serialized_start=507
+  _globals['_MEMORYREGION']._serialized_end=731
+  _globals['_PASSEDDESCRIPTOR']._serialized_start=733
+  _globals['_PASSEDDESCRIPTOR']._serialized_end=782
+  _globals['_CUDAIPC']._serialized_start=784
+  _globals['_CUDAIPC']._serialized_end=852
+  _globals['_CUDAVMM']._serialized_start=854
+  _globals['_CUDAVMM']._serialized_end=937
+  _globals['_KVCACHE']._serialized_start=940
+  _globals['_KVCACHE']._serialized_end=1216
+  _globals['_LAYERCACHE']._serialized_start=1218
+  _globals['_LAYERCACHE']._serialized_end=1316
+  _globals['_CACHETENSOR']._serialized_start=1318
+  _globals['_CACHETENSOR']._serialized_end=1415
+  _globals['_CACHESTRIDES']._serialized_start=1417
+  _globals['_CACHESTRIDES']._serialized_end=1493
 # @@protoc_insertion_point(module_scope)

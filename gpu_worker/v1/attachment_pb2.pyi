@@ -55,6 +55,7 @@ class AttachHello(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     KV_CACHE_FIELD_NUMBER: _builtins.int
     SAVE_AREA_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine, unique among those of the worker: up to 128 of a-z A-Z 0-9 . _ : -, beginning with a
     letter or a digit. Another engine of this name is detached. Required.
@@ -78,6 +79,10 @@ class AttachHello(_message.Message):
     def save_area(self) -> Global___MemoryRegion:
         """Memory from which Save takes rows. Unset: Save is refused."""
 
+    @_builtins.property
+    def rank(self) -> Global___Rank:
+        """Which part of the engine this is, where several processes or devices have the model together. Unset: all of it."""
+
     def __init__(
         self,
         *,
@@ -86,14 +91,68 @@ class AttachHello(_message.Message):
         weights: Global___Weights | None = ...,
         kv_cache: Global___KvCache | None = ...,
         save_area: Global___MemoryRegion | None = ...,
+        rank: Global___Rank | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache", b"kv_cache", "model", b"model", "save_area", b"save_area", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache", b"kv_cache", "model", b"model", "rank", b"rank", "save_area", b"save_area", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "kv_cache", b"kv_cache", "model", b"model", "save_area", b"save_area", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "kv_cache", b"kv_cache", "model", b"model", "rank", b"rank", "save_area", b"save_area", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachHello: _TypeAlias = AttachHello  # noqa: Y015
+
+@_typing.final
+class Rank(_message.Message):
+    """One rank of an engine: it attaches by itself, with a KV cache of its own heads and its own layers. Restores are then
+    those of all ranks: every rank asks for the same under the same `restore_id`, which was never used before, and all
+    have it whole, or all have a miss.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_RANK_FIELD_NUMBER: _builtins.int
+    TENSOR_RANKS_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    tensor_rank: _builtins.int
+    """Its number among the ranks that have parts of the same layers, from 0."""
+    tensor_ranks: _builtins.int
+    """How many those are. K/V heads are shared out evenly; where there are fewer heads than ranks, several ranks have the
+    same one. 0: one.
+    """
+    stage: _builtins.int
+    """Number of the pipeline stage, from 0."""
+    stages: _builtins.int
+    """How many stages there are. 0: one."""
+    first_layer: _builtins.int
+    """The model's first layer that it has. Layers in all messages of the attachment are counted from this one on."""
+    layer_count: _builtins.int
+    """How many layers it has. 0: all from the first one on."""
+    rendezvous: _builtins.str
+    """Where the workers of all ranks meet, the same for all: `tcp://host:port`, where the worker of the first rank
+    listens, or `file:///path` of a file that all of them can write and nobody used before. Required for more than one rank.
+    """
+    def __init__(
+        self,
+        *,
+        tensor_rank: _builtins.int = ...,
+        tensor_ranks: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        stages: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        layer_count: _builtins.int = ...,
+        rendezvous: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "layer_count", b"layer_count", "rendezvous", b"rendezvous", "stage", b"stage", "stages", b"stages", "tensor_rank", b"tensor_rank", "tensor_ranks", b"tensor_ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rank: _TypeAlias = Rank  # noqa: Y015
 
 @_typing.final
 class Weights(_message.Message):

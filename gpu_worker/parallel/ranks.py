@@ -1,0 +1,151 @@
+"""Ranks: the processes that restore one engine's parts together, and where they meet.
+
+Connections are made when a round first needs them. Thread-safe; rounds are one at a time. Worst case: a meeting
+place that cannot be reached, which is RankLost by the deadline.
+"""
+
+import secrets
+import threading
+from collections import deque
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from ctxcache.errors import InvalidArgument
+from gpu_worker.errors import RankLost, RestoreTooLate
+from gpu_worker.parallel.share import Share
+from gpu_worker.pipeline.deadline import Deadline
+
+ROUNDS_KEPT = 64
+"""Rounds whose messages are kept, so that a rank that comes late finds them."""
+_LEAST_S = 0.001
+# torch types hardly anything of these.
+_distributed: Any = distributed
+_c10d: Any = distributed_c10d
+Store = Any
+
+
+def parse_rendezvous(url: str) -> str:
+    """Where ranks meet: `tcp://host:port`, where the first rank listens, or `file:///path`. Raises InvalidArgument."""
+    try:
+        parts = urlsplit(url)
+        is_known = {"tcp": bool(parts.hostname and parts.port), "file": parts.path.startswith("/")}
+    except ValueError:
+        is_known = {}
+    if not is_known.get(url.partition(":")[0], False):
+        raise InvalidArgument(
+            field="rendezvous", problem=f"{url[:200]!r} is no tcp://host:port or file:///path"
+        )
+    return url
+
+
+class Ranks:
+    """This rank among the others, as long as its engine is attached."""
+
+    def __init__(self, share: Share, rendezvous: str) -> None:
+        """Nobody is waited for before the first round. Raises InvalidArgument."""
+        self.share = share
+        self._url = parse_rendezvous(rendezvous)
+        self._lock = threading.Lock()
+        self._store_lock = threading.Lock()
+        self._store: Store | None = None
+        self._group: ProcessGroup | None = None
+        self._group_name = ""
+        self._rounds: deque[str] = deque()
+
+    # -- for rounds --------------------------------------------------------------------------------
+
+    def store(self, deadline: Deadline) -> Store:
+        """A connection of its own to where ranks leave messages: one that waits holds up others. Raises RankLost."""
+        if not self._store_lock.acquire(timeout=deadline.left_s):
+            raise RankLost(rank=0, problem="cannot be reached")
+        url, timeout = urlsplit(self._url), timeout_of(deadline)
+        try:
+            if self._store is None:
+                if url.scheme == "file":
+                    self._store = _distributed.FileStore(url.path, self.share.rank_count)
+                else:
+                    self._store = _distributed.TCPStore(
+                        url.hostname or "", url.port or 0, is_master=self.share.rank == 0, timeout=timeout,
+                        wait_for_workers=False,
+                    )  # fmt: skip
+            found = self._store.clone()
+            found.set_timeout(timeout)
+        except RuntimeError as error:
+            self._store = None
+            raise RankLost(rank=0, problem=f"cannot be reached: {problem_of(error)}") from error
+        finally:
+            self._store_lock.release()
+        return found
+
+    def enter(self, deadline: Deadline) -> None:
+        """Wait until no other round is under way here. Raises RestoreTooLate."""
+        if not self._lock.acquire(timeout=deadline.left_s):
+            raise RestoreTooLate(what="the restore before it")
+
+    def exit(self) -> None:
+        """The round that entered is over."""
+        self._lock.release()
+
+    def use(self, name: str) -> bool:
+        """Take a name of a round; False for one that was used."""
+        if name in self._rounds:
+            return False
+        self._rounds.append(name)
+        return True
+
+    def forgotten(self) -> str | None:
+        """The name of a round that is long over."""
+        return self._rounds.popleft() if len(self._rounds) > ROUNDS_KEPT else None
+
+    def group_name(self) -> str:
+        """The name of the connections that rows go over, a new one where there are none."""
+        return self._group_name or secrets.token_hex(8)
+
+    def connect(self, name: str, device: torch.device, deadline: Deadline) -> ProcessGroup | None:
+        """The stage's connections of that name; None for one rank alone. Raises RankLost."""
+        share = self.share
+        if name != self._group_name:
+            self.disconnect()
+            if share.tensor_ranks > 1:
+                store = _distributed.PrefixStore(f"group/{name}/{share.stage}/", self.store(deadline))
+                try:
+                    self._group = _connected(store, share, device, timeout_of(deadline))
+                except RuntimeError as error:
+                    raise RankLost(rank="?", problem=f"no connection: {problem_of(error)}") from error
+            self._group_name = name
+        return self._group
+
+    def disconnect(self) -> None:
+        """End the connections: whoever waits on them is told."""
+        self._group, self._group_name = None, ""
+
+    def forget_store(self) -> None:
+        """The store broke: the next round makes a new connection to it."""
+        self._store = None
+
+
+def _connected(store: Store, share: Share, device: torch.device, timeout: timedelta) -> ProcessGroup:
+    # Made one by one, not by init_process_group: a worker serves several engines, and ranks that failed meet again.
+    found: ProcessGroup
+    if device.type == "cuda":
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001  its only name
+        found = _c10d.ProcessGroupNCCL(store, share.tensor_rank, share.tensor_ranks, options)
+    else:
+        found = _c10d.ProcessGroupGloo(store, share.tensor_rank, share.tensor_ranks, timeout)
+    return found
+
+
+def timeout_of(deadline: Deadline) -> timedelta:
+    """What is left of it."""
+    return timedelta(seconds=max(deadline.left_s, _LEAST_S))
+
+
+def problem_of(error: BaseException) -> str:
+    """What is wrong, in one short line."""
+    return " ".join(str(error).split())[:160]

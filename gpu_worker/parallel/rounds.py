@@ -1,0 +1,253 @@
+"""Rounds: one restore, as one of an engine's ranks sees it, and how all of them come to one end.
+
+The first rank says which session at which generation, each stage's first one how; all say that they hold what they
+read; they exchange rows; all say how it ended. Only then is it whole, for all of them or for none. Whoever waits does
+so by the restore's deadline. A round that fails ends the connections that rows went over, so that whoever waits on
+them is told; the next round makes new ones. Worst case: a rank that is gone, at which every restore is a miss until
+it is back.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from ctxcache.errors import CacheError, InvalidArgument
+from gpu_worker.errors import RankFailed, RankLost, RanksDisagree
+from gpu_worker.parallel.ranks import Ranks, Store, problem_of, timeout_of
+from gpu_worker.pipeline.deadline import Deadline
+
+_WHOLE = b"whole"
+# torch types hardly anything of these.
+_c10d: Any = distributed_c10d
+
+
+class Round(Protocol):
+    """One restore, as one rank sees it."""
+
+    def agree(self, terms: Mapping[str, Any], pieces: Sequence[Any]) -> Sequence[Any]:
+        """Check that all ranks were asked for the same; returns the pieces that the stage's first rank was given.
+
+        Both are of what JSON holds. Raises RanksDisagree, RankFailed, RankLost, RestoreTooLate.
+        """
+        ...
+
+    def ready(self) -> None:
+        """Wait until all ranks hold what they read. Raises RankFailed, RankLost."""
+        ...
+
+    def whole(self) -> None:
+        """Wait until all ranks have restored their parts. Raises RankFailed, RankLost."""
+        ...
+
+
+class SharedRound:
+    """See Round. Also what gathers rows in it."""
+
+    def __init__(self, ranks: Ranks, name: str, deadline: Deadline) -> None:
+        self._ranks, self._name, self._deadline, self._share = ranks, name, deadline, ranks.share
+        self._connection: Store | None = None
+        self._group: ProcessGroup | None = None
+        self._group_name = ""
+        self._is_entered = self._is_whole = self._is_foreign = False
+        self._said: set[str] = set()
+
+    def agree(self, terms: Mapping[str, Any], pieces: Sequence[Any]) -> Sequence[Any]:
+        """See Round."""
+        if self._share.rank == 0:
+            self._enter()
+            self._take_name(is_said=self._store.check([self._key("terms")]))
+            self._group_name = self._ranks.group_name()
+            self._say("terms", _encode({"group": self._group_name, "terms": terms}))
+        else:
+            # By the first rank's word, which has one round at a time: rounds come in one order to all.
+            heard = self._hear("terms", 0)
+            self._enter()
+            self._take_name()
+            self._compare(terms, heard)
+        if self._share.tensor_rank == 0:
+            self._say(f"pieces/{self._share.stage}", _encode({"pieces": pieces}))
+            return pieces
+        first = self._share.stage * self._share.tensor_ranks
+        heard = self._hear(f"pieces/{self._share.stage}", first)
+        found: Sequence[Any] = heard["pieces"]
+        return found
+
+    def ready(self) -> None:
+        """See Round."""
+        self._meet("ready")
+
+    def connect(self, device: torch.device) -> None:
+        """Have connections to gather over. Raises RankLost."""
+        self._group = self._ranks.connect(self._group_name, device, self._deadline)
+
+    def whole(self) -> None:
+        """See Round."""
+        self._meet("end")
+        self._is_whole = True
+
+    def gather(self, own: Tensor, count: int) -> Tensor:
+        """See Gather. On the computing lane."""
+        group, ranks = self._group, self._share.tensor_ranks
+        if group is None:
+            raise RankLost(rank=self._share.rank, problem="the round is over")
+        most = -(-count // ranks)
+        if len(own) < most:
+            own = torch.cat((own, own.new_zeros(most - len(own), own.shape[1])))
+        found = own.new_empty(most * ranks, own.shape[1])
+        options = _c10d.AllgatherOptions()
+        options.timeout = timeout_of(self._deadline)
+        try:
+            group._allgather_base(found, own.contiguous(), options).wait()  # noqa: SLF001  its only name
+        except RuntimeError as error:
+            raise RankLost(rank="?", problem=problem_of(error)) from error
+        return found[:count]
+
+    def check_whole(self) -> None:
+        """Raise RankLost for a round that was left before all said that it is whole."""
+        if not self._is_whole:
+            raise RankLost(rank=self._share.rank, problem="left the round")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, as far as they can be told, and end the connections."""
+        self._group = None
+        if self._is_entered:
+            self._ranks.disconnect()
+        problem = _encode({"failed": error.reason if isinstance(error, CacheError) else type(error).__name__})
+        own = [f"pieces/{self._share.stage}"] if self._share.tensor_rank == 0 else []
+        first = ["terms"] if self._share.rank == 0 else []
+        if self._is_foreign:
+            return
+        for what in (*first, *own, self._mine("ready"), self._mine("end")):
+            try:
+                self._say(what, problem)
+            except CacheError:
+                return
+
+    def leave(self) -> None:
+        """End of the round, for this rank."""
+        if not self._is_entered:
+            return
+        self._group = None
+        old = self._ranks.forgotten()
+        if old is not None and self._share.rank == 0:
+            self._delete(old)
+        self._ranks.exit()
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    @property
+    def _store(self) -> Store:
+        if self._connection is None:
+            self._connection = self._ranks.store(self._deadline)
+        return self._connection
+
+    def _broke(self) -> None:
+        """The store did: the next round makes a new connection to it."""
+        self._connection = None
+        self._ranks.forget_store()
+
+    def _enter(self) -> None:
+        self._ranks.enter(self._deadline)
+        self._is_entered = True
+
+    def _take_name(self, *, is_said: bool = False) -> None:
+        if is_said or not self._ranks.use(self._name):
+            self._is_foreign = True
+            raise InvalidArgument(field="restore_id", problem="was used before")
+
+    def _key(self, what: str, name: str = "") -> str:
+        return f"round/{name or self._name}/{what}"
+
+    def _mine(self, what: str) -> str:
+        return f"{what}/{self._share.rank}"
+
+    def _say(self, what: str, message: bytes) -> None:
+        """Leave a message, once."""
+        if what in self._said:
+            return
+        try:
+            self._store.set(self._key(what), message)
+        except RuntimeError as error:
+            self._broke()
+            raise RankLost(rank=0, problem=f"cannot be reached: {problem_of(error)}") from error
+        self._said.add(what)
+
+    def _hear(self, what: str, rank: int) -> Mapping[str, Any]:
+        """Wait for a rank's message. Raises RankFailed where it says so, RankLost where it says nothing."""
+        try:
+            self._store.wait([self._key(what)], timeout_of(self._deadline))
+            message = self._store.get(self._key(what))
+        except RuntimeError as error:
+            if self._deadline.left_s:
+                self._broke()
+            raise RankLost(rank=rank, problem=f"says nothing: {problem_of(error)}") from error
+        if message == _WHOLE:
+            return {}
+        found: Mapping[str, Any] = json.loads(message)
+        if "failed" in found:
+            raise RankFailed(rank=rank, problem=found["failed"])
+        return found
+
+    def _meet(self, what: str) -> None:
+        self._say(self._mine(what), _WHOLE)
+        for rank in range(self._share.rank_count):
+            if rank != self._share.rank:
+                self._hear(f"{what}/{rank}", rank)
+
+    def _compare(self, terms: Mapping[str, Any], heard: Mapping[str, Any]) -> None:
+        self._group_name = heard["group"]
+        theirs = heard["terms"]
+        for what, mine in terms.items():
+            if theirs.get(what) != mine:
+                raise RanksDisagree(what=what, actual=mine, expected=theirs.get(what))
+
+    def _delete(self, name: str) -> None:
+        share = self._share
+        stages = [f"pieces/{stage}" for stage in range(share.stages)]
+        ends = [f"{what}/{rank}" for what in ("ready", "end") for rank in range(share.rank_count)]
+        try:
+            for what in ("terms", *stages, *ends):
+                self._store.delete_key(self._key(what, name))
+        except RuntimeError:
+            self._broke()
+
+
+class Alone:
+    """See Round: the only rank."""
+
+    def agree(self, terms: Mapping[str, Any], pieces: Sequence[Any]) -> Sequence[Any]:
+        """See Round."""
+        del terms
+        return pieces
+
+    def ready(self) -> None:
+        """See Round."""
+
+    def whole(self) -> None:
+        """See Round."""
+
+
+@contextmanager
+def taking_part(ranks: Ranks, name: str, deadline: Deadline) -> Iterator[SharedRound]:
+    """Take part in the round of that name, which all ranks know and nobody used before.
+
+    Leaving it by an error tells the other ranks. Raises RankLost, RestoreTooLate, InvalidArgument.
+    """
+    found = SharedRound(ranks, name, deadline)
+    try:
+        yield found
+        found.check_whole()
+    except BaseException as error:
+        found.fail(error)
+        raise
+    finally:
+        found.leave()
+
+
+def _encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode()
