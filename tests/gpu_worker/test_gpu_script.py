@@ -129,6 +129,8 @@ def test_restores_have_the_goal_of_what_limits_them() -> None:
         True,
         True,
     ]
+    (too_fast,) = lines([restore(share_of_limit={"median": 1.2})])
+    assert too_fast.is_met is False
     (red,) = lines([restore(problem="cache off by 1")])
     assert red.is_met is False
     assert not list(lines([restore(start="lead")]))
