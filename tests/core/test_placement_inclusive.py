@@ -161,6 +161,20 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
     ]
 
 
+def test_who_is_fetched_does_not_leave_for_one_that_dram_gives_up_for_it() -> None:
+    """It is worth least on SSD, and whoever leaves DRAM has come to be worth writing: another makes room."""
+    ledger, policy = _full()
+    on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Tier.SSD)
+    _turn(ledger, b"\1", 5)
+    policy.said = {b"\1": 20, on_ssd: 0} | {uid: 30 for uid in policy.dram if uid != b"\1"}
+    policy.prefetch = lambda accepts=lambda _: True: on_ssd  # type: ignore[method-assign]  # noqa: ARG005
+    moves = ledger.prefetch()
+
+    assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
+    assert moves[-1] == Move(Act.PROMOTE, on_ssd, 40, Tier.DRAM)
+    assert ledger.tier(on_ssd) is Tier.DRAM
+
+
 def test_who_has_something_on_ssd_grows_there_whatever_it_is_worth() -> None:
     """Others leave for it."""
     ledger, _ = _full()

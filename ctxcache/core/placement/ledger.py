@@ -128,7 +128,10 @@ class Ledger:
         moves: list[Move] = []
         # The buffer stays free: who is needed last would be demoted for it, and be promoted again.
         spare_bytes = self._buffer_bytes
+        # Nor does it leave SSD for one that DRAM gives up for it.
+        self._in_turn.add(uid)
         self._promote(uid, moves, lambda other: not self.policy.is_needed_soon(other, uid), spare_bytes)
+        self._in_turn.discard(uid)
         return moves
 
     def _free_bytes(self, tier: Tier) -> int:
