@@ -42,15 +42,13 @@ class Admission:
     def may_leave(self, segment: Segment) -> bool:
         """Whether a segment of a spared session may leave DRAM, and with it the session the store.
 
-        One that has come to be worth writing is spared no more.
+        One that has come to be worth writing, or is kept by somebody, is spared no more: written, it may leave DRAM.
         """
         home = segment.home
         if not isinstance(home, Residence) or not self._state.unwritten.is_spared(home.uid):
             return False
         session = self._state.by_uid[home.uid]
-        if not self._victims.is_removable(session):
-            return False
-        if self.refuses(session):
+        if self._victims.is_removable(session) and self.refuses(session):
             return True
         self._state.unwritten.unspare(session.uid)
         return False

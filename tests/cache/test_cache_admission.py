@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -277,6 +277,29 @@ async def test_who_is_read_or_written_or_pinned_does_not_leave(house: House) -> 
     assert house.rig.leased(lease) == expected(house.tokens["read-1"])
     house.rig.cache.reading.release(lease.lease_id)
     house.rig.cache.writing.release(reservation)
+
+
+async def test_readers_of_what_is_not_written_hold_up_no_writer(tmp_path: Path) -> None:
+    """Each leases one segment of seven; the others may leave memory, if they are written first."""
+    house = await _house(tmp_path, replace(MARKS, writer_wait_s=30))
+    leases = []
+    for name in list(house.tokens):
+        await house.rig.demote(name)
+    for number in range(4):
+        name = f"once{number}-1"
+        await house.write(name, 7)
+        assert not house.is_on_ssd(name)
+        leases.append(await house.rig.acquire(name, 0, 1))
+    await house.write("better-9", 6)
+
+    await house.check("better-9")
+    assert house.unadmitted_count == 0
+    for number, lease in enumerate(leases):
+        tokens = house.tokens[f"once{number}-1"]
+        assert house.rig.leased(lease) == expected(tokens[:1])
+        house.rig.cache.reading.release(lease.lease_id)
+    await house.rig.check()
+    house.rig.arena.close()
 
 
 async def test_who_is_retained_is_written(house: House) -> None:
