@@ -166,7 +166,7 @@ def test_who_is_fetched_does_not_leave_for_one_that_dram_gives_up_for_it() -> No
     ledger, policy = _full()
     on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Tier.SSD)
     _turn(ledger, b"\1", 5)
-    policy.said = {b"\1": 20, on_ssd: 0} | {uid: 30 for uid in policy.dram if uid != b"\1"}
+    policy.said = {b"\1": 20.0, on_ssd: 0.0} | {uid: 30.0 for uid in policy.dram if uid != b"\1"}
     policy.prefetch = lambda accepts=lambda _: True: on_ssd  # type: ignore[method-assign]  # noqa: ARG005
     moves = ledger.prefetch()
 
