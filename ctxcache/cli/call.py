@@ -4,7 +4,6 @@ A command takes a `Call` first; `online` gives it the options --target, --output
 its place. The same options before the command's name are defaults for it.
 """
 
-import enum
 import functools
 import inspect
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_ty
 import typer
 
 from ctxcache.cli.credentials import NO_CREDENTIALS, Credentials
+from ctxcache.cli.output import Output
 from ctxcache.cli.signature import option, with_signature
 
 if TYPE_CHECKING:
@@ -34,14 +34,6 @@ WHOSE = "whose"
 """The parameter behind --tenant, where that says for whom an operator calls."""
 CLEAR = "\x1b[H\x1b[2J"
 """What empties a terminal."""
-
-
-class Output(enum.StrEnum):
-    """How to print."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
 
 
 TargetOption = Annotated[

@@ -8,8 +8,8 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ctxcache.cli import operation_tables, tables
-from ctxcache.cli.call import Output
 from ctxcache.cli.documents import as_json, as_yaml
+from ctxcache.cli.output import Output
 from ctxcache.cli.plain import Plain, to_plain
 from ctxcache.cli.why_miss import why_miss_view
 from ctxcache.v1.admin_pb2 import Stats, TenantUse, TierStats, WhyMissResponse

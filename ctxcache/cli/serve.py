@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ctxcache.cli.call import CONTEXT, Output, OutputOption, call_of
+from ctxcache.cli.call import CONTEXT, OutputOption, call_of
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.output import Output
 from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, Output, online
+from ctxcache.cli.call import Call, online
 from ctxcache.cli.examples import examples
+from ctxcache.cli.output import Output
 from ctxcache.cli.sentences import sentence
 from ctxcache.errors import Unavailable
 

@@ -28,6 +28,7 @@ def frame(now: Look, before: Look | None, target: str, width: int) -> Renderable
     rows = ROWS if width >= WIDE else NARROW_ROWS
     parts = [
         _head(now, target, since_start=before is None),
+        _problems(now.activity.problems),
         _panel("Tiers", _tiers(now, width)),
         _pair(
             _panel("Reads and writes", _traffic(now, rates)),
@@ -40,7 +41,6 @@ def frame(now: Look, before: Look | None, target: str, width: int) -> Renderable
             _panel("Tenants", _tenants(now, rates, rows)),
             width,
         ),
-        _problems(now.activity.problems),
     ]
     return Group(*parts)
 
@@ -66,6 +66,8 @@ def _head(now: Look, target: str, *, since_start: bool) -> RenderableType:
 
 def _tiers(now: Look, width: int) -> RenderableType:
     rows = _rows("", "", ">used", ">of", ">free in one", ">segments", "state", "where")
+    # Only the path gives way.
+    rows.columns[-1].ratio = 1
     for tier in now.stats.tiers:
         part = tier.used_bytes / max(tier.capacity_bytes, 1)
         rows.add_row(
@@ -85,7 +87,7 @@ def _traffic(now: Look, rates: Rates) -> RenderableType:
     facts.add_row("appended", f"{_count(rates.stat('appended_token_count'))} tokens/s", "")
     ended = rates.stat("evicted_session_count"), rates.stat("expired_session_count")
     facts.add_row("evicted, expired", f"{_count(ended[0])}, {_count(ended[1])} /s", "")
-    facts.add_row("sessions", f"{now.stats.session_count:,} of {now.stats.model_count} models", "")
+    facts.add_row("sessions", f"{now.stats.session_count:,}, models {now.stats.model_count:,}", "")
     return facts
 
 

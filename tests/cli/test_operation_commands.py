@@ -142,7 +142,10 @@ def test_top_fits_its_terminal(target: str, width: int) -> None:
 
     assert ran.exit_code == ExitCode.OK
     assert max(map(len, ran.stdout.splitlines())) <= width
-    assert all(text in ran.stdout for text in ("ready", "DRAM", SESSION, "default", "nothing needs a look"))
+    assert all(
+        text in ran.stdout
+        for text in ("ready", "DRAM", "64.0 MiB", SESSION, "default", "nothing needs a look")
+    )
 
 
 def test_watch_goes_on_until_it_is_interrupted(target: str) -> None:
