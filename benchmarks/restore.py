@@ -136,9 +136,7 @@ def _measured(
     ]
     saved_bytes = sum(layer.row_bytes(kind) for layer in shape.layers for kind in SAVED_KINDS)
     from_ssd_bytes = max((length for length in room if length <= ssd_tokens), default=0) * 2 * saved_bytes
-    size_bytes = int(1.25 * (max(room, default=0) * saved_bytes + from_ssd_bytes)) // 4096 * 4096 + (
-        128 << 20
-    )
+    size_bytes = int(2 * (max(room, default=0) * saved_bytes + from_ssd_bytes)) // 4096 * 4096 + (128 << 20)
     with ExitStack() as stack:
         store = stack.enter_context(embedded_store(size_bytes, directory))
         bed = stack.enter_context(Bed(model, store, is_random=subject.is_random))

@@ -39,7 +39,7 @@ from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.rows import pack_rows
 
 SAVED_KINDS = (*WIDE_KINDS, StateKind.HIDDEN_INT8)
-_APPEND_TOKENS = 1024
+_APPEND_TOKENS = 256
 RESTORE_TIMEOUT_S = 60.0
 
 
