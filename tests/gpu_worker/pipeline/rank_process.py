@@ -12,7 +12,7 @@ from slow_pipelines import RowsSource, SlowHost
 from torch import Tensor
 
 from ctxcache.client.arena import Bytes
-from ctxcache.errors import CacheError, CorruptSegment
+from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import Stream
 from gpu_worker.parallel.gathering import Gathering
 from gpu_worker.parallel.ranks import Ranks
@@ -58,6 +58,8 @@ class Faulty(RowsSource):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._reads == 2 and self._fault == "corrupt":
             raise CorruptSegment(segment_id=7, problem="planted")
+        if self._reads == 2 and self._fault == "stale":
+            self.error = LeaseNotFound(lease_id=7)
         super().fill(stream, begin, end, into)
 
 

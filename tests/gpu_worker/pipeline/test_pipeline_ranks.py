@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -80,6 +81,13 @@ def orders_of(
     ]  # fmt: skip
 
 
+def free_url() -> str:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
 def expected(family: str, order: rank_process.Order) -> Iterator[list[Tensor]]:
     """What the engine's own cache has of a rank's layers and heads."""
     session = saved_session(family)
@@ -133,7 +141,7 @@ def test_a_killed_rank_is_a_miss_for_all_others(context: ForkServerContext, tmp_
     assert [len(some) for some in reasons[2:]] == [1, 1]
 
 
-@pytest.mark.parametrize("fault", ["corrupt", "other terms"])
+@pytest.mark.parametrize("fault", ["corrupt", "stale", "other terms"])
 def test_what_one_rank_cannot_restore_no_rank_has(
     context: ForkServerContext, tmp_path: Path, fault: str
 ) -> None:
@@ -145,13 +153,37 @@ def test_what_one_rank_cannot_restore_no_rank_has(
 
     reasons = [list(ranks.reasons(rank)) for rank in range(2)]
 
-    expect = {"corrupt": "CORRUPT_SEGMENT", "other terms": "RANKS_DISAGREE"}[fault]
+    expect = {"corrupt": "CORRUPT_SEGMENT", "stale": "LEASE_NOT_FOUND", "other terms": "RANKS_DISAGREE"}[
+        fault
+    ]
     assert reasons[1] == [expect, ""]
     assert reasons[0][0] in {"RANK_LOST", "RANK_FAILED"}
     assert reasons[0][1] == ""
     assert all(torch.equal(one, other) for order, cache in zip(orders, ranks.caches(), strict=True)
                for mine, theirs in zip(cache, expected("llama", order), strict=True)
                for one, other in zip(mine, theirs, strict=True))  # fmt: skip
+
+
+def test_the_first_rank_killed_takes_the_meeting_with_it(context: ForkServerContext, tmp_path: Path) -> None:
+    """Kill -9 of the rank that listens: the other misses."""
+    url = free_url()
+    orders = [replace(each, rendezvous=url) for each in orders_of(tmp_path, 2)]
+    orders[0] = replace(orders[0], rounds=(("first", "kill"),))
+    ranks = Processes(context, orders)
+
+    assert [list(ranks.reasons(rank)) for rank in range(2)] == [[], ["RANK_LOST"]]
+
+
+def test_ranks_meet_over_tcp_and_a_rank_that_comes_later_finds_them(
+    context: ForkServerContext, tmp_path: Path
+) -> None:
+    """The first rank listens; two rounds go over one connection."""
+    url = free_url()
+    rounds = (("first", ""), ("second", ""))
+    orders = [replace(each, rendezvous=url, rounds=rounds) for each in orders_of(tmp_path, 2)]
+    ranks = Processes(context, orders[::-1])
+
+    assert [list(ranks.reasons(rank)) for rank in range(2)] == [["", ""]] * 2
 
 
 def test_a_rank_that_never_comes_is_a_miss_by_the_deadline(
