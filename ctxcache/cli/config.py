@@ -38,7 +38,7 @@ def check(context: typer.Context, **given: Any) -> None:
     call = call_of(context, given)
     settings, sources = settings_of(given)
     changed = sum(source != "default" for source in sources.values())
-    found: list[Plain] = [*_doubts(settings)]
+    found: list[Plain] = [*doubts(settings)]
     text = "\n".join(
         [*(f"warning: {doubt}" for doubt in found), f"ok: {changed} of {len(sources)} settings are given"]
     )
@@ -95,7 +95,7 @@ def _with_settings(function: Callable[..., None], *own: Any) -> Callable[..., No
     return with_signature(function, parameters, name=function.__name__, doc=function.__doc__)
 
 
-def _doubts(settings: "Settings") -> list[str]:
+def doubts(settings: "Settings") -> list[str]:
     """What is allowed and seldom meant."""
     found = []
     if settings.insecure_listen:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ctxcache.cli.call import CONTEXT, SHARED_OPTIONS, Call, call_of
+from ctxcache.cli.config import doubts
 from ctxcache.cli.doctor.finding import Finding
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import with_signature
@@ -42,16 +43,22 @@ def doctor(context: typer.Context, **given: Any) -> None:
 
 def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     """Ask every probe, in the order in which a server would meet what they look at."""
-    from ctxcache.cli.doctor import disk, gpu, memory, network  # noqa: PLC0415  they import RocksDB
+    from ctxcache.cli.doctor import disk, gpu, machine, memory, network  # noqa: PLC0415  they import RocksDB
     from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
 
     yield disk.metadata(settings)
     for directory in ssd_directories_of(settings):
         yield disk.space(settings, directory)
         yield disk.direct_io(directory)
+        yield machine.disk_kind(directory)
     yield memory.shared_memory(settings)
     yield memory.huge_pages(settings)
     yield memory.locked_memory()
+    yield machine.swap()
+    yield machine.memory_nodes()
+    yield machine.open_files(settings)
+    yield machine.clock()
+    yield machine.odd_settings(doubts(settings))
     if settings.listen:
         yield network.listen_address(settings)
     yield network.server(call)

@@ -1,0 +1,86 @@
+"""What the doctor says of the machine, by what a kernel says."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from ctxcache.cli.doctor import machine
+from ctxcache.cli.doctor.finding import Status
+from ctxcache.config import Settings
+
+
+def test_two_memory_nodes_have_advice(tmp_path: Path) -> None:
+    """One has none, and neither has a kernel that says nothing."""
+    (tmp_path / "node0").mkdir()
+    one = machine.memory_nodes(tmp_path)
+    (tmp_path / "node1").mkdir()
+    two = machine.memory_nodes(tmp_path)
+
+    assert (one.status, machine.memory_nodes(tmp_path / "none").found) == (Status.OK, "unknown")
+    assert two.status is Status.DEGRADED
+    assert "numactl" in two.advice
+
+
+def test_swap_that_is_on_has_advice(tmp_path: Path) -> None:
+    """A heading alone is none."""
+    swaps = tmp_path / "swaps"
+    swaps.write_text("Filename Type Size Used Priority\n")
+    off = machine.swap(swaps)
+    swaps.write_text("Filename Type Size Used Priority\n/dev/sda2 partition 1 0 -2\n")
+    on = machine.swap(swaps)
+
+    assert (off.status, on.status) == (Status.OK, Status.DEGRADED)
+    assert "/dev/sda2" in on.found
+    assert machine.swap(tmp_path / "none").found == "unknown"
+
+
+def test_a_slow_clock_has_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So has one that nobody keeps right."""
+    source = tmp_path / "current_clocksource"
+    source.write_text("hpet\n")
+    slow = machine.clock(source)
+    source.write_text("tsc\n")
+    monkeypatch.setattr(machine, "_is_synchronised", lambda: False)
+    loose = machine.clock(source)
+    monkeypatch.setattr(machine, "_is_synchronised", lambda: True)
+
+    assert "clocksource=tsc" in slow.advice
+    assert "chrony" in loose.advice
+    assert machine.clock(source).status is Status.OK
+
+
+def test_a_disk_that_rotates_has_advice(tmp_path: Path) -> None:
+    """A partition's queue is its disk's; what is no block device is left alone."""
+    device = tmp_path.stat().st_dev
+    disk = tmp_path / "sda"
+    (disk / "queue").mkdir(parents=True)
+    (disk / "sda1").mkdir()
+    (tmp_path / f"{os.major(device)}:{os.minor(device)}").symlink_to(disk / "sda1")
+    (disk / "queue" / "rotational").write_text("1\n")
+    rotating = machine.disk_kind(tmp_path, tmp_path)
+    (disk / "queue" / "rotational").write_text("0\n")
+
+    assert (rotating.status, machine.disk_kind(tmp_path, tmp_path).status) == (Status.DEGRADED, Status.OK)
+    assert "unknown" in machine.disk_kind(tmp_path, tmp_path / "none").found
+
+
+def test_too_few_open_files_have_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as connections need."""
+    settings = Settings(max_local_clients=100)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    few = machine.open_files(settings)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+
+    assert few.status is Status.DEGRADED
+    assert "LimitNOFILE" in few.advice
+    assert machine.open_files(settings).status is Status.OK
+
+
+def test_odd_settings_are_named() -> None:
+    """Each of them."""
+    odd = machine.odd_settings(["a is 0", "b is not set"])
+
+    assert odd.found == "a is 0; b is not set"
+    assert machine.odd_settings([]).status is Status.OK
