@@ -5,11 +5,15 @@ into a date, a number or a boolean. That little needs no library.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 
 from ctxcache.cli.plain import Plain
 
 INDENT = "  "
+NO_NAMES = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
+"""What some YAML readers take for something else, in any case."""
+_PAIR = re.compile(r"\\u(d[89ab]..)\\u(d[c-f]..)")
 
 
 def as_json(document: Mapping[str, Plain]) -> str:
@@ -24,7 +28,7 @@ def as_yaml(document: Mapping[str, Plain]) -> str:
 
 def _mapping(document: Mapping[str, Plain]) -> Iterator[str]:
     for name, value in document.items():
-        yield from _entry(f"{json.dumps(name) if not name.isidentifier() else name}:", value)
+        yield from _entry(f"{_name(name)}:", value)
 
 
 def _entry(head: str, value: Plain) -> Iterator[str]:
@@ -35,7 +39,7 @@ def _entry(head: str, value: Plain) -> Iterator[str]:
         case list() if value:
             first, *rest = (line for item in value for line in _entry("-", item))
         case _:
-            yield f"{head} {json.dumps(value)}"
+            yield f"{head} {_scalar(value)}"
             return
     if head == "-":
         yield f"- {first}"
@@ -43,3 +47,18 @@ def _entry(head: str, value: Plain) -> Iterator[str]:
         yield head
         yield f"{INDENT}{first}"
     yield from (f"{INDENT}{line}" for line in rest)
+
+
+def _name(name: str) -> str:
+    is_plain = name.isascii() and name.isidentifier() and name.lower() not in NO_NAMES
+    return name if is_plain else _scalar(name)
+
+
+def _scalar(value: Plain) -> str:
+    """As JSON has it; but YAML knows no pairs of surrogates."""
+    return _PAIR.sub(_character, json.dumps(value))
+
+
+def _character(pair: re.Match[str]) -> str:
+    high, low = (int(part, 16) for part in pair.groups())
+    return f"\\U{0x10000 + ((high & 0x3FF) << 10 | low & 0x3FF):08x}"

@@ -173,10 +173,13 @@ def test_yaml_is_what_json_is(target: str) -> None:
 
 def test_yaml_quotes_what_could_be_something_else() -> None:
     """Empty lists and mappings, lists of lists, and names that are no words."""
-    document = as_yaml({"a": "no", "b": [], "c": [1, {"d": None, "e-f": ["x: y"]}], "g": {}})
+    document = as_yaml(
+        {"a": "no", "b": [], "c": [1, {"d": None, "e-f": ["x: y"]}], "g": {}, "no": "\N{PARTY POPPER}"}
+    )
 
     assert document.splitlines() == [
         "---", 'a: "no"', "b: []", "c:", "  - 1", "  - d: null", '    "e-f":', '      - "x: y"', "g: {}",
+        '"no": "\\U0001f389"',
     ]  # fmt: skip
 
 
