@@ -29,7 +29,7 @@ class Options(Machine):
         Path,
         typer.Argument(
             metavar="TRACE",
-            help="CSV or JSON lines, .gz too; docs/placement.md.",
+            help="CSV or JSON lines, .gz too; docs/simulating.md.",
             exists=True,
             dir_okay=False,
             show_default=False,
