@@ -94,8 +94,9 @@ def connect(pki: Pki, server: ServerProcess) -> Iterator[Callable[..., Client]]:
     """Clients by the name of their certificate, closed at the end."""
     opened: list[Client] = []
 
-    def open_one(name: str, access: Access = "remote") -> Client:
-        opened.append(Client(server.target, timeout_s=10, access=access, tls=tls_of(pki, name)))
+    def open_one(name: str, access: Access = "remote", tenant: str = "") -> Client:
+        tls = tls_of(pki, name)
+        opened.append(Client(server.target, timeout_s=10, access=access, tls=tls, tenant=tenant))
         return opened[-1]
 
     yield open_one
@@ -256,6 +257,25 @@ def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server
         'audit subject="dns:ops.example" tenant=ops role=operator method=Verify request={} result=OK' in said
     )
     assert "caller_refused peer=" in said
+
+
+def test_an_operator_acts_for_a_tenant_and_sees_no_rows(
+    connect: Callable[..., Client], server: ServerProcess
+) -> None:
+    """Its sessions are shown and changed, which is written down; a user's are only its own."""
+    name = fill(connect("a"), "acted-on", make_rows(5)).name
+    tenant = connect("a").get_session(name).tenant
+    operator, user = connect("ops", tenant=tenant), connect("b", tenant=tenant)
+
+    assert operator.get_session(name).token_count == 5
+    assert operator.update_session(name, is_pinned=True).is_pinned
+    operator.evict_session(name)
+    again = fill(connect("a"), "acted-on", make_rows(5))
+    with pytest.raises(CacheError):
+        operator.read(again.name)
+    with pytest.raises(PermissionDenied, match="acting for tenant"):
+        user.get_session(name)
+    assert f'tenant={tenant} role=operator method=UpdateSession request={{"name":"{name}"' in server.stderr
 
 
 @pytest.mark.parametrize("name", STRANGERS)
