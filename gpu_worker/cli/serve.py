@@ -53,6 +53,9 @@ def serve(
             help="Unix socket to listen at.", metavar="PATH", show_default="worker.sock of the user"
         ),
     ] = None,
+    metrics_listen: Annotated[
+        str, typer.Option(help="Prometheus metrics by HTTP.", metavar="HOST:PORT", show_default="none")
+    ] = _DEFAULTS.metrics_listen,
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda:0.")] = _DEFAULTS.device,
     directory: given.Directory = None,
     ring_mib: Annotated[
@@ -86,7 +89,7 @@ def serve(
     """Serve engines on this host: restore their KV caches from the store, and save to it."""
     settings = Settings(
         store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
-        store_key=store_key, listen=listen, device=device, profile_directory=given.profile_directory(directory),
+        store_key=store_key, listen=listen, metrics_listen=metrics_listen, device=device, profile_directory=given.profile_directory(directory),
         ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
         max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,
         longest_restore_s=longest_restore_s, store_timeout_s=store_timeout_s,
@@ -95,15 +98,18 @@ def serve(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     from gpu_worker.sidecar import server  # noqa: PLC0415  --help needs none of it
 
-    asyncio.run(server.serve(settings, lambda: _announce(settings), _end_stuck))
+    asyncio.run(
+        server.serve(settings, lambda metrics_address: _announce(settings, metrics_address), _end_stuck)
+    )
     sys.stderr.write("ctxcache: stopped: no engine's memory is mapped any more\n")
 
 
-def _announce(settings: Settings) -> None:
+def _announce(settings: Settings, metrics_address: str) -> None:
     facts = {
         "pid": os.getpid(),
         "listen": f"unix:{settings.socket}",
         "descriptor_socket": str(settings.descriptor_socket),
+        "metrics_address": metrics_address,
         "store": settings.store,
         "device": settings.device,
     }

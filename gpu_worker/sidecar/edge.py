@@ -6,6 +6,7 @@ which is logged and answered as INTERNAL.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
@@ -27,8 +28,10 @@ class Room:
     """How much of one sort is under way, and whether more is taken. Owned by the event loop."""
 
     def __init__(self, what: str, limit: int) -> None:
-        self._what, self._limit = what, limit
+        self._what, self.limit = what, limit
         self.taken = 0
+        self.refused: Counter[str] = Counter()
+        """By reason."""
         self._is_draining = False
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -44,9 +47,11 @@ class Room:
     def take(self, count: int = 1) -> None:
         """Take so much more. Raises Draining, TooManyRequests."""
         if self._is_draining:
+            self.refused[Draining.reason] += 1
             raise Draining
-        if self.taken + count > self._limit:
-            raise TooManyRequests(what=self._what, limit=self._limit)
+        if self.taken + count > self.limit:
+            self.refused[TooManyRequests.reason] += 1
+            raise TooManyRequests(what=self._what, limit=self.limit)
         self.taken += count
         self._emptied.clear()
 

@@ -4,8 +4,8 @@ Runs in a thread of its own, which waits for the store and for the pipeline. Wor
 come to rest, and `LaneStuck` says that memory may still be written: the process must then end.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,7 @@ from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method
 from gpu_worker.planning.planner import Plan
+from gpu_worker.planning.profile import Stage
 from gpu_worker.rows import token_ids_of
 from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, slots_of
 from gpu_worker.sidecar.control import Control
@@ -52,6 +53,8 @@ class Outcome:
     """What is known of a restore by its end, well or not."""
 
     plan: Plan | None = None
+    observed_s: Mapping[Stage, float] = field(default_factory=dict)
+    """What each stage of a restore that is whole took."""
     read_bytes: int = 0
 
 
@@ -122,7 +125,8 @@ def _restore(
             control.write(begin)
             _follow(begun[0], share, on_layer, together)
     observed_s = begun[0].observed_s()
-    model.observe(plan, observed_s if gathering is None else gathering.apart(observed_s))
+    outcome.observed_s = observed_s if gathering is None else gathering.apart(observed_s)
+    model.observe(plan, outcome.observed_s)
 
 
 def _follow(

@@ -26,6 +26,7 @@ from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import Edge
 from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
+from gpu_worker.sidecar.metrics import MetricsServer, WorkerCollector
 from gpu_worker.sidecar.model import Models
 from gpu_worker.sidecar.pipelines import Pipelines
 from gpu_worker.sidecar.regions import Opener
@@ -57,11 +58,19 @@ class Worker:
         models = Models(device, settings.profile_directory)
         self._attachments = Attachments(settings, self._client, models, Opener(device, self._descriptors))
         self._service = WorkerService(settings, self._client, self._pipelines, self._attachments, on_stuck)
+        self._metrics: MetricsServer | None = None
         self._health = health.aio.HealthServicer()
         self._grpc = grpc.aio.server(interceptors=[Edge()], options=OPTIONS)
 
+    @property
+    def metrics_address(self) -> str:
+        """Where metrics are served, `host:port`; empty where they are not."""
+        return self._metrics.address if self._metrics else ""
+
     async def start(self) -> None:
-        """Listen. Raises AddressUnusable."""
+        """Listen. Raises AddressUnusable, InvalidConfiguration."""
+        if self.settings.metrics_listen:
+            self._metrics = MetricsServer(self.settings.metrics_listen, self._collector())
         path = self.settings.socket
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,6 +80,7 @@ class Worker:
         except (OSError, RuntimeError) as error:
             await self._descriptors.close()
             self._files.close()
+            self._stop_metrics()
             problem = getattr(error, "strerror", None) or str(error)
             raise AddressUnusable(address=f"unix:{path}", problem=problem) from error
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._grpc)
@@ -99,6 +109,22 @@ class Worker:
         self._pipelines.close()
         self._client.close()
         self._files.close()
+        self._stop_metrics()
+
+    def _collector(self) -> WorkerCollector:
+        rooms = (
+            ("restores", self._service.restores), ("saves", self._service.saves),
+            ("attachments", self._attachments.room),
+        )  # fmt: skip
+        attachments = self._attachments
+        # A copy: the event loop may attach one meanwhile.
+        return WorkerCollector(
+            self._service.counts, rooms, lambda: sum(each.mapped_bytes for each in tuple(attachments))
+        )
+
+    def _stop_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.stop()
 
     async def _say_health(self, status: int) -> None:
         for service in ("", SERVICE):
@@ -134,9 +160,9 @@ class _Claimed:
 
 
 async def serve(
-    settings: Settings, on_ready: Callable[[], None], on_stuck: Callable[[LaneStuck], None]
+    settings: Settings, on_ready: Callable[[str], None], on_stuck: Callable[[LaneStuck], None]
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises as `Worker.start` does."""
+    """Run until SIGTERM or SIGINT; `on_ready` is told the metrics' address. Raises as `Worker.start` does."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,7 +170,7 @@ async def serve(
     worker = Worker(settings, on_stuck)
     await worker.start()
     try:
-        on_ready()
+        on_ready(worker.metrics_address)
         await ended.wait()
     finally:
         await worker.stop()

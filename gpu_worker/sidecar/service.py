@@ -20,6 +20,7 @@ from ctxcache.v1 import model_pb2
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed
 from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.planning.adaptive import stage_seconds
 from gpu_worker.planning.assignment import PREFILL
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.reasons import reason
@@ -167,6 +168,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self.counts.restored += 1
             self.counts.restored_tokens += asked.end - asked.begin
             self.counts.read_bytes += outcome.read_bytes
+            if outcome.plan is not None:
+                predicted = stage_seconds(outcome.plan)
+                for stage, seconds in outcome.observed_s.items():
+                    self.counts.predicted_s[stage.value] += predicted[stage]
+                    self.counts.observed_s[stage.value] += seconds
         else:
             self.counts.missed[error.reason] += 1
 

@@ -35,6 +35,8 @@ class Settings:
     """Its key, PEM."""
     listen: Path | None = None
     """Unix socket to listen at; none: `worker.sock` of the user. Descriptors are passed beside it."""
+    metrics_listen: str = ""
+    """Where Prometheus may ask, `host:port`; empty: nowhere."""
     device: str = "cpu"
     """Where to compute, and where engines' caches lie: `cpu` or `cuda:0`."""
     profile_directory: Path | None = None
