@@ -19,6 +19,9 @@ from gpu_worker.saving.staging import Frame, Staging
 
 log = logging.getLogger(__name__)
 
+CLOSED_LIMIT = 4096
+"""Sessions that are saved and that nobody has waited for: what became of the oldest is forgotten."""
+
 
 class Board:
     """What an engine's thread and the saving threads have in common."""
@@ -33,6 +36,7 @@ class Board:
         self._staging = staging
         self._due: deque[Progress] = deque()
         self._frames: deque[Frame] = deque()
+        self._closed: deque[Progress] = deque()
 
     def take_frame(self, token_ids: npt.NDArray[np.int32]) -> Frame | None:
         """Room for a pass; None where there is none now."""
@@ -108,9 +112,18 @@ class Board:
                 progress.failure = progress.failure or failure
                 self._count(lost_count, failure)
                 self.drop(progress, failure)
-            progress.is_closed = progress.is_closed or job.is_last
+            if job.is_last:
+                self._close(progress)
             self.look_at(progress)
             self.changed.notify_all()
+
+    def _close(self, progress: Progress) -> None:
+        progress.is_closed = True
+        self._closed.append(progress)
+        while len(self._closed) > CLOSED_LIMIT:
+            oldest = self._closed.popleft()
+            if self.sessions.get(oldest.name) is oldest:
+                del self.sessions[oldest.name]
 
     def drop(self, progress: Progress, failure: CacheError) -> None:
         """A session's rows in staging are lost."""

@@ -261,6 +261,29 @@ def test_a_session_is_open_once(client: Client, session: Session) -> None:
             saver.open(session)
 
 
+def test_sessions_that_nobody_waits_for_are_forgotten(
+    client: Client, create: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that saves sessions and never looks at them again does not fill memory with what became of them."""
+    monkeypatch.setattr("gpu_worker.saving.board.CLOSED_LIMIT", 2)
+    sessions = [create(str(number)) for number in range(5)]
+    with Saver(client, _SPECS, thread_count=1) as saver:
+        for session in sessions:
+            saver.open(session)
+            _pass(saver, (session, 0, 3))
+            saver.finish(session.name)
+        saver.wait(sessions[-1].name)
+
+        saver.open(client.get_session(sessions[0].name))
+        with pytest.raises(InvalidArgument, match="is being saved"):
+            saver.open(client.get_session(sessions[-2].name))
+        _pass(saver, (sessions[0], 3, 5))
+
+    _assert_holds(client, sessions[0], range(5))
+    for session in sessions[1:]:
+        _assert_holds(client, session, range(3))
+
+
 def test_slices_are_the_pass(client: Client, session: Session) -> None:
     """Slices of other lengths than the tokens are refused before anything is taken."""
     with (
