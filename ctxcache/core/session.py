@@ -7,6 +7,7 @@ rows:
                synced to SSD       written, sync under way   committed in DRAM
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -122,7 +123,7 @@ class Session:
 
     def heat_at(self, now_ns: int) -> float:
         """How much it is used these minutes."""
-        return self.heat * 0.5 ** (max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
+        return self.heat * math.exp2(-max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
 
     def check_generation(self, expected: int | None) -> None:
         """Raise GenerationMismatch unless `expected` is None or holds."""
