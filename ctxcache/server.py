@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
@@ -53,6 +54,7 @@ from ctxcache.service.control import ControlSocket
 from ctxcache.service.doors import Doors
 from ctxcache.service.edge import Edge
 from ctxcache.service.guard import Guard
+from ctxcache.service.health import Health
 from ctxcache.service.hints import HintService
 from ctxcache.service.identification import Identification, identified_by
 from ctxcache.service.models import ModelService
@@ -140,8 +142,8 @@ class Server:
             cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
             tls=self._tls.context if self._tls else None,
         )  # fmt: skip
-        self._health = health.aio.HealthServicer()
-        self._doors = Doors(self._admissions, self._health, SERVICES)
+        self._health = Health(SERVICES)
+        self._doors = Doors(self._admissions, self._health)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
         sources = self._sources(self._rpc_times)
         self._recording = Recording(lambda: Moment(read(sources)))
@@ -255,7 +257,7 @@ class Server:
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
         with self._files:
-            await self._doors.close_for_good()
+            self._doors.close_for_good()
             patience_s = self.settings.drain_timeout_s
             await asyncio.gather(
                 self._grpc.stop(patience_s), self._control.stop(patience_s), self._bulk.drain(patience_s)
@@ -287,7 +289,7 @@ class Server:
         await self._grpc.start()
         self._lag.start()
         self._recording.start()
-        await self._doors.open()
+        self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
         self._watch = loop.create_task(self._identification.watch())
@@ -370,7 +372,7 @@ class Server:
         admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*SERVICES, SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
 
 

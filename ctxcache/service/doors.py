@@ -3,43 +3,33 @@
 Worst case: they are opened while the server ends, which nothing does any more.
 """
 
-from collections.abc import Sequence
-
-from grpc_health.v1 import health, health_pb2
-
 from ctxcache.service.admission import Admissions
+from ctxcache.service.health import Health
 
 
 class Doors:
     """Closed at first."""
 
-    def __init__(
-        self, admissions: Admissions, health_service: health.aio.HealthServicer, services: Sequence[str]
-    ) -> None:
-        """`services`: whose health is told, beside the server's."""
+    def __init__(self, admissions: Admissions, health: Health) -> None:
         self.admissions = admissions
-        self._health, self._services = health_service, services
+        self._health = health
         self._is_over = False
 
-    async def open(self) -> None:
+    def open(self) -> None:
         """Take work."""
         if not self._is_over:
             for admission in self.admissions.of_clients:
                 admission.resume()
-            await self._tell(health_pb2.HealthCheckResponse.SERVING)
+            self._health.tell(is_serving=True)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Take no more of clients; operators are answered."""
-        await self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.tell(is_serving=False)
         for admission in self.admissions.of_clients:
             admission.drain()
 
-    async def close_for_good(self) -> None:
+    def close_for_good(self) -> None:
         """Take no more of anybody."""
         self._is_over = True
-        await self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.tell(is_serving=False)
         self.admissions.drain()
-
-    async def _tell(self, status: int) -> None:
-        for service in ("", *self._services):
-            await self._health.set(service, status)

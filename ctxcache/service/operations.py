@@ -106,7 +106,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[operations_pb2.DrainStatus]:
         """See the proto."""
-        await self._controls.doors.close()
+        self._controls.doors.close()
         problem, flush = "", asyncio.ensure_future(self._cache.flush_due())
         try:
             while True:
@@ -131,7 +131,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> operations_pb2.UndrainResponse:
         """See the proto."""
-        await self._controls.doors.open()
+        self._controls.doors.open()
         return operations_pb2.UndrainResponse()
 
     async def ListEngines(  # noqa: N802

@@ -1,0 +1,116 @@
+"""Who watches the server's health and takes no answer holds up nobody: neither the drain nor the end."""
+
+import asyncio
+import struct
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service_rig import Client, refused, until
+
+from ctxcache.config import Settings
+from ctxcache.server import Server
+from ctxcache.v1 import operations_pb2 as ops
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
+INITIAL_WINDOW_SIZE = 4
+WATCH = "/grpc.health.v1.Health/Watch"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """An HTTP/2 frame."""
+    return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
+
+
+def literal(name: str, value: str) -> bytes:
+    """A header field, neither indexed nor compressed."""
+    return bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+class DeafWatcher:
+    """An HTTP/2 client that watches health and has room for no byte of the answer."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, target: str) -> "DeafWatcher":
+        """Connect, and watch; it is under way when this returns."""
+        host, _, port = target.rpartition(":")
+        made = cls(*await asyncio.open_connection(host, int(port)))
+        fields = {
+            ":method": "POST", ":scheme": "http", ":path": WATCH, ":authority": "here",
+            "te": "trailers", "content-type": "application/grpc",
+        }  # fmt: skip
+        made.writer.write(
+            PREFACE
+            + frame(SETTINGS, 0, 0, struct.pack("!HI", INITIAL_WINDOW_SIZE, 0))
+            + frame(HEADERS, END_HEADERS, 1, b"".join(literal(*field) for field in fields.items()))
+            + frame(DATA, END_STREAM, 1, bytes(5))
+        )
+        while await made._next() != HEADERS:
+            pass
+        return made
+
+    async def _next(self) -> int:
+        head = await self._reader.readexactly(9)
+        await self._reader.readexactly(int.from_bytes(head[:3]))
+        if head[3] == SETTINGS and not head[4] & ACK:
+            self.writer.write(frame(SETTINGS, ACK, 0, b""))
+        return head[3]
+
+
+async def test_a_watcher_that_takes_nothing_holds_up_no_drain(server: Server, client: Client) -> None:
+    """It drains, and takes work again, while that one waits for room that it does not give itself."""
+    watcher = await DeafWatcher.open(server.addresses[0])
+
+    async with asyncio.timeout(10):
+        statuses = [status async for status in client.admin.Drain(ops.DrainRequest())]
+        await refused(client.create("a"), grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        await client.admin.Undrain(ops.UndrainRequest())
+        await client.create("a")
+
+    assert statuses[-1].is_done
+    watcher.writer.close()
+
+
+async def test_nor_the_end(settings: Settings) -> None:
+    """It gets the time that running calls get, and what was acknowledged is on disk afterwards."""
+    settings = settings.model_copy(update={"drain_timeout_s": 0.5})
+    server = await Server.start(settings)
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        client = Client(channel)
+        await client.register()
+        await client.create("a")
+        await client.append("a", 1, 0, 8)
+        watcher = await DeafWatcher.open(server.addresses[0])
+        async with asyncio.timeout(10):
+            await server.stop()
+    watcher.writer.close()
+    again = await Server.start(settings)
+    try:
+        assert again._cache.state.session("default", "a").durable_token_count == 8
+    finally:
+        await again.stop()
+
+
+async def test_a_watcher_hears_of_each_change(server: Server, client: Client) -> None:
+    """Of a service that there is, of the server, and that there is no other."""
+    health: Any = health_pb2_grpc.HealthStub(client.channel)
+    names = ("", "ctxcache.v1.SessionService")
+    watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in names]
+
+    assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
+    await client.admin.Drain(ops.DrainRequest()).read()
+    assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 2
+    await client.admin.Undrain(ops.UndrainRequest())
+    assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
+    unknown = health_pb2.HealthCheckRequest(service="nothing")
+    answer = await health.Watch(unknown).read()
+    assert answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    for watch in watches:
+        watch.cancel()
+    await until(lambda: not server._admissions.operators.running_count)
