@@ -5,6 +5,7 @@ leave for it. It stays in DRAM, leaves from there when it is the coldest, and is
 happens to it or it has become old. Decides by facts of now; moves nothing. Worst case: one look at all that would leave.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 
 from ctxcache.cache.segment_io import SegmentIO
@@ -39,17 +40,21 @@ class Admission:
         with closing(self._victims.leaving(session, needed_bytes)) as leaving:
             return not is_worth_writing(needed_bytes, self._free_bytes, leaving)
 
-    def may_leave(self, segment: Segment) -> bool:
+    def may_leave(self, segment: Segment, is_due: Callable[[bytes], bool]) -> bool:
         """Whether a segment of a spared session may leave DRAM, and with it the session the store.
 
-        One that has come to be worth writing, or is kept by somebody, is spared no more: written, it may leave DRAM.
+        One that has come to be worth writing is spared no more: written, it may leave DRAM. So is one that somebody keeps,
+        but one at a time, for others leave SSD for them: not while a session that is to be written anyway `is_due`.
         """
         home = segment.home
         if not isinstance(home, Residence) or not self._state.unwritten.is_spared(home.uid):
             return False
         session = self._state.by_uid[home.uid]
-        if self._victims.is_removable(session) and self.refuses(session):
+        is_kept = not self._victims.is_removable(session)
+        if not is_kept and self.refuses(session):
             return True
+        if is_kept and self._state.unwritten.ranking.first(is_due) is not None:
+            return False
         self._state.unwritten.unspare(session.uid)
         return False
 

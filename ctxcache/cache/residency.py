@@ -250,7 +250,7 @@ class Residency:
             return True
         if not self._is_spared(segment):
             return False
-        may_leave = self.admission.may_leave(segment)
+        may_leave = self.admission.may_leave(segment, self._may_leave)
         if not self._is_spared(segment):
             # It is worth writing by now.
             self.is_pressed.set()
