@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -67,7 +68,6 @@ from ctxcache.service.turns import Turns
 from ctxcache.service.unix_path import remove_stale
 from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
-from ctxcache.tiers.dram import DramArena
 from ctxcache.upkeep import Upkeep
 from ctxcache.v1 import (
     admin_pb2,
@@ -161,7 +161,7 @@ class Server:
         self._upkeep: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         path = control_path(settings)
-        self._arena = _arena_message(storage.arena, path)
+        self._arena = _arena_message(storage, path)
         self._local_turns = Turns()
         self._control = ControlSocket(
             cache, self._arena, storage.arena.fd, self._admissions.local_clients, self._local_turns,
@@ -436,8 +436,13 @@ def _rebuild(settings: Settings) -> None:
     log.error("metadata_rebuilt found=%s", json.dumps(asdict(found)))
 
 
-def _arena_message(arena: DramArena, control_socket: str) -> arena_pb2.Arena:
+def _arena_message(storage: Storage, control_socket: str) -> arena_pb2.Arena:
+    arena, ssd = storage.arena, storage.ssd
     return arena_pb2.Arena(
         arena_id=arena.arena_id, path=arena.shared_path, size_bytes=arena.capacities_bytes[0],
         control_socket=control_socket, page_bytes=arena.page_bytes,
+        ssd_files=[
+            arena_pb2.SsdFile(path=str(Path(path).absolute()), size_bytes=size_bytes)
+            for path, size_bytes in zip(ssd.paths, ssd.capacities_bytes, strict=True)
+        ],
     )  # fmt: skip

@@ -4,14 +4,17 @@ from dataclasses import dataclass
 
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Budget, Client
+from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, Session
+from ctxcache.format.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model.
 
-    `client` is whose share of the arena the rows are counted in.
+    `client` is whose share of the arena the rows are counted in. `leaves_on_ssd`: what is not in DRAM is read
+    where it lies.
     """
 
     tenant: str
@@ -21,6 +24,7 @@ class Request:
     begin: int = 0
     end: int | None = None
     client: int | None = None
+    leaves_on_ssd: bool = False
 
     @property
     def owner(self) -> Client:
@@ -49,9 +53,19 @@ class Asked:
         self.end = session.token_count if request.end is None else request.end
         session.check_range(request.begin, self.end)
         self.session, self.pieces = session, tuple(session.pieces(request.begin, self.end))
-        segment_ids = (piece.segment.segment_id for piece in self.pieces)
+        segment_ids = (p.segment.segment_id for p in self.pieces if not self._stays(p.segment))
         self.sizes_bytes = dict.fromkeys(segment_ids, session.layout.size_bytes)
         return self.sizes_bytes
+
+    def _stays(self, segment: Segment) -> bool:
+        return self.request.leaves_on_ssd and segment.dram is None and segment.ssd is not None
+
+    def left_on_ssd(self) -> dict[int, Slot]:
+        """Where what stays on SSD lies, by segment id. Of the moment of the last `look`."""
+        if not self.request.leaves_on_ssd:
+            return {}
+        segments = (piece.segment for piece in self.pieces)
+        return {s.segment_id: s.ssd for s in segments if s.segment_id not in self.sizes_bytes and s.ssd}
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
         """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""

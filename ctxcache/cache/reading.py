@@ -6,9 +6,9 @@ before it ends. What does not fit into DRAM can still be read as a stream, chunk
 
 import mmap
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from ctxcache.errors import (
     TierFailure,
     TooManyRequests,
 )
+from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
 
 LEASE_LIFETIME_NS = 300 * 10**9
@@ -41,7 +42,7 @@ NEVER_NS = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pieces held for a reader, in token order, all in DRAM unless it is a stream's own.
+    """Pieces held for a reader, in token order, all in DRAM unless it is a stream's own or they were left on SSD.
 
     Its deadline begins when its rows are there; a stream's moves on with every piece it reads.
     """
@@ -56,6 +57,8 @@ class Lease:
     """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
+    on_ssd: Mapping[int, Slot] = field(default_factory=dict)
+    """Slots, by segment id, of what was left on SSD for who reads it there."""
 
     def is_past(self, segment: Segment) -> bool:
         """Whether it is read past DRAM, where its rows do not stay."""
@@ -132,7 +135,7 @@ class Reading:
         return (piece.segment for lease in self._leases.values() for piece in lease.pieces)
 
     async def acquire(self, request: Request) -> Lease:
-        """Bring tokens into DRAM and hold them there.
+        """Bring tokens into DRAM and hold them there; what the request leaves on SSD is held there, and not verified.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
         CapacityExceeded, TooManyRequests, CorruptSegment, TierFailure.
@@ -280,7 +283,7 @@ class Reading:
         self._last_id += 1
         lease = Lease(
             self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.owner,
-            asked.sizes_bytes, begun_ns=self._state.clock.monotonic_ns(),
+            asked.sizes_bytes, begun_ns=self._state.clock.monotonic_ns(), on_ssd=asked.left_on_ssd(),
         )  # fmt: skip
         self._keep(lease)
         self._leases[lease.lease_id] = lease
@@ -299,7 +302,7 @@ class Reading:
         self._state.placement.used(asked.pieces)
 
     async def _promote(self, lease: Lease) -> None:
-        unique = {p.segment.segment_id: p.segment for p in lease.pieces}
+        unique = {p.segment.segment_id: p.segment for p in lease.pieces if not lease.is_past(p.segment)}
         try:
             await self._residency.promotions.promote(list(unique.values()))
         except CorruptSegment as error:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import numpy.typing as npt
 
+from ctxcache.client.ssd_files import SsdFiles
 from ctxcache.populate import Populate
 from ctxcache.v1 import arena_pb2
 
@@ -36,6 +37,7 @@ class MappedArena:
         self._opened = opened
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
+        self._ssd_files: SsdFiles | None = None
         self._populating = [_populate(readable, arena, is_for_writing=False)]
 
     @property
@@ -51,6 +53,13 @@ class MappedArena:
                 if self._writable is not None:
                     self._populating.append(_populate(self._writable, self._arena, is_for_writing=True))
             return self._writable
+
+    def ssd_files(self) -> SsdFiles:
+        """The files of the same server's SSD tier, opened on first use."""
+        with self._lock:
+            if self._ssd_files is None:
+                self._ssd_files = SsdFiles([(file.path, file.size_bytes) for file in self._arena.ssd_files])
+            return self._ssd_files
 
     def wait_until_populated(self, timeout_s: float) -> None:
         """Wait until what is mapped so far can be touched at no cost, or the time is over."""

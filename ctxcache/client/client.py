@@ -21,7 +21,7 @@ from ctxcache.client.convert import model_from_wire, row_sizes, stream_from_wire
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.hints import HintCalls
-from ctxcache.client.leased_rows import LeasedRows, lease_rows
+from ctxcache.client.leased_rows import lease_rows
 from ctxcache.client.met import Met
 from ctxcache.client.models import ModelCalls
 from ctxcache.client.reserved_writer import ReservedWriter, reserve
@@ -29,6 +29,7 @@ from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.rows import SessionRows
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.shapes import check_append
+from ctxcache.client.ssd_files import SsdFiles
 from ctxcache.client.streamed_append import BufferedWriter, append_by_stream
 from ctxcache.client.streamed_rows import StreamedRows
 from ctxcache.client.tls import ClientTls
@@ -157,10 +158,12 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         begin: int = 0,
         end: int | None = None,
         if_generation_match: int | None = None,
+        leave_on_ssd: bool = False,
     ) -> SessionRows:
         """Read rows of tokens `[begin, end)`, by default all of all streams. Use it as a context manager.
 
-        Raises TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment, CapacityExceeded (only with
+        `leave_on_ssd`: what lies only on SSD is not brought into the arena, but read from the files of the SSD tier, where
+        this process can open them (`ssd_files`); the rows are FiledRows then. Raises TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment, CapacityExceeded (only with
         access `local`; otherwise rows that the arena cannot hold come by stream).
         """
         chosen = tuple(streams or ())
@@ -168,7 +171,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             session = self._snapshot(session)
             end = session.token_count
         wanted = None if end is None else token_range(begin, end)
-        leased = self._lease(session, chosen, wanted, if_generation_match)
+        leased = self._lease(session, chosen, wanted, if_generation_match, leave_on_ssd=leave_on_ssd)
         if leased is not None:
             return leased
         snapshot = self._snapshot(session)
@@ -180,6 +183,14 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             range=wanted,
         )
         return self._stream(snapshot, request)
+
+    def ssd_files(self) -> SsdFiles | None:
+        """The files of the server's SSD tier as this process can read them; None where the server is elsewhere.
+
+        Raises Unavailable, DeadlineExceeded.
+        """
+        attachment = self._attach()
+        return None if attachment is None else attachment.arena.ssd_files()
 
     def close(self) -> None:
         """End every call, lease and reservation of this client."""
@@ -245,7 +256,9 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         streams: Sequence[Stream],
         wanted: TokenRange | None,
         if_generation_match: int | None,
-    ) -> LeasedRows | None:
+        *,
+        leave_on_ssd: bool,
+    ) -> SessionRows | None:
         """Lease rows; None when they have to come by stream."""
         attachment = self._attach()
         if attachment is None:
@@ -258,6 +271,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             model_fingerprint=known or self._snapshot(session).model_fingerprint,
             if_generation_match=if_generation_match,
             range=wanted,
+            leave_on_ssd=leave_on_ssd and attachment.arena.ssd_files().is_open,
         )
         try:
             rows = lease_rows(attachment, request, streams, is_verified=self._is_verified)
@@ -266,7 +280,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             if known is None:
                 raise
             self._fingerprints.forget(name)
-            return self._lease(session, streams, wanted, if_generation_match)
+            return self._lease(session, streams, wanted, if_generation_match, leave_on_ssd=leave_on_ssd)
         except CapacityExceeded:
             if self._is_only_local:
                 raise

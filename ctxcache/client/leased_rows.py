@@ -11,6 +11,7 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
+from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.rows import Piece, SessionRows
 from ctxcache.client.slots import Chunk, SlotLayout, SlotRows, spans_of_runs, spans_of_segments
@@ -95,12 +96,12 @@ class LeasedRows(SessionRows):
 
 def lease_rows(
     attachment: Attachment, request: AcquireLease, streams: Sequence[Stream], *, is_verified: bool
-) -> LeasedRows:
+) -> LeasedRows | FiledRows:
     """Acquire a lease on what a read asks for, and return the rows under it; no streams means all.
 
     Raises CapacityExceeded when the rows do not fit into the arena, and what a read raises.
     """
-    request.is_brief = not is_verified
+    request.is_brief = not (is_verified or request.leave_on_ssd)
     sent, result = acquire(attachment.stream, Operation(acquire_lease=request))
     lease = result.lease
     hold = Hold(
@@ -111,15 +112,17 @@ def lease_rows(
     )
     try:
         arena, begin, end = attachment.arena.readable, lease.range.begin, lease.range.end
+        layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
+        verifier = None
+        if is_verified:
+            verifier = Verifier(arena, layout, lease.session, lease.segments, hold.check)
+        if any(segment.HasField("path_index") for segment in lease.segments):
+            return FiledRows(arena, attachment.arena.ssd_files(), layout, hold, lease, streams, verifier)
         if lease.segments:
             spans = spans_of_segments(lease.segments, begin, end)
         else:
             spans = spans_of_runs(lease.runs, begin, end)
-        layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
         slots = SlotRows(arena, layout, spans)
-        verifier = None
-        if is_verified:
-            verifier = Verifier(arena, layout, lease.session, lease.segments, hold.check)
         return LeasedRows(slots, hold, lease, streams, verifier)
     except BaseException:
         hold.release_soon()

@@ -28,7 +28,7 @@ class Verifier:
     ) -> None:
         self._arena = arena
         self._layout = layout
-        self._segments = [(one, _identity(session, one).seed()) for one in segments if one.checksums]
+        self._segments = [(one, identity_of(session, one).seed()) for one in segments if one.checksums]
         self._check = check
         self._verified: set[Stream] = set()
 
@@ -58,7 +58,8 @@ class Verifier:
         return self._arena[begin:end].data
 
 
-def _identity(session: Session, segment: SegmentLocation) -> SegmentIdentity:
+def identity_of(session: Session, segment: SegmentLocation) -> SegmentIdentity:
+    """What a segment's checksums are bound to. Raises CorruptSegment."""
     try:
         session_uid = bytes.fromhex(segment.session_uid)
     except ValueError as error:

@@ -191,7 +191,8 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease) -> Iterator[None]:
     for piece in lease.pieces:
         if piece.segment is not last:
             yield
-            _fill_location(location := message.segments.add(), piece.segment)
+            location = message.segments.add()
+            _fill_location(location, piece.segment, lease.on_ssd.get(piece.segment.segment_id))
             last = piece.segment
         location.rows.add(row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin)
 
@@ -225,11 +226,14 @@ def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
     message.row_end.extend([piece.row_end for piece in pieces])
 
 
-def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment) -> None:
-    message.segment_id, message.offset_bytes = segment.segment_id, _slot(segment).offset_bytes
+def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment, on_ssd: Slot | None = None) -> None:
+    message.segment_id, message.offset_bytes = segment.segment_id, (on_ssd or _slot(segment)).offset_bytes
     message.session_uid, message.generation = segment.writer_uid.hex(), segment.generation
     message.position_begin, message.token_count = segment.begin, segment.ssd_row_count
-    message.checksums.extend(segment.checksums)
+    if on_ssd is None:
+        message.checksums.extend(segment.checksums)
+    else:
+        message.path_index, message.header_checksum = on_ssd.path_index, segment.header_checksum
 
 
 def _slot(segment: Segment) -> Slot:

@@ -127,6 +127,8 @@ class Holder:
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, part: Slice) -> None:
         self._check_open()
+        if request.leave_on_ssd and request.is_brief:
+            raise InvalidArgument(field="leave_on_ssd", problem="needs an answer that is not brief")
         has_range = request.HasField("range")
         lease = await self._cache.reading.acquire(
             Request(
@@ -137,6 +139,7 @@ class Holder:
                 request.range.begin if has_range else 0,
                 request.range.end if has_range else None,
                 self.client,
+                leaves_on_ssd=request.leave_on_ssd,
             )
         )
         self._leases.add(lease.lease_id)

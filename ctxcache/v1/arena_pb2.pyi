@@ -49,6 +49,7 @@ class Arena(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CONTROL_SOCKET_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_FILES_FIELD_NUMBER: _builtins.int
     arena_id: _builtins.bytes
     """16 random bytes, new at every start of the server; also the first 16 bytes of the file."""
     path: _builtins.str
@@ -63,6 +64,12 @@ class Arena(_message.Message):
     """
     page_bytes: _builtins.int
     """Size of the pages it is made of, in bytes."""
+    @_builtins.property
+    def ssd_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SsdFile]:
+        """Files of the SSD tier, on the server's host; a location's `path_index` is a place in this list. For readers that
+        take from them what AcquireLease leaves there; nobody but the server writes to them.
+        """
+
     def __init__(
         self,
         *,
@@ -71,14 +78,41 @@ class Arena(_message.Message):
         size_bytes: _builtins.int = ...,
         control_socket: _builtins.str = ...,
         page_bytes: _builtins.int = ...,
+        ssd_files: _abc.Iterable[Global___SsdFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "control_socket", b"control_socket", "page_bytes", b"page_bytes", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "control_socket", b"control_socket", "page_bytes", b"page_bytes", "path", b"path", "size_bytes", b"size_bytes", "ssd_files", b"ssd_files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Arena: _TypeAlias = Arena  # noqa: Y015
+
+@_typing.final
+class SsdFile(_message.Message):
+    """A file of the SSD tier: slots as docs/chunk_format.md has them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Its absolute path, on the server's host."""
+    size_bytes: _builtins.int
+    """Its size in bytes."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SsdFile: _TypeAlias = SsdFile  # noqa: Y015
 
 @_typing.final
 class ControlHello(_message.Message):
@@ -254,6 +288,7 @@ class AcquireLease(_message.Message):
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     RANGE_FIELD_NUMBER: _builtins.int
     IS_BRIEF_FIELD_NUMBER: _builtins.int
+    LEAVE_ON_SSD_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
@@ -263,6 +298,11 @@ class AcquireLease(_message.Message):
     is_brief: _builtins.bool
     """Answer with `runs` in the place of `segments`: all that a reader needs who verifies nothing.
     Default false.
+    """
+    leave_on_ssd: _builtins.bool
+    """Leave segments that lie only on SSD where they are, and say where: for a reader that takes them from
+    `Arena.ssd_files` and verifies them itself. They take no room in the arena. A server that does not know this brings
+    them into the arena. Not with `is_brief`. Default false.
     """
     @_builtins.property
     def range(self) -> _session_pb2.TokenRange:
@@ -276,10 +316,11 @@ class AcquireLease(_message.Message):
         if_generation_match: _builtins.int | None = ...,
         range: _session_pb2.TokenRange | None = ...,
         is_brief: _builtins.bool = ...,
+        leave_on_ssd: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "leave_on_ssd", b"leave_on_ssd", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015
@@ -828,7 +869,7 @@ Global___RowRange: _TypeAlias = RowRange  # noqa: Y015
 
 @_typing.final
 class SegmentLocation(_message.Message):
-    """A segment in the arena, and the identity its chunks' checksums are bound to."""
+    """A segment in the arena or in a file, and the identity its chunks' checksums are bound to."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -840,10 +881,12 @@ class SegmentLocation(_message.Message):
     POSITION_BEGIN_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    PATH_INDEX_FIELD_NUMBER: _builtins.int
+    HEADER_CHECKSUM_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Segment number, unique among the segments this server knows; not kept by one that was never durable."""
     offset_bytes: _builtins.int
-    """Begin of its slot in the arena, in bytes; a multiple of 4096."""
+    """Begin of its slot in the arena, or in its file, in bytes; a multiple of 4096."""
     session_uid: _builtins.str
     """Session that wrote it, as Session.uid: a fork's segments name its source."""
     generation: _builtins.int
@@ -852,6 +895,12 @@ class SegmentLocation(_message.Message):
     """Position of its first token in that session's log."""
     token_count: _builtins.int
     """Rows its checksums cover, counted from row 0."""
+    path_index: _builtins.int
+    """It was left on SSD, in this one of Arena.ssd_files. Unset: it is in the arena. The server keeps the slot as it is
+    while the lease is held, and has not verified it.
+    """
+    header_checksum: _builtins.int
+    """The checksum that its slot's header carries and that the segment's record has, for one that was left on SSD."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRange]:
         """Rows to use, ascending."""
@@ -859,7 +908,7 @@ class SegmentLocation(_message.Message):
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One checksum per stream in layout order, as ctxcache/format/identity.py defines it. Empty while
-        the segment is still growing.
+        the segment is still growing, and where it was left on SSD: then its slot's header has them.
         """
 
     def __init__(
@@ -873,18 +922,22 @@ class SegmentLocation(_message.Message):
         position_begin: _builtins.int = ...,
         token_count: _builtins.int = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        path_index: _builtins.int | None = ...,
+        header_checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "path_index", b"path_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "generation", b"generation", "offset_bytes", b"offset_bytes", "position_begin", b"position_begin", "rows", b"rows", "segment_id", b"segment_id", "session_uid", b"session_uid", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_path_index", b"_path_index", "checksums", b"checksums", "generation", b"generation", "header_checksum", b"header_checksum", "offset_bytes", b"offset_bytes", "path_index", b"path_index", "position_begin", b"position_begin", "rows", b"rows", "segment_id", b"segment_id", "session_uid", b"session_uid", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__path_index: _TypeAlias = _typing.Literal["path_index"]  # noqa: Y015
+    _WhichOneofArgType__path_index: _TypeAlias = _typing.Literal["_path_index", b"_path_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__path_index) -> _WhichOneofReturnType__path_index | None: ...
 
 Global___SegmentLocation: _TypeAlias = SegmentLocation  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
-    """Rows held in the arena for one reader."""
+    """Rows held for one reader, in the arena or where they lie on SSD."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

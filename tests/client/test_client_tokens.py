@@ -156,6 +156,10 @@ def test_a_token_without_shared_memory_gets_none(
     with client.read(session.name) as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(70)[KV])
     assert client._attach() is None
+    assert client.ssd_files() is None
+    told = client._wire.call(client._wire.arena.GetArena, arena_pb2.GetArenaRequest())
+    assert not told.path
+    assert not told.ssd_files
     with pytest.raises(PermissionDenied):
         connect_control(server.ready["control_socket"], "it", 10, "far")
     with pytest.raises(Unauthenticated):
@@ -189,6 +193,7 @@ def test_the_servers_own_user_is_known_on_its_unix_socket(
         assert fill(own, "own").tenant == "default"
         assert own.stats().session_count > 0
         assert attached(own).arena.arena_id
+        assert attached(own).arena.ssd_files().is_open
     by_token = connect("b", "auto", server.unix_target)
 
     assert fill(by_token, "by-token").tenant == "b"

@@ -1,0 +1,110 @@
+"""The files of a server's SSD tier, read beside the server: around the page cache where that can be.
+
+Knows bytes and places, no segment: whoever reads verifies, for nothing here says whose bytes they are. Thread-safe.
+Worst case: a device that does not answer, which holds up the thread that reads.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+
+from ctxcache.errors import TierFailure
+from ctxcache.format.layout import ALIGN_BYTES
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One that is open. Closed with its last reference, so that no number is used again under a read."""
+
+    path: str
+    size_bytes: int
+    raw: IO[bytes]
+
+
+class SsdFiles:
+    """All of them or none: `is_open`, and if not `problem` says why."""
+
+    def __init__(self, files: Sequence[tuple[str, int]]) -> None:
+        """Open each of (path, size in bytes) for reading."""
+        self._files: list[_File] = []
+        self.is_direct = True
+        """Whether reads go around the page cache, all of them."""
+        self.problem = "" if files else "the server names no files"
+        for path, size_bytes in files:
+            try:
+                self._files.append(_File(path, size_bytes, self._open(path, size_bytes)))
+            except OSError as error:
+                self.problem = f"{path}: {error.strerror}"
+                self._files.clear()
+                return
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they can be read."""
+        return not self.problem
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where they are, in the server's order; none where they are not open."""
+        return tuple(file.path for file in self._files)
+
+    def read(self, path_index: int, offset_bytes: int, into: memoryview) -> None:
+        """Fill `into`, whose address, place and size are multiples of 4 KiB (see `aligned`). Raises TierFailure."""
+        file = self._at(path_index, offset_bytes, into.nbytes)
+        done = 0
+        while done < into.nbytes:
+            try:
+                count = os.preadv(file.raw.fileno(), [into[done:]], offset_bytes + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file ends there")  # noqa: TRY301  # as a device that fails
+            except OSError as error:
+                where = f"{into.nbytes - done} B at byte {offset_bytes + done}"
+                raise TierFailure(path=file.path, problem=f"read of {where}: {error.strerror}") from error
+            done += count
+
+    def check_place(self, path_index: int, offset_bytes: int, size_bytes: int) -> None:
+        """Raise TierFailure for a place that no file has."""
+        self._at(path_index, offset_bytes, size_bytes)
+
+    def _at(self, path_index: int, offset_bytes: int, size_bytes: int) -> _File:
+        if not 0 <= path_index < len(self._files):
+            raise TierFailure(path=f"SSD path {path_index}", problem="is none that the server named")
+        file = self._files[path_index]
+        if offset_bytes < 0 or offset_bytes + size_bytes > file.size_bytes:
+            problem = f"{size_bytes} B at byte {offset_bytes} are not in its {file.size_bytes} B"
+            raise TierFailure(path=file.path, problem=problem)
+        return file
+
+    def _open(self, path: str, size_bytes: int) -> IO[bytes]:
+        raw = os.fdopen(os.open(path, _FLAGS), "rb", buffering=0)
+        status = os.fstat(raw.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size < size_bytes:
+            raise OSError(errno.EINVAL, f"is no file of {size_bytes} B")
+        flags = fcntl.fcntl(raw.fileno(), fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(raw.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(raw.fileno(), [aligned(ALIGN_BYTES)], 0)
+        except OSError:
+            fcntl.fcntl(raw.fileno(), fcntl.F_SETFL, flags)
+            self.is_direct = False
+        return raw
+
+
+def aligned(size_bytes: int) -> memoryview:
+    """Fresh memory that begins on a page, of at least so many bytes, a multiple of 4 KiB."""
+    return memoryview(mmap.mmap(-1, max(-(-size_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES))
+
+
+def is_aligned(buffer: memoryview) -> bool:
+    """Whether a buffer can be read into as it is."""
+    address = int(np.frombuffer(buffer, np.uint8).ctypes.data) if buffer.nbytes else 0
+    return not (address | buffer.nbytes) % ALIGN_BYTES
