@@ -12,7 +12,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
+from google.protobuf import text_format
+from google.protobuf.json_format import MessageToDict, SerializeToJsonError
+from google.protobuf.message import Message
 
 from ctxcache.errors import CacheError
 from ctxcache.service.caller import current
@@ -30,6 +32,8 @@ UNCHANGING = (
 )
 OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
 REQUEST_CHARACTERS = 512
+WHOLE_REQUEST_BYTES = 16 << 10
+"""Of a larger request only its names and its size are written: to spell it out would hold up everybody."""
 REFUSALS_INTERVAL_S = 1.0
 
 
@@ -68,9 +72,10 @@ def audited_for_others(
 def audited_stream(
     behaviour: Callable[..., AsyncGenerator[Any]], method: str
 ) -> Callable[..., AsyncGenerator[Any]]:
-    """An rpc with many answers, which is written down when it ends."""
+    """An rpc with many answers, which is written down when it begins and when it ends."""
 
     async def call(request: Any, context: Any) -> AsyncGenerator[Any]:
+        _write(method, request, "BEGUN")
         try:
             async with aclosing(behaviour(request, context)) as answers:
                 async for answer in answers:
@@ -105,12 +110,28 @@ class Refusals:
 
 def _write(method: str, request: Any, result: str) -> None:
     caller = current()
-    asked = json.dumps(MessageToDict(request, preserving_proto_field_name=True), separators=(",", ":"))
+    asked = json.dumps(_plain(request), separators=(",", ":"))
     log.info(
         "audit subject=%s tenant=%s role=%s method=%s request=%s result=%s",
         json.dumps(caller.subject), caller.tenant, caller.grant.role.value, method.rpartition("/")[2],
         asked[:REQUEST_CHARACTERS], result,
     )  # fmt: skip
+
+
+def _plain(request: Message) -> Any:
+    """What is written of a request. Never fails: a span of time that is none has no JSON, and is text."""
+    size_bytes = request.ByteSize()
+    if size_bytes > WHOLE_REQUEST_BYTES:
+        names = {
+            field.name: value[:REQUEST_CHARACTERS]
+            for field, value in request.ListFields()
+            if isinstance(value, str)
+        }
+        return names | {"size_bytes": size_bytes}
+    try:
+        return MessageToDict(request, preserving_proto_field_name=True)
+    except SerializeToJsonError:
+        return text_format.MessageToString(request, as_one_line=True)
 
 
 def _result(error: BaseException) -> str:
