@@ -40,7 +40,7 @@ class Admission:
         self._running = 0
         self._own: Counter[str] = Counter()
         self._lingering = 0
-        self._draining, self._resumed = asyncio.Event(), asyncio.Event()
+        self._draining = asyncio.Event()
         self.when_full = Refusal(TooManyRequests(what=what, limit=limit))
         self.when_draining = Refusal(Draining())
 
@@ -56,21 +56,15 @@ class Admission:
 
     def drain(self) -> None:
         """Take no more."""
-        self._resumed.clear()
         self._draining.set()
 
     def resume(self) -> None:
         """Take more again."""
         self._draining.clear()
-        self._resumed.set()
 
     async def drained(self) -> None:
         """Wait until no more are taken."""
         await self._draining.wait()
-
-    async def resumed(self) -> None:
-        """Wait until more are taken again. Call it while none are."""
-        await self._resumed.wait()
 
     def refusal(self) -> "Refusal | None":
         """Why a new rpc would be refused now; None when it would not be."""

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from ctxcache.cache import Cache
 from ctxcache.service.admission import Admission
 from ctxcache.service.caller import current
-from ctxcache.service.holder import Holder
+from ctxcache.service.holder import LOOK_INTERVAL_S, Holder
 from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.service.turns import Turns
@@ -54,9 +54,13 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         try:
             while True:
                 await asyncio.wait({drained, coming}, return_when=asyncio.FIRST_COMPLETED)
-                if drained.done() and not coming.done():
+                while self._admission.is_draining and not coming.done():
                     holder.check_empty()
-                    await asyncio.wait({coming})
+                    await asyncio.wait({coming}, timeout=LOOK_INTERVAL_S)
+                if not coming.done():
+                    # Work is taken again.
+                    drained = asyncio.ensure_future(self._admission.drained())
+                    continue
                 request = coming.result()
                 if request is None:
                     return

@@ -25,7 +25,7 @@ from ctxcache.service.admission import Admission
 from ctxcache.service.caller import Caller
 from ctxcache.service.eager import Suspended, begin
 from ctxcache.service.edge import known_error
-from ctxcache.service.holder import Holder
+from ctxcache.service.holder import LOOK_INTERVAL_S, Holder
 from ctxcache.service.identification import Identification
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.service.unix_path import remove_stale
@@ -108,9 +108,10 @@ class ControlSocket:
     async def _end_idle(self) -> None:
         while True:
             await self.admission.drained()
-            for connection in list(self.connections):
-                connection.drain()
-            await self.admission.resumed()
+            while self.admission.is_draining:
+                for connection in list(self.connections):
+                    connection.look()
+                await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 class _Connection(asyncio.Protocol):
@@ -127,7 +128,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._batch: asyncio.Task[None] | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._is_draining = self._is_over = self._is_stalled = False
+        self._is_over = self._is_stalled = False
 
     # -- the loop's calls ----------------------------------------------------------------------
 
@@ -184,9 +185,8 @@ class _Connection(asyncio.Protocol):
 
     # -- ends ----------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """End it as soon as it holds nothing."""
-        self._is_draining = True
+    def look(self) -> None:
+        """In a drain, end it if it holds nothing."""
         self._go_on()
 
     def cut_off(self) -> None:
@@ -225,7 +225,7 @@ class _Connection(asyncio.Protocol):
                 self._take(frame)
                 if part.is_over and self._is_ready():
                     self._finish_later(part.rest())
-            if self._is_draining and self._is_ready():
+            if self._control.admission.is_draining and self._is_ready():
                 self._check_empty()
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._end(known_error(error))

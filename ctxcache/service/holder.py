@@ -30,6 +30,8 @@ from ctxcache.v1 import arena_pb2
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
+LOOK_INTERVAL_S = 0.5
+"""How often one looks, in a drain, whether what a silent client holds has ended by itself."""
 ANSWER_LIMIT_BYTES = 16 << 20
 """Locations of a lease beyond this are refused, and so is what follows in a batch whose results have as many bytes."""
 _CLIENTS = itertools.count(1)

@@ -15,6 +15,7 @@ from ctxcache.config import Settings
 from ctxcache.core.placement.shares import Share
 from ctxcache.server import Server
 from ctxcache.service.caller import TENANT_HEADER
+from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, arena_pb2, model_pb2, session_pb2
 from ctxcache.v1 import operations_pb2 as ops
 
@@ -251,3 +252,34 @@ async def test_an_operator_acts_for_another_tenant(client: Client, caplog: pytes
         Code.INVALID_ARGUMENT,
         "INVALID_FIELD",
     )
+
+
+async def test_a_drain_lets_go_of_who_sleeps_over_what_it_held(
+    client: Client, connect: Callable[[], Awaitable[Access]], clock: FakeClock
+) -> None:
+    """Its lease is over some time, and with it the client's reason to stay, though it says nothing any more."""
+    await stored(client)
+    access = await connect()
+    await access.one(acquire_lease=lease_of(client, "a"))
+    drain = client.admin.Drain(ops.DrainRequest())
+    status = await drain.read()
+    assert (status.lease_count, status.is_done) == (1, False)
+
+    clock.advance(seconds=301)
+    async with asyncio.timeout(10):
+        while not status.is_done:
+            status = await drain.read()
+
+
+async def test_who_holds_something_when_work_is_taken_again_stays(
+    client: Client, connect: Callable[[], Awaitable[Access]]
+) -> None:
+    """Nothing is left of the drain: it gives back, and takes anew, on the same way."""
+    await stored(client)
+    access = await connect()
+    lease_id = (await access.one(acquire_lease=lease_of(client, "a"))).lease.lease_id
+    await client.admin.Drain(ops.DrainRequest()).read()
+    await client.admin.Undrain(ops.UndrainRequest())
+
+    await access.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease_id))
+    assert (await access.one(acquire_lease=lease_of(client, "a"))).lease.lease_id > lease_id
