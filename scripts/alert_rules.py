@@ -3,7 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from alert_table import ALERTS, Alert
+from alert import Alert, Series
+from alert_table import ALERTS
 
 MADE = "Made by scripts/generate_observability.py from scripts/alert_table.py."
 RUNBOOK = "docs/runbook.md"
@@ -26,7 +27,7 @@ def _rule(alert: Alert) -> str:
 
 
 def rule_tests(rule_file: str, alerts: Sequence[Alert] = ALERTS) -> str:
-    """What `promtool test rules` runs: each alert silent at first, and firing when it should."""
+    """What `promtool test rules` runs: each alert silent at first and where it should be, and firing when it should."""
     return "\n".join(
         [
             f"# {MADE}",
@@ -46,16 +47,25 @@ def _test(alert: Alert) -> str:
     annotations = ", ".join(f"{name}: {_text(text)}" for name, text in _annotations(alert))
     return "\n".join((
         f"  - name: {alert.name}",
-        "    interval: 1m",
-        "    input_series:",
-        *(f"      - {{series: {_text(name)}, values: {_text(values)}}}" for name, values in alert.series),
-        "    alert_rule_test:",
+        *_given(alert.series),
         # A minute before anything was seen.
         f"      - {{eval_time: 0m, alertname: {alert.name}, exp_alerts: {_at_once(alert, labels, annotations)}}}",
         f"      - eval_time: {alert.fires_at}m",
         f"        alertname: {alert.name}",
         f"        exp_alerts: [{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]",
+        f"  - name: {alert.name} stays silent",
+        *_given(alert.quiet),
+        *(f"      - {{eval_time: {minute}m, alertname: {alert.name}, exp_alerts: []}}" for minute in (alert.fires_at, 2 * alert.fires_at)),
     ))  # fmt: skip
+
+
+def _given(given: Series) -> list[str]:
+    return [
+        "    interval: 1m",
+        "    input_series:",
+        *(f"      - {{series: {_text(name)}, values: {_text(values)}}}" for name, values in given),
+        "    alert_rule_test:",
+    ]
 
 
 def _at_once(alert: Alert, labels: str, annotations: str) -> str:

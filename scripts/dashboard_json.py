@@ -1,19 +1,21 @@
-"""Writes the dashboard as Grafana's JSON, and every panel's query as Prometheus takes it. Pure."""
+"""Writes the dashboards as Grafana's JSON, and every panel's query as Prometheus takes it. Pure."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from dashboard_table import ROWS, STAT, Panel
+from dashboard_table import STAT, Board, Panel
 
-from ctxcache.observe.table import METRICS
+from ctxcache.observe.table import METRICS as STORES
+from gpu_worker.sidecar.metric_table import METRICS as WORKERS
 
 PANEL_HEIGHT, STAT_HEIGHT, GRID_WIDTH = 8, 4, 24
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 NAME = re.compile(r"\b(?:ctxcache|process)_[a-z_]+")
 ENDS = ("_bucket", "_sum", "_count")
 Json = dict[str, Any]
+METRICS = STORES | WORKERS
 
 
 def names_in(expression: str) -> set[str]:
@@ -27,20 +29,20 @@ def names_in(expression: str) -> set[str]:
     return found
 
 
-def queries() -> Iterator[tuple[str, str]]:
-    """Every panel's title and query, over all servers and five minutes."""
-    for row in ROWS:
+def queries(board: Board) -> Iterator[tuple[str, str]]:
+    """Every panel's title and query, over all that there are and five minutes."""
+    for row in board.rows:
         for panel in row.panels:
             for query, _ in panel.queries:
                 text = query.replace("{$on}", "").replace(",$on}", "}").replace("$rate", "5m")
                 yield f"{row.title}: {panel.title}", text
 
 
-def dashboard() -> str:
-    """The dashboard."""
+def dashboard(board: Board) -> str:
+    """One dashboard."""
     panels: list[Json] = []
     top = 0
-    for row in ROWS:
+    for row in board.rows:
         panels.append({
             "type": "row", "title": row.title, "collapsed": False, "panels": [],
             "gridPos": {"x": 0, "y": top, "w": GRID_WIDTH, "h": 1}, "id": len(panels) + 1,
@@ -54,7 +56,7 @@ def dashboard() -> str:
             panels.append(_panel(panel, place, len(panels) + 1))
             left, height = left + panel.width, max(height, own_height)
         top += height
-    return json.dumps(_around(panels), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(_around(board, panels), indent=1, ensure_ascii=False) + "\n"
 
 
 def _panel(panel: Panel, place: Json, number: int) -> Json:
@@ -74,15 +76,15 @@ def _panel(panel: Panel, place: Json, number: int) -> Json:
     }  # fmt: skip
 
 
-def _around(panels: list[Json]) -> Json:
+def _around(board: Board, panels: list[Json]) -> Json:
     return {
-        "title": "ctxcache", "uid": "ctxcache", "tags": ["ctxcache"], "schemaVersion": 39, "editable": True,
+        "title": board.title, "uid": board.uid, "tags": ["ctxcache"], "schemaVersion": 39, "editable": True,
         "refresh": "30s", "time": {"from": "now-1h", "to": "now"}, "timezone": "browser", "graphTooltip": 1,
         "annotations": {"list": []}, "links": [], "panels": panels,
         "templating": {"list": [
             {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0},
-            _variable("job", "label_values(ctxcache_info, job)"),
-            _variable("instance", 'label_values(ctxcache_info{job=~"$job"}, instance)'),
+            _variable("job", f"label_values({board.chosen_by}, job)"),
+            _variable("instance", f'label_values({board.chosen_by}{{job=~"$job"}}, instance)'),
         ]},
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: its rows and panels. Texts come from the table of metrics, where there is one metric."""
+"""Grafana's dashboards, of stores and of workers: rows and panels. Texts come from the table of metrics, where there is one metric."""
 
 from dataclasses import dataclass
 
@@ -24,6 +24,16 @@ class Row:
     panels: tuple[Panel, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A dashboard. `chosen_by`: a metric that every process it may show has."""
+
+    title: str
+    uid: str
+    chosen_by: str
+    rows: tuple[Row, ...]
+
+
 def _one(
     title: str, unit: str, query: str, legend: str = "{{instance}}", *, kind: str = LINES, width: int = 8
 ) -> Panel:
@@ -39,7 +49,7 @@ def _quantiles(title: str, metric: str, by: str = "") -> Panel:
 
 
 HIT_SHARE = 'sum(rate(ctxcache_accesses_total{result="hit",$on}[$rate])) / sum(rate(ctxcache_accesses_total{$on}[$rate]))'
-ROWS = (
+STORE = Board("ctxcache", "ctxcache", "ctxcache_info", (
     Row("Is it well?", (
         _one("Ready", "bool_yes_no", "min(ctxcache_ready{$on})", kind=STAT, width=3),
         _one("Fenced paths", "none", 'sum(ctxcache_path_state{state="fenced",$on}) + sum(ctxcache_metadata_fenced{$on})', kind=STAT, width=3),
@@ -102,4 +112,33 @@ ROWS = (
         _quantiles("Leases held for", "ctxcache_lease_seconds"),
         _one("Oldest lease", "s", "ctxcache_oldest_lease_seconds{$on}"),
     )),
-)  # fmt: skip
+))  # fmt: skip
+RESTORES = "ctxcache_worker_restores_total"
+RESTORED_SHARE = (
+    f'sum(rate({RESTORES}{{result="restored",$on}}[$rate])) / sum(rate({RESTORES}{{$on}}[$rate]))'
+)
+WORKER = Board("ctxcache workers", "ctxcache-workers", "ctxcache_worker_limit", (
+    Row("Are they well?", (
+        _one("Restored share", "percentunit", RESTORED_SHARE, kind=STAT, width=4),
+        _one("Tokens restored per second", "none", "sum(rate(ctxcache_worker_restored_tokens_total{$on}[$rate]))", kind=STAT, width=5),
+        _one("Tokens saved per second", "none", "sum(rate(ctxcache_worker_saved_tokens_total{$on}[$rate]))", kind=STAT, width=5),
+        _one("Engines attached", "none", 'sum(ctxcache_worker_running{what="attachments",$on})', kind=STAT, width=5),
+        _one("Engines lost", "none", 'sum(ctxcache_worker_ended_attachments_total{how="lost",$on})', kind=STAT, width=5),
+    )),
+    Row("Restores", (
+        _one("Restored share", "percentunit", RESTORED_SHARE, "restored"),
+        _one("Misses by reason", "ops", f'sum by (reason) (rate({RESTORES}{{result="missed",$on}}[$rate]))', "{{reason}}"),
+        _one("Bytes read from stores", "Bps", "sum by (instance) (rate(ctxcache_worker_read_bytes_total{$on}[$rate]))"),
+        _one("Stages: seconds by the second", "none", 'sum by (stage) (rate(ctxcache_worker_stage_seconds_total{of="observed",$on}[$rate]))', "{{stage}}"),
+        _one("Observed for each second of the plan", "none", 'sum by (instance, stage) (rate(ctxcache_worker_stage_seconds_total{of="observed",$on}[$rate])) / sum by (instance, stage) (rate(ctxcache_worker_stage_seconds_total{of="predicted",$on}[$rate]))', "{{instance}} {{stage}}"),
+        _one("Refused at once", "ops", "sum by (what, reason) (rate(ctxcache_worker_refused_total{$on}[$rate]))", "{{what}} {{reason}}"),
+    )),
+    Row("Saves and engines", (
+        _one("Saves", "ops", "sum by (result, reason) (rate(ctxcache_worker_saves_total{$on}[$rate]))", "{{result}} {{reason}}"),
+        Panel("Against its limit", LINES, "percentunit", (("ctxcache_worker_running{$on} / ctxcache_worker_limit{$on}", "{{instance}} {{what}}"),)),
+        _one("Memory of engines", "bytes", "ctxcache_worker_attached_bytes{$on}"),
+        _one("Attachments that ended", "ops", "sum by (how) (rate(ctxcache_worker_ended_attachments_total{$on}[$rate]))", "{{how}}"),
+        _one("An engine has asked nothing for", "s", "ctxcache_worker_longest_idle_seconds{$on}"),
+    )),
+))  # fmt: skip
+BOARDS = (STORE, WORKER)

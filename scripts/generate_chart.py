@@ -23,6 +23,7 @@ CHART = ROOT / "helm" / "ctxcache"
 PACKAGED = {
     "alerts.yaml": ROOT / "observability" / "alerts.yaml",
     "dashboard.json": ROOT / "observability" / "dashboard.json",
+    "worker_dashboard.json": ROOT / "observability" / "worker_dashboard.json",
 }
 SET_BY_CHART = {
     "data_directory", "listen", "bulk_listen", "metrics_listen", "unix_socket", "control_socket", "arena_directory",
@@ -45,6 +46,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "service.port": PORT,
     "service.bulkPort": PORT,
     "metrics.port": PORT,
+    "metrics.podMonitor.port": PORT,
     "podDisruptionBudget.maxUnavailable": {"type": ["integer", "string"]},
     "store.ssd": {
         "items": {

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write what is derived from the tables of metrics, alerts and panels.
 
-The tables in docs/operations.md, the entries of docs/runbook.md, observability/alerts.yaml with its tests, and
-observability/dashboard.json.
+The tables in docs/operations.md and docs/sidecar.md, the entries of docs/runbook.md, observability/alerts.yaml with
+its tests, and the dashboards beside them.
 
 `generate_observability.py` writes into the tree; `--check` fails when the tree differs from what would be written.
 """
@@ -15,12 +15,15 @@ sys.path.insert(0, str(ROOT))
 
 from alert_rules import rule_tests, rules, runbook  # noqa: E402
 from dashboard_json import dashboard  # noqa: E402
+from dashboard_table import STORE, WORKER  # noqa: E402
 
 from ctxcache.observe.metric import Group, Metric  # noqa: E402
 from ctxcache.observe.table import TABLE  # noqa: E402
+from gpu_worker.sidecar.metric_table import TABLE as WORKERS  # noqa: E402
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
+SIDECAR = ROOT / "docs" / "sidecar.md"
 OBSERVABILITY = ROOT / "observability"
 BEGIN, END = "<!-- metrics: begin, by scripts/generate_observability.py -->", "<!-- metrics: end -->"
 
@@ -29,11 +32,13 @@ def main() -> None:
     """Write or check; exits 1 with the names of the files that differ."""
     head = RUNBOOK.read_text().partition("\n## ")[0].rstrip()
     wanted = {
-        OPERATIONS: operations(OPERATIONS.read_text()),
+        OPERATIONS: _between(OPERATIONS.read_text(), "\n\n".join(map(_table, TABLE))),
+        SIDECAR: _between(SIDECAR.read_text(), _rows(WORKERS)),
         RUNBOOK: runbook(head),
         OBSERVABILITY / "alerts.yaml": rules(),
         OBSERVABILITY / "alerts_test.yaml": rule_tests("alerts.yaml"),
-        OBSERVABILITY / "dashboard.json": dashboard(),
+        OBSERVABILITY / "dashboard.json": dashboard(STORE),
+        OBSERVABILITY / "worker_dashboard.json": dashboard(WORKER),
     }
     differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
@@ -46,18 +51,21 @@ def main() -> None:
         path.write_text(wanted[path])
 
 
-def operations(text: str) -> str:
-    """The document with the tables between its two marks."""
+def _between(text: str, tables: str) -> str:
+    """A document with tables between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    tables = "\n\n".join(_table(group) for group in TABLE)
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 
 
 def _table(group: Group) -> str:
+    return f"**{group.title}**\n\n{_rows(group)}"
+
+
+def _rows(group: Group) -> str:
     rows = "\n".join(map(_row, group.metrics))
     head = "| metric | type | labels | unit | meaning | when it is bad |\n|---|---|---|---|---|---|"
-    return f"**{group.title}**\n\n{head}\n{rows}"
+    return f"{head}\n{rows}"
 
 
 def _row(metric: Metric) -> str:

@@ -5,6 +5,7 @@ until they have ended.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ class Attachment:
     running: dict[str, Running] = field(default_factory=dict)
     threads: "set[asyncio.Future[None]]" = field(default_factory=set)
     """The ends of threads that use the memory, those of restores that are over for the engine too."""
+    used_s: float = field(default_factory=time.monotonic)
+    """When it was last asked to restore or to save, or attached: of the monotonic clock."""
     is_closed: bool = False
     """Whether its memory was let go of."""
 

@@ -7,6 +7,7 @@ leaves everything as it was but for the engine of that name that it would have t
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from gpu_worker.parallel.ranks import Ranks, parse_rendezvous
 from gpu_worker.parallel.share import Share
 from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.cache_layout import CacheLayout, parse_layout
+from gpu_worker.sidecar.counts import Attached
 from gpu_worker.sidecar.edge import Room
 from gpu_worker.sidecar.errors import AttachmentNotFound
 from gpu_worker.sidecar.model import AttachedModel, Models
@@ -58,6 +60,20 @@ class Attachments:
         found = self._by_id.get(attachment_id)
         if found is None:
             raise AttachmentNotFound(attachment_id=attachment_id[:64])
+        return found
+
+    def seen(self) -> Attached:
+        """What is attached now. For any thread."""
+        attached, now_s = tuple(self), time.monotonic()
+        return Attached(
+            sum(each.mapped_bytes for each in attached),
+            max((now_s - each.used_s for each in attached), default=0.0),
+        )
+
+    def used(self, attachment_id: str) -> Attachment:
+        """One by its id, which is asked to do something. Raises AttachmentNotFound."""
+        found = self.get(attachment_id)
+        found.used_s = time.monotonic()
         return found
 
     async def attach(self, hello: attachment_pb2.AttachHello) -> Attachment:

@@ -191,9 +191,10 @@ class AttachedEngine:
         return self._client.call(self._client.stub.Profile, request)
 
     def close(self) -> None:
-        """Detach."""
+        """Detach: say so, and do not wait long for a worker that does not hear it."""
         self._requests.put(None)
-        self._call.cancel()
+        if not self.ended.wait(GRACE_S):
+            self._call.cancel()
 
     def __enter__(self) -> Self:
         return self

@@ -2,11 +2,23 @@
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LEFT, LOST = "left", "lost"
+
+
+class Attached(NamedTuple):
+    """What is attached now, all together."""
+
+    mapped_bytes: int
+    """Of engines' memory."""
+    longest_idle_s: float
+    """0 where nobody is attached."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Restores and saves, by how they ended."""
+    """Restores, saves and attachments, by how they ended."""
 
     restored: int = 0
     restored_tokens: int = 0
@@ -21,3 +33,5 @@ class Counts:
     saved_tokens: int = 0
     failed_saves: Counter[str] = field(default_factory=Counter)
     """By reason."""
+    ended_attachments: Counter[str] = field(default_factory=lambda: Counter({LEFT: 0, LOST: 0}))
+    """By how: LEFT, LOST, or the reason for which the worker ended it."""

@@ -4,72 +4,76 @@ Reads what the event loop owns from another thread, by copies. Worst case: a scr
 behind by one. Without TLS and without a login: names no session, no engine and no model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
-from gpu_worker.sidecar.counts import Counts
+from ctxcache.observe.metric import Kind
+from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
+from gpu_worker.sidecar.metric_table import METRICS, TABLE
+
+
+class _Value(NamedTuple):
+    """One value of a metric, its name without `ctxcache_worker_`; labels in the table's order."""
+
+    name: str
+    value: float
+    labels: tuple[str, ...] = ()
 
 
 class WorkerCollector(Collector):
     """What a worker has done, and what is under way."""
 
     def __init__(
-        self, counts: Counts, rooms: Iterable[tuple[str, Room]], attached: Callable[[], int]
+        self, counts: Counts, rooms: Iterable[tuple[str, Room]], attached: Callable[[], Attached]
     ) -> None:
-        """`rooms`: by what is under way in them. `attached`: bytes of engines' memory that are mapped."""
+        """`rooms`: by what is under way in them."""
         self._counts, self._rooms, self._attached = counts, tuple(rooms), attached
 
     def collect(self) -> Iterable[Metric]:
         """Every metric, as it is now."""
+        families = {
+            metric.name: (CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily)(
+                metric.name, metric.meaning, labels=metric.labels
+            )
+            for metric in TABLE.metrics
+        }
+        for value in (*self._done(), *self._under_way()):
+            name = f"ctxcache_worker_{value.name}"
+            families[name if name in METRICS else f"{name}_total"].add_metric(value.labels, value.value)
+        return families.values()
+
+    def _done(self) -> Iterator[_Value]:
         counts = self._counts
-        restores = _counter(
-            "restores", "Restores that ended, by result and, of misses, reason.", "result", "reason"
-        )
-        restores.add_metric(("restored", ""), counts.restored)
+        yield _Value("restores", counts.restored, ("restored", ""))
         for reason, count in dict(counts.missed).items():
-            restores.add_metric(("missed", reason), count)
-        yield restores
-        yield _one("restored_tokens", "Tokens that were restored.", counts.restored_tokens)
-        yield _one("read_bytes", "Bytes read from the store for them.", counts.read_bytes)
-        saves = _counter("saves", "Saves that ended, by result and, of failures, reason.", "result", "reason")
-        saves.add_metric(("saved", ""), counts.saved)
+            yield _Value("restores", count, ("missed", reason))
+        yield _Value("restored_tokens", counts.restored_tokens)
+        yield _Value("read_bytes", counts.read_bytes)
+        yield _Value("saves", counts.saved, ("saved", ""))
         for reason, count in dict(counts.failed_saves).items():
-            saves.add_metric(("failed", reason), count)
-        yield saves
-        yield _one("saved_tokens", "Tokens that were saved.", counts.saved_tokens)
-        stages = _counter(
-            "stage_seconds", "Of whole restores, what stages took, and what plans said.", "stage", "of"
-        )
+            yield _Value("saves", count, ("failed", reason))
+        yield _Value("saved_tokens", counts.saved_tokens)
         for of, seconds in (("predicted", counts.predicted_s), ("observed", counts.observed_s)):
             for stage, value in dict(seconds).items():
-                stages.add_metric((stage, of), value)
-        yield stages
-        yield from self._under_way()
+                yield _Value("stage_seconds", value, (stage, of))
+        for how, count in dict(counts.ended_attachments).items():
+            yield _Value("ended_attachments", count, (how,))
 
-    def _under_way(self) -> Iterable[Metric]:
-        refused = _counter(
-            "refused", "Calls that were refused at once, by what for and why.", "what", "reason"
-        )
-        running = GaugeMetricFamily("ctxcache_worker_running", "Under way now.", labels=("what",))
-        limits = GaugeMetricFamily(
-            "ctxcache_worker_limit", "The most that may be under way.", labels=("what",)
-        )
+    def _under_way(self) -> Iterator[_Value]:
         for what, room in self._rooms:
-            running.add_metric((what,), room.taken)
-            limits.add_metric((what,), room.limit)
+            yield _Value("running", room.taken, (what,))
+            yield _Value("limit", room.limit, (what,))
             for reason, count in dict(room.refused).items():
-                refused.add_metric((what, reason), count)
-        yield refused
-        yield running
-        yield limits
-        yield GaugeMetricFamily(
-            "ctxcache_worker_attached_bytes", "Memory of engines that is mapped.", self._attached()
-        )
+                yield _Value("refused", count, (what, reason))
+        attached = self._attached()
+        yield _Value("attached_bytes", attached.mapped_bytes)
+        yield _Value("longest_idle_seconds", attached.longest_idle_s)
 
 
 class MetricsServer:
@@ -94,11 +98,3 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _counter(name: str, meaning: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"ctxcache_worker_{name}", meaning, labels=labels)
-
-
-def _one(name: str, meaning: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"ctxcache_worker_{name}", meaning, value)

@@ -116,11 +116,7 @@ class Worker:
             ("restores", self._service.restores), ("saves", self._service.saves),
             ("attachments", self._attachments.room),
         )  # fmt: skip
-        attachments = self._attachments
-        # A copy: the event loop may attach one meanwhile.
-        return WorkerCollector(
-            self._service.counts, rooms, lambda: sum(each.mapped_bytes for each in tuple(attachments))
-        )
+        return WorkerCollector(self._service.counts, rooms, self._attachments.seen)
 
     def _stop_metrics(self) -> None:
         if self._metrics is not None:

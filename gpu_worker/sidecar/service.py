@@ -28,7 +28,7 @@ from gpu_worker.sidecar import asking, restoring, saving
 from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.control import Control
-from gpu_worker.sidecar.counts import Counts
+from gpu_worker.sidecar.counts import LEFT, LOST, Counts
 from gpu_worker.sidecar.edge import Context, Room
 from gpu_worker.sidecar.errors import TokensDiffer
 from gpu_worker.sidecar.measuring import measure
@@ -76,15 +76,20 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = await self._attachments.attach(hello)
         log.info("attached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
         ended = asyncio.ensure_future(_ended(request_iterator))
+        how = LOST
         try:
             yield self._welcome(attachment)
             ends: set[asyncio.Future[Any]] = {ended, attachment.evicted}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if attachment.evicted.done():
-                raise attachment.evicted.result()
+                error = attachment.evicted.result()
+                how = error.reason
+                raise error
             ended.result()
+            how = LEFT
         finally:
             ended.cancel()
+            self.counts.ended_attachments[how] += 1
             self._attachments.detach(attachment)
             log.info("detached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
 
@@ -104,7 +109,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """See the proto."""
         del context
         begin_ns = time.monotonic_ns()
-        attachment = self._attachments.get(request.attachment_id)
+        attachment = self._attachments.used(request.attachment_id)
         asked, timeout_s = asking.restore(request, attachment, self._settings.longest_restore_s)
         touched = asking.touched_blocks(asked, attachment.layout.block_tokens)
         running = Running(Control(Deadline.after_s(timeout_s)), touched)
@@ -193,7 +198,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Save(self, request: worker_pb2.SaveRequest, context: Context) -> worker_pb2.SaveResponse:  # noqa: N802
         """See the proto."""
         del context
-        attachment = self._attachments.get(request.attachment_id)
+        attachment = self._attachments.used(request.attachment_id)
         asking.check_save(request)
         self.saves.take()
         loop = asyncio.get_running_loop()

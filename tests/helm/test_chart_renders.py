@@ -14,7 +14,7 @@ from ctxcache.config import load
 
 OLDEST, NEWEST = "1.30", "1.37"
 # Not Kubernetes' own: their schemas are their operators'.
-FOREIGN = {"Certificate", "PrometheusRule", "ServiceMonitor"}
+FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "ServiceMonitor"}
 
 
 @pytest.mark.parametrize("case", CASES)

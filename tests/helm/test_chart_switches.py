@@ -49,6 +49,24 @@ def test_what_is_not_there_can_be_had(switches: list[str], kind: str) -> None:
     assert kinds(objects(render("default", *switches))) == sorted([*PLAIN, kind])
 
 
+def test_a_worker_is_watched_where_that_is_asked_for() -> None:
+    """By a port of that name, and as a job that the alerts know, however the release is called."""
+    found = objects(render("node-local"))
+    (endpoint,) = only(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (container,) = pod_of(found["DaemonSet", "cache-ctxcache-worker"])["containers"]
+
+    assert container["ports"] == [{"name": endpoint["port"], "containerPort": 7423}]
+    assert "--metrics-listen=0.0.0.0:7423" in container["args"]
+    (plain,) = pod_of(only(objects(render("default", 'worker={"enabled":true}')), "DaemonSet"))["containers"]
+    assert "ports" not in plain
+    assert not any(text.startswith("--metrics-listen") for text in plain["args"])
+    (of_store,) = only(objects(render("watched")), "ServiceMonitor")["spec"]["endpoints"]
+    for one in (endpoint, of_store):
+        (relabeling,) = one["relabelings"]
+        assert relabeling["targetLabel"] == "job"
+        assert "ctxcache" in relabeling["replacement"]
+
+
 def test_a_daemon_set_is_one_store_per_node() -> None:
     """No claims, no budget, no names of single stores; traffic stays on the node."""
     found = objects(render("node-local"))
@@ -170,6 +188,10 @@ def test_a_digest_wins_over_a_tag() -> None:
         (['store.ssd=[{"name":"a"}]'], "a has no size, which a StatefulSet needs"),
         (['store={"kind":"DaemonSet","ssd":[{"name":"a","size":"1Gi"}]}'], "a has no hostPath"),
         (["service.port=70000"], "service.port"),
+        (
+            ['metrics.podMonitor={"enabled":true}'],
+            "metrics.podMonitor is of workers: it needs worker.enabled",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(sets: list[str], said: str) -> None:

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from prometheus_client.parser import text_string_to_metric_families
+from scraped import Values, parsed
 from service_rig import Client, GrpcWay
 
 from ctxcache.config import Settings
@@ -18,8 +18,6 @@ from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 ARENA_BYTES, SSD_BYTES = 1 << 20, 3 << 19
-Values = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
-"""Samples by name and sorted labels."""
 
 
 def small_settings(directory: Path, **changes: Any) -> Settings:
@@ -55,15 +53,6 @@ async def fetch(server: Server, path: str, *, head: bytes = b"", method: str = "
     writer.close()
     first, _, rest = answer.partition("\r\n")
     return int(first.split()[1]), rest.partition("\r\n\r\n")[2]
-
-
-def parsed(text: str) -> Values:
-    """An exposition's samples."""
-    values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            values.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return values
 
 
 async def values_of(server: Server) -> Values:

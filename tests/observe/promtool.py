@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from observed import Values
+from scraped import Values
 
 ROOT = Path(__file__).parent.parent.parent
 TOOL = shutil.which("promtool") or next((str(p) for p in [ROOT / ".tools" / "promtool"] if p.exists()), None)

@@ -4,11 +4,13 @@ import json
 import re
 from pathlib import Path
 
-from alert_table import ALERTS
+import pytest
+from alert_table import ALERTS, STORE_ALERTS
 from dashboard_json import names_in, queries
-from dashboard_table import ROWS
-from observed import Values, load, observed, values_of
+from dashboard_table import STORE, WORKER, Board
+from observed import load, observed, values_of
 from promtool import ROOT, answered, failed_in, needs_promtool, run, series_of
+from scraped import Values
 
 from ctxcache.observe.table import METRICS
 
@@ -24,14 +26,19 @@ def test_every_alert_fires_and_is_silent_before(tmp_path: Path) -> None:
     text = (OBSERVABILITY / "alerts_test.yaml").read_text()
     for alert in ALERTS:
         assert f"        alertname: {alert.name}\n        exp_alerts: [{{exp_labels" in text
+        assert alert.quiet, alert.name
 
 
 @needs_promtool
-def test_a_rule_that_never_fires_would_be_noticed(tmp_path: Path) -> None:
-    """The tests of the rules can fail: each of them does where its rule asks for what is never so."""
+@pytest.mark.parametrize("never_or_always", ["vector(1) < 0", "vector(1)"])
+def test_a_rule_that_is_wrong_would_be_noticed(never_or_always: str, tmp_path: Path) -> None:
+    """The tests of the rules can fail: each does where its rule never fires, and its other half where it always does."""
     text = (OBSERVABILITY / "alerts.yaml").read_text()
-    (tmp_path / "alerts.yaml").write_text(re.sub(r"( expr: )[^\n]*", r'\1"vector(1) < 0"', text))
-    (tmp_path / "alerts_test.yaml").write_text((OBSERVABILITY / "alerts_test.yaml").read_text())
+    (tmp_path / "alerts.yaml").write_text(re.sub(r"( expr: )[^\n]*", rf'\1"{never_or_always}"', text))
+    begin, *tests = (OBSERVABILITY / "alerts_test.yaml").read_text().split("  - name: ")
+    is_silent = never_or_always == "vector(1)"
+    kept = [test for test in tests if (" stays silent\n" in test) == is_silent]
+    (tmp_path / "alerts_test.yaml").write_text("  - name: ".join([begin, *kept]))
 
     done = run("test", "rules", "alerts_test.yaml", directory=tmp_path)
 
@@ -53,7 +60,7 @@ async def test_every_metric_of_an_alert_is_exposed(tmp_path: Path) -> None:
     """Names, and labels that the rules choose by; what only a failure brings is in the table."""
     values = (await _scrapes(tmp_path))[1]
 
-    for alert in ALERTS:
+    for alert in STORE_ALERTS:
         for name in names_in(alert.expression):
             assert name in METRICS
             if name != "ctxcache_upkeep_failures_total":
@@ -67,7 +74,7 @@ async def test_every_metric_of_an_alert_is_exposed(tmp_path: Path) -> None:
 async def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     """Every query, as Prometheus evaluates it over what a live server has shown in two scrapes."""
     before, after = await _scrapes(tmp_path)
-    asked = {f"{i} {title}": query for i, (title, query) in enumerate(queries())}
+    asked = {f"{i} {title}": query for i, (title, query) in enumerate(queries(STORE))}
 
     found = answered({**asked, "nothing": "ctxcache_sessions > 1e9"}, series_of(before, after), tmp_path)
 
@@ -75,14 +82,15 @@ async def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     assert "nothing" not in found
 
 
-def test_the_dashboard_is_what_grafana_takes() -> None:
+@pytest.mark.parametrize(("made", "file"), [(STORE, "dashboard.json"), (WORKER, "worker_dashboard.json")])
+def test_a_dashboard_is_what_grafana_takes(made: Board, file: str) -> None:
     """Ids once, nothing over anything else, a source and a legend for every query, a text for every panel."""
-    board = json.loads((OBSERVABILITY / "dashboard.json").read_text())
+    board = json.loads((OBSERVABILITY / file).read_text())
     panels = board["panels"]
     places = [panel["gridPos"] for panel in panels]
 
     assert len({panel["id"] for panel in panels}) == len(panels)
-    assert [panel["title"] for panel in panels if panel["type"] == "row"] == [row.title for row in ROWS]
+    assert [panel["title"] for panel in panels if panel["type"] == "row"] == [row.title for row in made.rows]
     for i, a in enumerate(places):
         assert a["x"] + a["w"] <= 24
         for b in places[:i]:

@@ -1,5 +1,6 @@
 """A worker beside a store, for all tests that leave both as they found them: running."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from server_process import ServerProcess
 from worker_process import WorkerProcess
 
 from gpu_worker.sidecar.client import WorkerClient
+
+# A worker's metrics are asked what its alerts and panels ask.
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "tests" / "observe"), str(ROOT / "scripts")]
 
 
 @pytest.fixture(scope="session")

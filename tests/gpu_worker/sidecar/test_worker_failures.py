@@ -1,10 +1,7 @@
 """What a worker does when engines, stores, or it itself fail: misses with reasons, and nothing written behind."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import grpc
@@ -13,7 +10,7 @@ from attached import BLOCKS, RESTORE_LIMIT, Later, saved_case, stopped, under_wa
 from paged_engine import BLOCK_TOKENS, PROMPT_TOKENS, running_engine, write_weights
 from server_process import ServerProcess
 from typer.testing import CliRunner
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, mortal_engine
 
 from ctxcache.errors import DeadlineExceeded, Draining, EngineTakenOver, TooManyRequests, Unavailable
 from ctxcache.status import PUSHBACK_KEY, from_rpc_error
@@ -35,7 +32,7 @@ def test_an_engine_that_is_killed_leaves_nothing(
     with saved_case(client, weights, session_id) as case, running_engine("llama") as other:
         hello = other.hello(write_weights("llama", weights), engine="mortal")
         (tmp_path / "hello").write_bytes(hello.SerializeToString())
-        with _mortal(worker, tmp_path / "hello", case.session) as mortal:
+        with mortal_engine(worker.path, tmp_path / "hello", case.session, PROMPT_TOKENS) as mortal:
             assert mortal.stdin is not None
             assert mortal.stdout is not None
             assert mortal.stdout.readline() == "attached\n"
@@ -51,16 +48,6 @@ def test_an_engine_that_is_killed_leaves_nothing(
             until(lambda: attached.restore(case.session, BLOCKS, token_end=PROMPT_TOKENS).is_restored)
         until(lambda: case.restore().is_restored)
         assert case.is_as_saved()
-
-
-def _mortal(worker: WorkerProcess, hello: Path, session: str) -> "subprocess.Popen[str]":
-    """An engine in a process of its own."""
-    program = Path(__file__).with_name("engine_process.py")
-    return subprocess.Popen(
-        [sys.executable, str(program), str(worker.path), str(hello), session, str(PROMPT_TOKENS)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 def test_a_restore_that_is_late_is_a_miss(

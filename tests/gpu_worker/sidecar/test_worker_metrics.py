@@ -8,32 +8,54 @@ from pathlib import Path
 
 import grpc
 import pytest
-from attached import saved_case
+from alert_worker import WORKER_ALERTS
+from attached import saved_case, until
+from dashboard_json import names_in, queries
+from dashboard_table import WORKER
+from paged_engine import running_engine, write_weights
 from prometheus_client.parser import text_string_to_metric_families
+from promtool import answered, needs_promtool, series_of
+from scraped import parsed
 from server_process import ServerProcess
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, mortal_engine
 
 from ctxcache.errors import AddressUnusable, CacheError, InvalidConfiguration, TooManyRequests
 from gpu_worker.sidecar.client import WorkerClient
-from gpu_worker.sidecar.counts import Counts
+from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
+from gpu_worker.sidecar.metric_table import METRICS
 from gpu_worker.sidecar.metrics import MetricsServer, WorkerCollector
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "sidecar.md"
 
-
-@pytest.fixture
-def measured(store: ServerProcess, tmp_path: Path) -> Iterator[WorkerProcess]:
-    """A worker that shows its metrics."""
+@pytest.fixture(scope="module")
+def measured(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """A worker that shows its metrics, of one engine at a time."""
     options = ("--metrics-listen", "127.0.0.1:0", "--directory", "/nonexistent", "--max-attachments", "1")
-    with WorkerProcess(tmp_path, store.target, *options) as running:
+    with WorkerProcess(tmp_path_factory.mktemp("measured"), store.target, *options) as running:
         yield running
 
 
-def _values(address: str) -> dict[tuple[str, ...], float]:
-    """By name and labels, these in the order of their names."""
+@pytest.fixture(scope="module")
+def shown(measured: WorkerProcess, weights: Path) -> tuple[str, str]:
+    """What it shows before and after a restore, a miss and a refusal."""
+    address = measured.ready["metrics_address"]
+    before = _text(address)
+    with WorkerClient(measured.path) as client, saved_case(client, weights, "measured") as case:
+        assert case.restore().is_restored
+        assert not case.attached.restore("sessions/never", [0], token_end=1).is_restored
+        with pytest.raises((CacheError, grpc.RpcError)):
+            client.attach(case.engine.hello(weights, engine="other")).__enter__()
+        return before, _text(address)
+
+
+def _text(address: str) -> str:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+        text: str = answer.read().decode()
+    return text
+
+
+def _values(text: str) -> dict[tuple[str, ...], float]:
+    """By name and labels, these in the order of their names."""
     return {
         (
             sample.name.removeprefix("ctxcache_worker_"),
@@ -44,16 +66,11 @@ def _values(address: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_what_a_worker_did_is_there_to_read(measured: WorkerProcess, weights: Path, session_id: str) -> None:
+def test_what_a_worker_did_is_there_to_read(shown: tuple[str, str]) -> None:
     """Restores by result and reason, stages against plans, what is under way, what was refused."""
-    address = measured.ready["metrics_address"]
-    with WorkerClient(measured.path) as client, saved_case(client, weights, session_id) as case:
-        assert case.restore().is_restored
-        assert not case.attached.restore("sessions/never", [0], token_end=1).is_restored
-        with pytest.raises((CacheError, grpc.RpcError)):
-            client.attach(case.engine.hello(weights, engine="other")).__enter__()
-        values = _values(address)
+    before, values = map(_values, shown)
 
+    assert before["restores_total", "", "restored"] == before["saves_total", "", "saved"] == 0
     assert values["restores_total", "", "restored"] == 1
     assert values["restores_total", "SESSION_NOT_FOUND", "missed"] == 1
     assert values["saves_total", "", "saved"] == 1
@@ -62,7 +79,8 @@ def test_what_a_worker_did_is_there_to_read(measured: WorkerProcess, weights: Pa
     assert values["refused_total", "TOO_MANY_REQUESTS", "attachments"] == 1
     assert (values["running", "attachments"], values["limit", "attachments"]) == (1, 1)
     assert values["running", "restores"] == 0
-    assert values["attached_bytes",] > 0
+    assert values["attached_bytes",] > before["attached_bytes",] == 0
+    assert values["longest_idle_seconds",] > before["longest_idle_seconds",] == 0
     stages = {key[2] for key in values if key[0] == "stage_seconds_total"}
     assert "copy" in stages
     for stage in stages:
@@ -76,16 +94,16 @@ def test_by_default_nobody_listens(worker: WorkerProcess) -> None:
 
 
 def _collector() -> WorkerCollector:
-    return WorkerCollector(Counts(), [("restores", Room("restores", 1))], lambda: 0)
+    return WorkerCollector(Counts(), [("restores", Room("restores", 1))], lambda: Attached(0, 0.0))
 
 
 def test_it_listens_no_more_when_it_is_stopped() -> None:
     """And its address can be had again."""
     server = MetricsServer("127.0.0.1:0", _collector())
-    assert _values(server.address)
+    assert _values(_text(server.address))
     server.stop()
     with pytest.raises(urllib.error.URLError):
-        _values(server.address)
+        _text(server.address)
     MetricsServer(server.address, _collector()).stop()
 
 
@@ -106,12 +124,63 @@ def test_an_address_that_is_taken_is_refused() -> None:
         server.stop()
 
 
-def test_every_metric_is_in_the_document_and_no_other() -> None:
-    """The table of docs/sidecar.md."""
+def test_a_sample_is_of_a_metric_of_the_table() -> None:
+    """Each has the labels that the table gives it, those that only a refusal brings too."""
     room = Room("restores", 0)
     with pytest.raises(TooManyRequests):
         room.take()
-    families = WorkerCollector(Counts(), [("restores", room)], lambda: 0).collect()
-    shown = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    counts = Counts()
+    counts.missed["X"] = counts.failed_saves["X"] = 1
+    counts.predicted_s["copy"] = 1.0
 
-    assert set(re.findall(r"^\| `(ctxcache_worker_\w+)`", DOCUMENT.read_text(), re.MULTILINE)) == shown
+    seen = set()
+    for family in WorkerCollector(counts, [("restores", room)], lambda: Attached(0, 0.0)).collect():
+        for sample in family.samples:
+            seen.add(sample.name)
+            assert tuple(sample.labels) == METRICS[sample.name].labels
+
+    assert seen == set(METRICS)
+
+
+def test_engines_that_leave_are_told_from_those_that_are_lost(
+    measured: WorkerProcess, weights: Path, session_id: str, tmp_path: Path
+) -> None:
+    """One detaches, one is killed, and each counts once."""
+
+    def ended() -> tuple[float, float]:
+        values = _values(_text(measured.ready["metrics_address"]))
+        return values["ended_attachments_total", "left"], values["ended_attachments_total", "lost"]
+
+    with WorkerClient(measured.path) as client, running_engine("llama") as engine:
+        hello = engine.hello(write_weights("llama", weights), engine="mortal")
+        left, lost = ended()
+        with client.attach(hello):
+            assert ended() == (left, lost)
+        assert ended() == (left + 1, lost)
+        (tmp_path / "hello").write_bytes(hello.SerializeToString())
+        with mortal_engine(measured.path, tmp_path / "hello", f"sessions/{session_id}", 1) as mortal:
+            assert mortal.stdout is not None
+            assert mortal.stdout.readline() == "attached\n"
+            mortal.kill()
+        until(lambda: ended() == (left + 1, lost + 1))
+
+
+@needs_promtool
+def test_no_panel_of_the_workers_dashboard_is_empty(shown: tuple[str, str], tmp_path: Path) -> None:
+    """Every query, as Prometheus evaluates it over two scrapes of a worker."""
+    asked = {f"{i} {title}": query for i, (title, query) in enumerate(queries(WORKER))}
+    asked["nothing"] = "ctxcache_worker_limit > 1e9"
+
+    found = answered(asked, series_of(*map(parsed, shown)), tmp_path)
+
+    assert set(asked) - found == {"nothing"}
+
+
+def test_every_metric_of_a_workers_alert_is_exposed(shown: tuple[str, str]) -> None:
+    """Names, and the labels that the rules choose by."""
+    for alert in WORKER_ALERTS:
+        for name in names_in(alert.expression):
+            asked = re.findall(rf"{name}{{([^}}]*)}}", alert.expression)
+            labels = {label for selector in asked for label in re.findall(r"(\w+)[!=]", selector)}
+            assert name in parsed(shown[1])
+            assert labels <= set(METRICS[name].labels), alert.name

@@ -1,6 +1,7 @@
 """A real worker in a process of its own, as an operator starts it: `ctxcache worker serve`."""
 
 import json
+import os
 import select
 import signal
 import subprocess
@@ -11,6 +12,16 @@ from typing import Any, Self
 
 TIMEOUT_S = 60
 COMMAND_LINE = (sys.executable, "-c", "from gpu_worker.cli.app import app; app()", "serve")
+
+
+def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> "subprocess.Popen[str]":
+    """An engine in a process of its own, attached to the worker that listens at a path."""
+    program = Path(__file__).with_name("engine_process.py")
+    return subprocess.Popen(
+        [sys.executable, str(program), str(worker), str(hello), session, str(token_count)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 class WorkerProcess:
