@@ -129,9 +129,11 @@ def test_decoding_commits_a_segment_at_a_time(client: Client, session: Session) 
     """Without anybody asking, rows are committed where a segment ends; the rest waits for the turn's end."""
     with Saver(client, _SPECS) as saver:
         saver.open(session)
-        for token in range(70):
+        for token in range(64):
             _pass(saver, (session, token, token + 1))
         _wait_until_saved(saver, 64)
+        for token in range(64, 70):
+            _pass(saver, (session, token, token + 1))
         before = client.get_session(session.name).token_count
         failure = saver.flush(session.name)
         flushed = client.get_session(session.name).token_count
@@ -232,14 +234,19 @@ def test_closing_saves_what_is_in_staging(client: Client, session: Session) -> N
 
 def test_closing_has_an_end(server: ServerProcess, client: Client, create: Create) -> None:
     """A store that does not answer costs close its deadline; what no thread has taken by then is shed."""
-    sessions = [create(name) for name in ("one", "two")]
-    saver = Saver(client, _SPECS, thread_count=1)
-    for session in sessions:
+    taken, left = create("taken"), create("left")
+    copies = _LateCopies()
+    saver = Saver(client, _SPECS, copies=copies, thread_count=1)
+    for session in (taken, left):
         saver.open(session)
 
     with _stopped(server):
-        for session in sessions:
-            _pass(saver, (session, 0, 5))
+        _pass(saver, (taken, 0, 5))
+        saver.finish(taken.name)
+        # The one thread has it, and goes on to the store.
+        assert copies.asked.wait(timeout=30)
+        _pass(saver, (left, 0, 5))
+        copies.let()
         saver.close(timeout_s=0.05)
         shed = saver.shed_token_counts
 

@@ -20,7 +20,7 @@ from gpu_worker.pipeline.lane import HostLane, Lane
 from gpu_worker.pipeline.target import Room
 from gpu_worker.plan import Method
 
-_JOIN_S = 5.0
+_JOIN_S = 30.0
 
 
 class Stream:
@@ -28,6 +28,8 @@ class Stream:
 
     def __init__(self, _device: object = None) -> None:
         self.delay_s = 0.0
+        self.awaited = threading.Event()
+        """Set when another stream has come to a wait for work of this one."""
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -38,8 +40,15 @@ class Stream:
 
     def wait_event(self, event: "StreamEvent") -> None:
         """What is issued from here on comes behind what the event was last recorded behind, if it ever was."""
-        if (marker := event.marker) is not None:
-            self.issue(lambda: marker.wait(_JOIN_S))
+        marker, other = event.marker, event.stream
+        if marker is None or other is None:
+            return
+
+        def wait() -> None:
+            other.awaited.set()
+            marker.wait(_JOIN_S)
+
+        self.issue(wait)
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -52,10 +61,11 @@ class StreamEvent:
 
     def __init__(self, **_: bool) -> None:
         self.marker: threading.Event | None = None
+        self.stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
         """The event is passed when what was issued so far has been done."""
-        self.marker = threading.Event()
+        self.marker, self.stream = threading.Event(), stream
         stream.issue(self.marker.set)
 
     def query(self) -> bool:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +10,21 @@ import torch
 from fake_cuda import Driver, FakeGpu, driver
 from plants import PLANTS
 from sessions import Session, contents, saved_session
-from slow_pipelines import DELAY_S, SMALL, RowsSource, SlowHost, poisoned_target, start
+from slow_pipelines import DEADLINE_S, SMALL, RowsSource, SlowHost, poisoned_target, start
 from torch import Tensor
 
 from ctxcache.errors import CacheError, LeaseNotFound
 from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.device import Device
+from gpu_worker.pipeline.lane import HostLane, Lane
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.plan import Method
 
 __all__ = ["driver"]
 LANES = ["read", "copy", "compute", "announce"]
+ATTEMPTS = 10
 Snapshot = list[tuple[Tensor, Tensor]]
 
 
@@ -69,47 +73,90 @@ def _is_stale_lease_refused() -> bool:
 
 
 def _is_engine_waited_for(driver: Driver) -> bool:
-    """Whether work that the engine issued before still sees the memory as it was."""
+    """Whether work that the engine issued before still sees the memory as it was.
+
+    It goes on when the restore waits for it; one that does not has ended by then.
+    """
     session = _session()
     target = poisoned_target(session)
     seen: list[bool] = []
-    driver.default.delay_s = 5 * DELAY_S
-    driver.launch(lambda: seen.append(bool(target.tensors(0)[0].isnan().all())))
+    engine, done = driver.default, threading.Event()
+
+    def read() -> None:
+        engine.awaited.wait(DEADLINE_S)
+        seen.append(all(_is_nan(target, layer) for layer in range(target.layer_count)))
+
+    driver.launch(read)
     with Pipeline(FakeGpu(driver, ()), SMALL) as pipeline, start(pipeline, session, target) as restoration:
         restoration.wait_all()
+    engine.awaited.set()
+    engine.issue(done.set)
+    done.wait(DEADLINE_S)
     return seen == [True]
 
 
-def _is_last_layer_untouched_after_cancel() -> bool:
-    session = _session()
-    target = poisoned_target(session)
-    with Pipeline(SlowHost(["compute"]), SMALL) as pipeline, start(pipeline, session, target) as restoration:
-        restoration.wait(0)
-        restoration.cancel()
-    return _is_nan(target, target.layer_count - 1)
-
-
 class _Stopping(Modules):
-    """Says when it has begun, and goes on only when it is let."""
+    """Before it writes to `layer`, says so and waits until it may go on."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, session: Session, layer: int) -> None:
+        super().__init__(session.adapter, session.positions)
+        self._layer = layer
         self.begun, self.may_go_on = threading.Event(), threading.Event()
 
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Any) -> None:
-        self.begun.set()
-        self.may_go_on.wait(DELAY_S * 10)
+        if layer == self._layer:
+            self.begun.set()
+            self.may_go_on.wait(DEADLINE_S)
         super().restore(layer, method, data, begin, room)
+
+
+def _is_last_layer_untouched_after_cancel() -> bool:
+    """Whether what was submitted before a cancel is not done behind it."""
+    session = _session()
+    target = poisoned_target(session)
+    compute = _Stopping(session, 0)
+    with (
+        Pipeline(SlowHost(), SMALL) as pipeline,
+        start(pipeline, session, target, compute=compute) as restoration,
+    ):
+        compute.begun.wait(DEADLINE_S)
+        restoration.cancel()
+        compute.may_go_on.set()
+    return _is_nan(target, target.layer_count - 1)
+
+
+class _FencedHost(SlowHost):
+    """Says when somebody waits for the end of what the computing lane was given."""
+
+    def __init__(self, fenced: threading.Event) -> None:
+        super().__init__()
+        self._fenced = fenced
+
+    def lane(self, name: str) -> Lane:
+        """See Device."""
+        return _FencedLane(name, self._fenced) if name == "compute" else super().lane(name)
+
+
+class _FencedLane(HostLane):
+    def __init__(self, name: str, fenced: threading.Event) -> None:
+        super().__init__(name)
+        self._fenced = fenced
+
+    def fence(self, deadline: Deadline) -> None:
+        self._fenced.set()
+        super().fence(deadline)
 
 
 def _is_quiet_after_drain() -> bool:
     """Whether nothing writes to the target or to a buffer once a cancelled restore is drained."""
     session = _session()
     target = poisoned_target(session)
-    compute = _Stopping(session.adapter, session.positions)
-    with Pipeline(SlowHost(), SMALL) as pipeline:
+    compute = _Stopping(session, 0)
+    # Buffers for all of it, so that reading waits for nobody.
+    settings = replace(SMALL, slot_count=32)
+    with Pipeline(_FencedHost(compute.may_go_on), settings) as pipeline:
         with start(pipeline, session, target, compute=compute) as restoration:
-            compute.begun.wait()
+            compute.begun.wait(DEADLINE_S)
             restoration.cancel()
         for layer in range(target.layer_count):
             for half in target.tensors(layer):
@@ -180,9 +227,9 @@ def test_a_rule_holds(name: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_plant_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever breaks a rule is told by a test."""
+    """Whoever breaks a rule is told by a test: in most runs of it, where lanes are held up for a time."""
     if name in ON_STREAMS:
         request.getfixturevalue("driver")
     PLANTS[name](monkeypatch)
 
-    assert not _check(name, request)
+    assert not all(_check(name, request) for _ in range(ATTEMPTS))
