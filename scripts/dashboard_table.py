@@ -91,6 +91,7 @@ STORE = Board("ctxcache", "ctxcache", "ctxcache_info", (
         Panel("Flush lag and backlog", LINES, "s", (("ctxcache_flush_lag_seconds{$on}", "oldest unwritten rows"), ("ctxcache_unwritten_sessions{$on}", "sessions"), ("ctxcache_flushes{$on}", "flushes under way"))),
     )),
     Row("Placement", (
+        Panel("Against what there may be", LINES, "percentunit", tuple((f"ctxcache_{name}s{{$on}} / ctxcache_{name}_limit{{$on}}", f"{name}s {{{{instance}}}}") for name in ("session", "lease", "model"))),
         _quantiles("Stay in DRAM", "ctxcache_dram_residence_seconds"),
         _quantiles("Idle before eviction", "ctxcache_evicted_session_idle_seconds"),
         _quantiles("Age at eviction", "ctxcache_evicted_session_age_seconds"),

@@ -99,6 +99,10 @@ def _held(now: Moment, _: Ring) -> float:
     )
 
 
+def _filled(name: str) -> Callable[[Moment, Ring], float]:
+    return lambda now, _: now.one(f"{name}s") / (now.one(f"{name}_limit") or float("inf"))
+
+
 def _evicted_share(now: Moment, ring: Ring) -> float:
     grown = ring.last(now, 30).of("ctxcache_accesses_total")
     evicted = sum(n for labels, n in grown.items() if labels[1] == "evicted")
@@ -131,6 +135,9 @@ CONDITIONS = (
     Condition("CtxcacheInternalErrors", WARNING, "A call ended with an internal error", "calls in 10 min", 0, _internal),
     Condition("CtxcacheSlowCalls", WARNING, "Small calls are slow", "s", 0.1, _p99("ctxcache_rpc_seconds", 5, SMALL_CALLS)),
     Condition("CtxcacheEventLoopStalls", WARNING, "The event loop stalls", "s", 0.25, _p99("ctxcache_event_loop_lag_seconds", 5)),
+    Condition("CtxcacheSessionsNearlyFull", WARNING, "There are nearly as many sessions as there may be", "of the limit", 0.9, _filled("ctxcache_session")),
+    Condition("CtxcacheLeasesNearlyFull", WARNING, "There are nearly as many leases as there may be", "of the limit", 0.8, _filled("ctxcache_lease")),
+    Condition("CtxcacheModelsNearlyFull", WARNING, "There are nearly as many models as there may be", "of the limit", 0.9, _filled("ctxcache_model")),
     Condition("CtxcacheArenaHeld", WARNING, "Readers or writers hold all of the arena that they may", "of the bound", 0.95, _held),
     Condition("CtxcacheEvictsWhatComesBack", WARNING, "A tenth of accesses miss what was evicted", "of accesses", 0.1, _evicted_share),
     Condition("CtxcacheFingerprintMismatch", WARNING, "Engines ask with another model than was saved with", "misses in 15 min", 10, _grown("ctxcache_accesses_total", 15, result="fingerprint_mismatch")),

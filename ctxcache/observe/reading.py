@@ -45,7 +45,9 @@ def _hits(cache: Cache) -> Iterator[Sample]:
 def _stay(cache: Cache) -> Iterator[Sample]:
     state, counters, seen = cache.state, cache.state.counters, cache.state.seen
     yield Sample("ctxcache_sessions", len(state.sessions))
+    yield Sample("ctxcache_session_limit", state.limits.session_count)
     yield Sample("ctxcache_models", len(state.models))
+    yield Sample("ctxcache_model_limit", state.limits.model_count)
     yield Sample("ctxcache_segments", len(state.segments))
     for cause, count in (
         ("expired", counters.expired_session_count),
@@ -117,6 +119,7 @@ def _moves(cache: Cache) -> Iterator[Sample]:
 
 def _leases(cache: Cache) -> Iterator[Sample]:
     yield Sample("ctxcache_leases", cache.reading.lease_count)
+    yield Sample("ctxcache_lease_limit", cache.state.limits.lease_count)
     yield Sample("ctxcache_oldest_lease_seconds", cache.reading.oldest_lease_s)
     yield Sample("ctxcache_lease_seconds", taken(cache.state.seen.lease_s))
     yield Sample("ctxcache_reservations", cache.writing.reservation_count)

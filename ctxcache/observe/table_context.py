@@ -11,8 +11,10 @@ HITS = Group("Hits", (
     histogram("evict_to_reuse_seconds", "seconds", "From an eviction until the session was made anew.", "Small values: a little more SSD would have kept them. Large ones: only much more would."),
 ))  # fmt: skip
 STAY = Group("What stays and what goes", (
-    gauge("sessions", "sessions", "Sessions.", "Near `max_sessions`: creating more is refused."),
+    gauge("sessions", "sessions", "Sessions.", "Near `ctxcache_session_limit`: creating more is refused."),
+    gauge("session_limit", "sessions", "The most there may be.", "For scale only."),
     gauge("models", "models", "Registered models.", "It grows all the time: workers register under ever new names."),
+    gauge("model_limit", "models", "The most there may be.", "For scale only."),
     gauge("segments", "segments", "Segments, shared ones counted once.", "For scale only."),
     counter("ended_sessions", "sessions", "Sessions that ended, by cause: `expired`, `evicted`, `deleted`.", "`evicted` is much of it: SSD is the bound, not the TTL.", "cause"),
     histogram("evicted_session_age_seconds", "seconds", "From a session's creation until its eviction.", "Below the pause between two turns of a conversation: sessions go before they could be of use."),

@@ -18,7 +18,8 @@ CALLS = Group("Calls", (
     gauge("bulk_connections", "connections", "Connections to the bulk channel.", "At `max_bulk_connections`: further clients use gRPC, which is slower."),
 ))  # fmt: skip
 LEASES = Group("Leases and reservations", (
-    gauge("leases", "leases", "Leases held, those of streams included.", "Near `max_leases`; or it only grows: a client does not let go."),
+    gauge("leases", "leases", "Leases held, those of streams included.", "Near `ctxcache_lease_limit`; or it only grows: a client does not let go."),
+    gauge("lease_limit", "leases", "The most there may be.", "For scale only."),
     gauge("oldest_lease_seconds", "seconds", "Age of the oldest of them.", "Near 300: a reader hangs, or forgets to release; its lease ends by itself then."),
     histogram("lease_seconds", "seconds", "For how long leases were held.", "p99 in minutes: as above."),
     gauge("reservations", "reservations", "Open reservations of writers.", "It only grows: writers die without a word; their slots are kept for a minute."),
