@@ -1,7 +1,8 @@
 """The metrics endpoint: a small HTTP server that only answers GET and HEAD, one request per connection.
 
-Bounded: CONNECTIONS_LIMIT connections, REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one; what goes beyond is
-closed. Knows no metric: pages are given to it. Worst case: a peer that neither sends nor reads is cut off by the timeout.
+Bounded: CONNECTIONS_LIMIT connections, REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one, its answer's way
+included; what goes beyond is closed, whoever has asked nothing yet before whoever comes: probes must get through. Knows
+no metric: pages are given to it. Worst case: a peer that neither sends nor reads is cut off by the timeout.
 """
 
 import asyncio
@@ -46,6 +47,8 @@ class Endpoint:
         self._pages = pages
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        """Of those, whoever has asked nothing yet, the oldest first."""
         self.address = ""
         """`host:port`, once it listens."""
 
@@ -73,21 +76,30 @@ class Endpoint:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # the library makes one for each connection
         if len(self._connections) >= CONNECTIONS_LIMIT:
-            writer.transport.abort()
-            return
+            oldest = next(iter(self._silent), None)
+            if oldest is None:
+                writer.transport.abort()
+                return
+            self._silent.pop(oldest).transport.abort()
         self._connections.add(task)
+        self._silent[task] = writer
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._serve(reader, writer)
+                head = await reader.readuntil(b"\r\n\r\n")
+                self._silent.pop(task, None)
+                await self._serve(head, writer)
+                # What its peer has not taken yet is the server's to keep until then.
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             # Nobody is there to be told.
             writer.transport.abort()
         finally:
             self._connections.discard(task)
+            self._silent.pop(task, None)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+    async def _serve(self, head: bytes, writer: asyncio.StreamWriter) -> None:
         method, path, headers = _parsed(head)
         answer = await self._answer(method, path, headers)
         lines = (

@@ -12,7 +12,7 @@ from service_rig import until
 from ctxcache.addresses import metrics_place
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
 from ctxcache.observe import endpoint as endpoint_module
-from ctxcache.observe.endpoint import Answer, Endpoint
+from ctxcache.observe.endpoint import Answer, Endpoint, Page
 from ctxcache.server import Server
 
 
@@ -60,18 +60,69 @@ async def test_a_request_that_is_too_long_or_too_late_is_cut_off(monkeypatch: py
         await endpoint.stop()
 
 
-async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than there may be is closed at once; when one has ended there is room again."""
-    monkeypatch.setattr(endpoint_module, "CONNECTIONS_LIMIT", 1)
+async def test_who_asks_nothing_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many connections as there may be, and none of them asks: the next one is answered."""
+    monkeypatch.setattr(endpoint_module, "CONNECTIONS_LIMIT", 2)
     endpoint = await _started()
     try:
-        _, held = await asyncio.open_connection("127.0.0.1", _port(endpoint))
+        held = [await asyncio.open_connection("127.0.0.1", _port(endpoint)) for _ in range(2)]
+        await until(lambda: len(endpoint._connections) == 2)
+        assert b"200 OK" in await _get(endpoint)
+        assert await _rest(held[0][0]) == b""
+        held[1][1].write(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"200 OK" in await held[1][0].read()
+    finally:
+        await endpoint.stop()
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than there may be is closed at once where all others wait for an answer; then there is room again."""
+    monkeypatch.setattr(endpoint_module, "CONNECTIONS_LIMIT", 1)
+    goes_on = asyncio.Event()
+
+    async def slow(_: Mapping[str, str]) -> Answer:
+        await goes_on.wait()
+        return Answer(b"here")
+
+    endpoint = await _started({"/": slow})
+    try:
+        asked = asyncio.ensure_future(_get(endpoint))
+        await until(lambda: endpoint._connections and not endpoint._silent)
         reader, refused = await asyncio.open_connection("127.0.0.1", _port(endpoint))
         assert await _rest(reader) == b""
-        held.close()
         refused.close()
+        goes_on.set()
+        assert b"200 OK" in await asked
         await until(lambda: not endpoint._connections)
         assert b"200 OK" in await _get(endpoint)
+    finally:
+        await endpoint.stop()
+
+
+async def test_who_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection counts until its answer has gone, however little of it is left for the server to send."""
+    monkeypatch.setattr(endpoint_module, "TIMEOUT_S", 0.5)
+
+    async def large(_: Mapping[str, str]) -> Answer:
+        return Answer(bytes(60 << 10))
+
+    endpoint = await _started({"/": large})
+    # Little of what it sends is the kernel's to keep.
+    assert endpoint._server is not None
+    endpoint._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    loop = asyncio.get_running_loop()
+    try:
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.settimeout(0)
+            await loop.sock_connect(peer, ("127.0.0.1", _port(endpoint)))
+            await loop.sock_sendall(peer, b"GET / HTTP/1.1\r\n\r\n")
+            await until(lambda: endpoint._connections)
+            await until(lambda: not endpoint._connections)
+            taken = 0
+            while some := await loop.sock_recv(peer, 1 << 20):
+                taken += len(some)
+        assert taken < 60 << 10
     finally:
         await endpoint.stop()
 
@@ -125,14 +176,14 @@ def test_the_automatic_port_is_the_next_one(tmp_path: Path, listen: str, wanted:
     assert metrics_place(settings, (listen,) if listen else ()) == ("127.0.0.1", wanted)
 
 
-async def _started() -> Endpoint:
+async def _started(pages: Mapping[str, Page] | None = None) -> Endpoint:
     async def page(_: Mapping[str, str]) -> Answer:
         return Answer(b"here")
 
     async def broken(_: Mapping[str, str]) -> Answer:
         raise ZeroDivisionError
 
-    endpoint = Endpoint({"/": page, "/broken": broken})
+    endpoint = Endpoint(pages or {"/": page, "/broken": broken})
     await endpoint.start("127.0.0.1", 0)
     return endpoint
 
