@@ -249,5 +249,5 @@ def _file(path: Path) -> dict[str, Any]:
             return tomllib.load(handle)
     except OSError as error:
         raise InvalidConfiguration(source=str(path), problem=error.strerror or str(error)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidConfiguration(source=str(path), problem=f"is not TOML: {error}") from error

@@ -26,6 +26,7 @@ async def serve(
 ) -> None:
     """Run until SIGTERM or SIGINT; at SIGHUP take over what `read_again` finds. Raises as `Server.start` and `Server.stop` do.
 
+    A SIGHUP that comes before it is ready is obeyed when it is.
     `on_early_end` ends the process: it is called when the signal comes while data are opened, loaded or made
     anew. Nobody was answered by then, and a start may be cut off anywhere; it may take long, and cannot be
     interrupted otherwise. `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
@@ -44,8 +45,13 @@ async def serve(
 
     for number in SIGNALS:
         signal.signal(number, end_start)
+    # By itself it would end a process that opens its data, or makes them anew.
+    is_asked = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: is_asked.set())
     server = await Server.start(settings, on_loaded=end_in_order, read_again=read_again)
     loop.add_signal_handler(signal.SIGHUP, server.reload_or_log)
+    if is_asked.is_set():
+        server.reload_or_log()
     try:
         on_ready(server)
         await ended.wait()

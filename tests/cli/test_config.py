@@ -20,6 +20,8 @@ from ctxcache.knobs.reference import toml
         ("dirty_watermark = 0.9\n", "0.75 is below dirty_watermark, 0.9"),
         ('placement_policy = "fast"\n', "placement_policy: Input should be 'lru'"),
         ("= 5\n", "is not TOML"),
+        ("max_sessions = " + 5000 * "9", "is not TOML"),
+        ("max_sessions = " + 5000 * "[", "is not TOML"),
     ],
 )  # fmt: skip
 def test_what_serve_would_refuse_check_refuses(tmp_path: Path, text: str, said: str) -> None:

@@ -32,6 +32,22 @@ setattr(owner, name, hang)
 main()
 """
 
+WAIT = """
+import sys
+from ctxcache.cache import Cache
+from ctxcache.cli.main import main
+
+opened = Cache.open
+
+async def wait(cache):
+    print("waits", flush=True)
+    sys.stdin.readline()
+    await opened(cache)
+
+Cache.open = wait
+main()
+"""
+
 
 def start(step: str, directory: Path, *options: str) -> "subprocess.Popen[str]":
     """A server that hangs at a step of its start, there by now."""
@@ -88,3 +104,28 @@ def test_a_rebuild_at_the_start_is_ended_at_once(tmp_path: Path) -> None:
 
     assert process.returncode == ExitCode.OK
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_a_hangup_while_it_starts_is_no_end(tmp_path: Path) -> None:
+    """Whoever changed the settings meanwhile asks for them to be read again: it does so when it is ready."""
+    file = tmp_path / "ctxcache.toml"
+    file.write_text("max_sessions = 5\n")
+    (tmp_path / "shm").mkdir()
+    command = [sys.executable, "-c", WAIT, "serve", "--data-directory", str(tmp_path / "data"), *SMALL]
+    with subprocess.Popen(
+        [*command, "--arena-directory", str(tmp_path / "shm"), "--config", str(file)],
+        env=without_settings(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "waits\n"
+        file.write_text("max_sessions = 6\n")
+        process.send_signal(signal.SIGHUP)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert "ready" in process.stdout.readline()
+        _, stderr = ended(process, signal.SIGTERM)
+
+    assert "settings_reloaded changed=max_sessions" in stderr
+    assert process.returncode == ExitCode.OK
