@@ -18,8 +18,11 @@ from typer.testing import Result
 from ctxcache.errors import CacheError, InvalidArgument, PositionsNotRelocatable, Unavailable
 from gpu_worker.demo import wheel
 from gpu_worker.demo.embedded_store import EmbeddedStore
-from gpu_worker.engines import transformers as engine
-from gpu_worker.restore import restore_cache
+from gpu_worker.engines import restoring
+from gpu_worker.families import Adapter
+from gpu_worker.pipeline.compute import Compute
+from gpu_worker.pipeline.kernel_weights import KernelWeights
+from gpu_worker.pipeline.kernels import compute_for
 
 RunDemo = Callable[..., Result]
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -109,18 +112,15 @@ def test_without_json_a_person_reads_turns_and_a_table(tiny_llama: Path, run_dem
     assert "Identical: every restored reply" in words
 
 
-def _shifted(*args: Any, positions: Tensor, **given: Any) -> Any:
-    return _RESTORE(*args, positions=positions + 1, **given)
-
-
-_RESTORE = restore_cache
+def _shifted(adapter: Adapter, weights: KernelWeights, positions: Tensor) -> Compute:
+    return compute_for(adapter, weights, positions + 1)
 
 
 def test_positions_off_by_one_are_found(
     tiny_llama: Path, run_demo: RunDemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore that is wrong in the least way ends with exit code 1 and names turn, method and token."""
-    monkeypatch.setattr(engine, "restore_cache", _shifted)
+    monkeypatch.setattr(restoring, "compute_for", _shifted)
 
     result = run_demo("--model", str(tiny_llama), "--no-twin", "--turns", "2", "--json")
 

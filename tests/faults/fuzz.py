@@ -41,8 +41,11 @@ from tests.faults.rows import first_difference, rows_of
 from tests.server_process import COMMAND_LINE, ServerProcess
 
 CALL_TIMEOUT_S = 30.0
-AS_SLOW_AS_ASKED = {"/ctxcache.v1.AdminService/Verify": 0.1}
-"""Rpcs that take as long as a field of theirs says, and how long we wait, in seconds: a byte per second is a rate."""
+AS_SLOW_AS_ASKED = {"/ctxcache.v1.AdminService/Verify": 0.1, "/ctxcache.v1.AdminService/Drain": 0.1}
+"""Rpcs that take as long as a field of theirs says, or others do, and how long we wait, in seconds: a byte per second is a rate."""
+REFUSES_OTHERS = {"/ctxcache.v1.AdminService/Drain": "/ctxcache.v1.AdminService/Undrain"}
+"""Rpcs after which others are refused, as they should be, and what ends that: never among the others."""
+DRAINS = 30
 CANARIES = 8
 CANARY_TOKENS = 150
 RSS_GROWTH_LIMIT_BYTES = 96 << 20
@@ -95,7 +98,8 @@ class Fuzzer:
         self._maker = MessageMaker(self._draw, plausible)
         self._channel = grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
         self._report = report
-        self._rpcs = rpcs()
+        self._by_path = {rpc.path: rpc for rpc in rpcs()}
+        self._rpcs = [rpc for rpc in self._by_path.values() if rpc.path not in REFUSES_OTHERS]
         self.answers: Counter[str] = Counter()
 
     def run(self, request_count: int) -> None:
@@ -110,6 +114,16 @@ class Fuzzer:
             for rpc in self._rpcs:
                 for message in () if rpc.takes_stream else hostile_texts(rpc.request):
                     self._send(rpc, [message.SerializeToString()])
+
+    def refuse_others(self, count: int) -> None:
+        """Send so many requests of each rpc that others would notice, and end it each time."""
+        with self._channel:
+            for path, ending in REFUSES_OTHERS.items():
+                for _ in range(count):
+                    self._one(self._by_path[path])
+                    self._one(self._by_path[ending])
+                # One that was not damaged: whoever comes next is let in.
+                self._send(self._by_path[ending], [b""])
 
     def _one(self, rpc: Rpc) -> None:
         self._send(rpc, [self._maker.encoded(rpc.request) for _ in range(self._length(rpc))])
@@ -254,6 +268,9 @@ def _run(options: argparse.Namespace, report: Report, server: ServerProcess, cli
             list(pool.map(Fuzzer.run, fuzzers, [each] * len(fuzzers)))
             _count(report, fuzzers)
             progress(i + 1, ROUNDS, "rounds of requests")
+    drainer = Fuzzer(server.target, options.seed, plausible, report)
+    drainer.refuse_others(DRAINS)
+    _count(report, [drainer])
     draw = random.Random(options.seed)
     _fuzz_control(options, report, server, plausible)
     for target in (*server.ready["listen_addresses"], *server.ready["bulk_addresses"]):
