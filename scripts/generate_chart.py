@@ -39,6 +39,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "store.replicas": {"minimum": 1},
     "store.arena.sizeMiB": {"minimum": 64},
     "store.memoryOverheadMiB": {"minimum": 256},
+    "store.startSeconds": {"minimum": 60},
     "store.preStopSleepSeconds": {"minimum": 1},
     "store.cpu.request": {"type": ["string", "number"]},
     "store.cpu.limit": {"type": ["string", "number"]},

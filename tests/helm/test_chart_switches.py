@@ -86,6 +86,22 @@ def test_memory_is_the_arena_and_the_process() -> None:
     assert huge["resources"]["limits"] == {"memory": "1024Mi", "hugepages-2Mi": "65536Mi"}
 
 
+def test_an_arena_of_terabytes_is_spelt_out() -> None:
+    """Not as a power of ten, which is no size: neither to the server nor to Kubernetes."""
+    found = objects(render("default", 'store.arena={"sizeMiB":2097152}'))
+    text = found["ConfigMap", "cache-ctxcache"]["data"]["ctxcache.toml"]
+    huge = render("node-local", 'store.arena={"sizeMiB":2097152,"hugePages":true}')
+
+    assert 'arena_size_bytes = "2097152MiB"' in text
+    assert store_pod(objects(huge))["containers"][0]["resources"]["limits"]["hugepages-2Mi"] == "2097152Mi"
+
+
+def test_a_start_has_the_time_that_it_is_given() -> None:
+    """A rebuild of a large SSD tier is not ended, again and again, before it is done."""
+    probe = store_pod(objects(render("default", "store.startSeconds=7200")))["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 7200
+
+
 def test_the_arena_fits_its_volume() -> None:
     """The arena is allocated whole, its volume has room for it and a little more."""
     arena = named(store_pod(objects(render()))["volumes"], "arena")

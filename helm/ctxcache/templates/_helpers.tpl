@@ -80,7 +80,7 @@ app.kubernetes.io/component: worker
   "unix_socket" "/run/ctxcache/ctxcache.sock"
   "control_socket" "/run/ctxcache/control.sock"
   "arena_directory" "/dev/shm"
-  "arena_size_bytes" (printf "%vMiB" .Values.store.arena.sizeMiB)
+  "arena_size_bytes" (printf "%dMiB" (int64 .Values.store.arena.sizeMiB))
   "arena_huge_pages" (ternary "on" "off" .Values.store.arena.hugePages)
 -}}
 {{- if .Values.auth.tokenHashesSecret }}{{ $_ := set $own "token_hashes" "/etc/ctxcache-tokens/hashes" }}{{ end -}}

@@ -71,13 +71,13 @@ spec:
           containerPort: {{ .Values.service.bulkPort }}
         - name: metrics
           containerPort: {{ .Values.metrics.port }}
-      # A store that opens a million segments takes seconds, one whose metadata are made anew minutes.
+      # A store that opens a million segments takes seconds; one whose metadata are made anew reads its whole SSD tier.
       startupProbe:
         httpGet:
           path: /readyz
           port: metrics
         periodSeconds: 5
-        failureThreshold: 180
+        failureThreshold: {{ div .Values.store.startSeconds 5 }}
       {{- if eq .Values.tls.mode "none" }}
       readinessProbe:
         grpc:
@@ -107,7 +107,7 @@ spec:
       securityContext:
         {{- include "ctxcache.containerSecurity" . | nindent 8 }}
       resources:
-        {{- $memory := ternary .Values.store.memoryOverheadMiB (add .Values.store.arena.sizeMiB .Values.store.memoryOverheadMiB) .Values.store.arena.hugePages }}
+        {{- $memory := ternary (int64 .Values.store.memoryOverheadMiB) (add .Values.store.arena.sizeMiB .Values.store.memoryOverheadMiB) .Values.store.arena.hugePages }}
         requests:
           cpu: {{ .Values.store.cpu.request | quote }}
           memory: {{ $memory }}Mi
@@ -117,7 +117,7 @@ spec:
           {{- end }}
           memory: {{ $memory }}Mi
           {{- if .Values.store.arena.hugePages }}
-          hugepages-2Mi: {{ .Values.store.arena.sizeMiB }}Mi
+          hugepages-2Mi: {{ int64 .Values.store.arena.sizeMiB }}Mi
           {{- end }}
       volumeMounts:
         - name: settings
