@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ctxcache.cli.call import CONTEXT, Call, OutputOption, call_of, online
+from ctxcache.cli.examples import examples
 from ctxcache.cli.settings import setting_options, settings_of
 from ctxcache.cli.signature import option, with_signature
 
@@ -22,11 +23,15 @@ EffectiveOption = Annotated[
 def config_app() -> typer.Typer:
     """Return the commands."""
     app = typer.Typer(no_args_is_help=True, help="Look at settings, and change them.")
-    app.command("check")(_with_settings(check))
-    app.command("show")(_with_settings(show, option("effective", EffectiveOption)))
-    app.command("reference")(reference)
-    app.command("running")(running)
-    app.command("reload")(reload)
+    app.command("check", epilog=examples("ctxcache config check --config ctxcache.toml"))(
+        _with_settings(check)
+    )
+    app.command("show", epilog=examples("ctxcache config show", "ctxcache config show --effective"))(
+        _with_settings(show, option("effective", EffectiveOption))
+    )
+    app.command("reference", epilog=examples("ctxcache config reference"))(reference)
+    app.command("running", epilog=examples("ctxcache config running --output yaml"))(running)
+    app.command("reload", epilog=examples("ctxcache config reload"))(reload)
     return app
 
 

@@ -39,12 +39,30 @@ app = typer.Typer(
     name="ctxcache", no_args_is_help=True, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-app.command("serve")(serve_command())
-app.command("rebuild")(rebuild_command())
-app.command("verify", epilog=examples("ctxcache verify --rate-limit 100MiB"))(verify)
-app.command("doctor")(doctor_command())
-app.command("bench")(bench)
-app.command("simulate")(simulate_command())
+app.command("serve", epilog=examples("ctxcache serve", "ctxcache serve --config ctxcache.toml"))(
+    serve_command()
+)
+app.command(
+    "rebuild",
+    epilog=examples("ctxcache rebuild --dry-run", "ctxcache rebuild --data-directory /var/lib/ctxcache"),
+)(rebuild_command())
+app.command(
+    "verify",
+    epilog=examples(
+        "ctxcache verify --rate-limit 100MiB", "ctxcache verify --data-directory /var/lib/ctxcache"
+    ),
+)(verify)
+app.command(
+    "doctor", epilog=examples("ctxcache doctor", "ctxcache doctor --config ctxcache.toml --output json")
+)(doctor_command())
+app.command("bench", epilog=examples("ctxcache bench --list", "ctxcache bench --rows lookup --quick"))(bench)
+app.command(
+    "simulate",
+    epilog=examples(
+        "ctxcache simulate trace.csv --policies lru,belady --footprint 0.5,1",
+        "ctxcache simulate trace.csv --dram 64GiB --ssd 1TiB --costs",
+    ),
+)(simulate_command())
 app.add_typer(sessions.app, name="session")
 app.add_typer(models.app, name="model")
 app.add_typer(tiers.app, name="tier")
@@ -57,7 +75,9 @@ app.add_typer(config_app(), name="config")
 app.add_typer(tokens.app, name="token")
 
 
-@app.callback()
+@app.callback(
+    epilog=examples("ctxcache --install-completion", "ctxcache --target 127.0.0.1:7420 --output json stats")
+)
 def shared_options(
     context: typer.Context,
     target: TargetOption = None,

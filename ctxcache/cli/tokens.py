@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ctxcache.cli.examples import examples
 from ctxcache.core.identity import Grant, Role, is_tenant
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.tokens import Token, digest_of, new_secret, read_tokens
@@ -18,7 +19,13 @@ def tokens() -> None:
     """Make tokens for clients."""
 
 
-@app.command("new")
+@app.command(
+    "new",
+    epilog=examples(
+        "ctxcache token new engine-1 --hashes tokens --tenant chat --shared-memory",
+        "ctxcache token new admin --hashes tokens --tenant default --role operator",
+    ),
+)
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What logs call it.")],
     file: Annotated[

@@ -2,6 +2,7 @@
 
 import typer
 
+from ctxcache.cli.examples import examples
 from gpu_worker.cli.layout import layout
 from gpu_worker.cli.plan import plan
 from gpu_worker.cli.profile import profile
@@ -15,8 +16,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Serve engines, plan restorations, and measure what plans are made from.",
 )
-app.command("plan")(plan)
-app.command("layout")(layout)
-app.command("profile")(profile)
-app.command("serve")(serve)
-app.command("stats")(stats)
+app.command(
+    "plan",
+    epilog=examples(
+        "ctxcache worker plan llama-2-13b --hardware a100-40gb",
+        "ctxcache worker plan llama-3-8b --hardware a100-40gb --new 100 --explain",
+    ),
+)(plan)
+app.command("layout", epilog=examples("ctxcache worker layout llama-2-7b --hardware a100-40gb"))(layout)
+app.command("profile", epilog=examples("ctxcache worker profile /models/smollm2 --lengths 64,256"))(profile)
+app.command(
+    "serve",
+    epilog=examples("ctxcache worker serve --store 127.0.0.1:7420 --metrics-listen 127.0.0.1:7423"),
+)(serve)
+app.command(
+    "stats",
+    epilog=examples(
+        "ctxcache worker stats", "ctxcache worker stats --listen /run/ctxcache/worker.sock --json"
+    ),
+)(stats)

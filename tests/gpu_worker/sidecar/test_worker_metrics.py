@@ -1,6 +1,7 @@
 """A worker's metrics: what Prometheus reads of a worker that has restored, missed and refused."""
 
 import re
+import shlex
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from promtool import answered, needs_promtool, series_of
 from scraped import parsed
 from server_process import ServerProcess
-from worker_process import WorkerProcess, mortal_engine
+from worker_process import WorkerProcess, examples_of, mortal_engine
 
 from ctxcache.errors import AddressUnusable, CacheError, InvalidConfiguration, TooManyRequests
 from gpu_worker.sidecar.client import WorkerClient
@@ -29,8 +30,12 @@ from gpu_worker.sidecar.metrics import MetricsServer, WorkerCollector
 
 @pytest.fixture(scope="module")
 def measured(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A worker that shows its metrics, of one engine at a time."""
-    options = ("--metrics-listen", "127.0.0.1:0", "--directory", "/nonexistent", "--max-attachments", "1")
+    """A worker that shows its metrics, of one engine at a time, begun as the example in its help is."""
+    (example,) = examples_of("serve")
+    said = shlex.split(
+        example.replace("127.0.0.1:7420", store.target).replace("127.0.0.1:7423", "127.0.0.1:0")
+    )
+    options = (*said[3:], "--directory", "/nonexistent", "--max-attachments", "1")
     with WorkerProcess(tmp_path_factory.mktemp("measured"), store.target, *options) as running:
         yield running
 

@@ -10,8 +10,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ctxcache.cli.examples import TITLE
+from gpu_worker.cli.app import app
+
 TIMEOUT_S = 60
 COMMAND_LINE = (sys.executable, "-c", "from gpu_worker.cli.app import app; app()", "serve")
+
+
+def examples_of(name: str) -> list[str]:
+    """What the help of one of the worker's commands ends with, but for its title."""
+    (command,) = [each for each in app.registered_commands if each.name == name]
+    title, *lines = (command.epilog or TITLE).split("\n\n")
+    assert title == TITLE
+    return lines
 
 
 def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> "subprocess.Popen[str]":

@@ -1,0 +1,44 @@
+"""The examples that the help of `ctxcache worker` ends with: each is run as it stands, but for names and addresses."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import build
+from typer.testing import CliRunner
+from worker_process import WorkerProcess, examples_of
+
+from gpu_worker.cli.app import app
+
+COMMANDS = [str(command.name) for command in app.registered_commands]
+EXAMPLES = [line for name in COMMANDS if name != "serve" for line in examples_of(name)]
+"""That of `serve` is what test_worker_metrics.py starts its worker by."""
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_an_example_works(
+    line: str, worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a worker listens at the user's socket, and a model lies."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "ctxcache").mkdir()
+    (tmp_path / "ctxcache" / "worker.sock").symlink_to(worker.path)
+    if "/models/smollm2" in line:
+        build("llama").save_pretrained(tmp_path / "smollm2")
+    line = line.replace("/models", str(tmp_path)).replace("/run/ctxcache/worker.sock", str(worker.path))
+    ran = CliRunner().invoke(app, shlex.split(line)[2:])
+
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_examples(name: str) -> None:
+    """Of its own, that begin as it is called."""
+    lines = examples_of(name)
+
+    assert lines
+    assert all(line.startswith(f"ctxcache worker {name}") for line in lines)
