@@ -1,0 +1,176 @@
+"""An operator at work in a storm: evicts, takes paths out of use, changes shares and marks, drains, ends streams' leases."""
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cache_rig import SLOT_BYTES, TENANT, MemoryRig
+from test_cache_storm import CUTS, Dice, SlowMetadata, SlowTier, Storm
+
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.shares import Share, Shares
+from ctxcache.core.watermarks import Watermarks
+from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
+from ctxcache.format.slot import Slot
+from ctxcache.tiers.base import Range, Refusal
+
+
+class HeldTier(SlowTier):
+    """Paths of which an operator holds one at most."""
+
+    def __init__(self, capacities_bytes: Sequence[int], dice: Dice) -> None:
+        super().__init__(capacities_bytes, dice)
+        self.held: set[int] = set()
+
+    @property
+    def refusals(self) -> dict[int, Refusal]:
+        """See Tier."""
+        return super().refusals | dict.fromkeys(self.held, Refusal("held", is_final=False))
+
+    async def write(
+        self, slot: object, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
+    ) -> None:
+        """See Tier."""
+        assert isinstance(slot, Slot)
+        if slot.path_index in self.held:
+            raise TierFailure(path=self.paths[slot.path_index], problem="held")
+        await super().write(slot, begin, data, pieces=pieces)
+
+
+class OperatedStorm(Storm):
+    """A storm with an operator."""
+
+    operated_count = 0
+    has_faults = False
+
+    async def fail(self) -> None:
+        """What is written while a path is taken out of use may be refused; devices fail where they are to."""
+        await (super().fail() if self.has_faults else asyncio.sleep(0))
+
+    async def foretell(self) -> None:
+        """Now and again an operator's work instead."""
+        if self.dice.random() < 0.5:
+            await super().foretell()
+            return
+        works = (
+            self.evict,
+            self.evict,
+            self.hold,
+            self.change_shares,
+            self.change_marks,
+            self.drain,
+            self.end_lease,
+        )
+        await self.dice.choice(works)()
+        self.operated_count += 1
+
+    async def evict(self) -> None:
+        """A session in whatever state."""
+        if not self.known:
+            return
+        name = self.dice.choice(sorted(self.known))
+        async with self.pinning:
+            if name in self.known:
+                self.known[name].is_pinned = False
+                await self.rig.cache.sessions.evict(self.rig.tenant, name)
+
+    async def hold(self) -> None:
+        """A path out of use, or back."""
+        tier = self.rig.ssd
+        assert isinstance(tier, HeldTier)
+        if tier.held:
+            tier.held.clear()
+        else:
+            index = self.dice.randrange(2)
+            if set(range(2)) - tier.refusals.keys() - {index}:
+                tier.held.add(index)
+
+    async def change_shares(self) -> None:
+        """Below what they have, too."""
+        limit = self.dice.choice((0.1, 0.4, 0.7, 1.0))
+        self.rig.cache.state.usage.shares.become(
+            {TENANT: Share(limit / 2, limit), "other": Share(self.dice.choice((0.0, 0.2, 0.5)))}
+        )
+
+    async def change_marks(self) -> None:
+        """As settings read again do."""
+        low = self.dice.choice((0.0, 0.1, 0.3))
+        dirty = self.dice.choice((0.1, 0.5))
+        self.rig.cache.residency.watermarks = Watermarks(
+            low=low,
+            high=low + 0.1,
+            dirty=dirty,
+            dirty_limit=dirty + 0.3,
+            writer_wait_s=0.05,
+            tail_age_ns=self.dice.choice((0, 10**9)),
+            write_behind_bytes_per_s=self.dice.choice((0, SLOT_BYTES)),
+        )
+        self.rig.cache.residency.is_pressed.set()
+
+    async def drain(self) -> None:
+        """What SSD is to have is written."""
+        task = asyncio.ensure_future(self.rig.cache.flush_due())
+        if self.dice.random() < 0.3:
+            await asyncio.sleep(0)
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def end_lease(self) -> None:
+        """A reader's, in the middle of it."""
+        name = self.dice.choice(sorted(self.known)) if self.known else ""
+        with suppress(LeaseNotFound, DeadlineExceeded):
+            async with self.rig.cache.reading.stream(self.rig.request(name), ()) as (lease, _, rows):
+                async for item in rows:
+                    bytes(item.data)
+                    if self.dice.random() < 0.3:
+                        self.rig.cache.reading.release(lease.lease_id)
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+async def test_whatever_an_operator_does_nothing_is_wrong(
+    tmp_path: Path, seed: int, *, is_faulty: bool
+) -> None:
+    """Books add up, rows are what was written, and every slot comes back in the end."""
+    dice = Dice(seed)
+    rig = MemoryRig(
+        tmp_path,
+        arena_segments=dice.choice((8, 14, 40)),
+        ssd_segments=dice.choice(((7, 7), (30, 30))),
+        shares=Shares({TENANT: Share(0.4, 0.7), "other": Share(0.2)}),
+    )
+    capacities = Capacities(rig.arena_segments * SLOT_BYTES, sum(rig.ssd_segments) * SLOT_BYTES)
+    rig.make_policy = lambda: RANKED[("look-ahead", "value", "lru")[seed % 3]](capacities)
+    rig.ssd = HeldTier([count * SLOT_BYTES for count in rig.ssd_segments], dice)
+    rig.metadata = SlowMetadata(dice)
+    await rig.open()
+    other = copy.copy(rig)
+    other.tenant = "other"
+    storms = [OperatedStorm(part, dice, is_faulty=True) for part in (rig, other)]
+    for storm in storms:
+        storm.has_faults = is_faulty
+    storms[1].tag, storms[1].cut_count = 30000, CUTS
+    await asyncio.gather(*(storm.run() for storm in storms))
+    rig.ssd.held.clear()
+    await rig.check()
+    rig.clock.advance(seconds=1000)
+    rig.cache.writing.expire_due()
+    rig.cache.hints.expire_due()
+    for storm in storms:
+        if storm.queue:
+            await rig.cache.queues.withdraw(storm.queue)
+    with suppress(CapacityExceeded):
+        await rig.cache.residency.departures.remove(list(rig.cache.state.by_uid.values()))
+    await rig.check()
+    kept_count = len(rig.cache.residency.quarantined)
+    left = rig.cache.residency.dram.used_bytes, rig.cache.residency.ssd.used_bytes
+    rig.cache._io.close()
+    rig.arena.close()
+
+    assert left == (0, kept_count * SLOT_BYTES)
+    assert sum(storm.operated_count for storm in storms) > 20
