@@ -140,7 +140,7 @@ class Server:
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         self._bulk = BulkChannel(
             cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
-            tls=self._tls.context if self._tls else None,
+            tls=self._tls,
         )  # fmt: skip
         self._health = Health(SERVICES)
         self._doors = Doors(self._admissions, self._health)
@@ -159,7 +159,7 @@ class Server:
         options = (*OPTIONS, *_keepalive(settings.keepalive_s))
         self._grpc = grpc.aio.server(interceptors=[edge], options=options)
         self._upkeep: asyncio.Task[None] | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         path = control_path(settings)
         self._arena = _arena_message(storage, path)
         self._local_turns = Turns()
@@ -262,7 +262,7 @@ class Server:
             await asyncio.gather(
                 self._grpc.stop(patience_s), self._control.stop(patience_s), self._bulk.drain(patience_s)
             )
-            for task in filter(None, (self._upkeep, self._watch)):
+            for task in filter(None, (self._upkeep, *self._watches)):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
@@ -292,7 +292,9 @@ class Server:
         self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
-        self._watch = loop.create_task(self._identification.watch())
+        self._watches = [loop.create_task(self._identification.watch())]
+        if self._tls:
+            self._watches.append(loop.create_task(self._tls.watch()))
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from _thread import start_new_thread
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from ctxcache.service.caller import current
 from ctxcache.service.identification import Identification
 from ctxcache.service.rpc import Context
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
-from ctxcache.service.tls import peer_properties
+from ctxcache.service.tls import Tls, peer_properties
 from ctxcache.service.unix_path import remove_stale
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 
@@ -52,7 +51,7 @@ class BulkChannel:
 
     def __init__(
         self, cache: Cache, calls: Admission, identification: Identification, *, connection_limit: int,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
     ) -> None:  # fmt: skip
         self.tickets = Tickets(cache.state.clock, are_divided=cache.state.limits.are_divided)
         self.tcp_port = 0
@@ -170,7 +169,7 @@ class _Accepted:
     def __init__(
         self,
         connected: socket.socket,
-        tls: ssl.SSLContext | None,
+        tls: Tls | None,
         transfers: Transfers,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -185,7 +184,7 @@ class _Accepted:
         try:
             if self._tls is not None and self._connected.family != socket.AF_UNIX:
                 self._connected.settimeout(PIECE_TIMEOUT_S)
-                self._connected = self._tls.wrap_socket(self._connected, server_side=True)
+                self._connected = self._tls.context.wrap_socket(self._connected, server_side=True)
             framed = FramedSocket(self._connected)
         except OSError as error:
             log.info("bulk_connection_ended problem=%s", error)

@@ -1,9 +1,11 @@
-"""TLS of the server's TCP ports: one certificate for gRPC and for the bulk channel.
+"""TLS of the server's TCP ports: one certificate for gRPC and for the bulk channel, taken over when its files change.
 
-Files are read once, at start. Worst case: a file that cannot be used, which is said by its name
-before anything listens.
+Worst case at the start: a file that cannot be used, which is said by its name before anything listens; later: such a file is
+said to be, and what was read before goes on. Connections that are open keep what they began with.
 """
 
+import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
@@ -15,13 +17,83 @@ import grpc
 
 from ctxcache.errors import InvalidConfiguration
 
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
+"""How often the files are looked at."""
+Stamps = Sequence[tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
-class Tls:
-    """What both ports need. With a client CA, a client has to have a certificate of it."""
+class TlsFiles:
+    """Where they are. With a client CA, a client has to have a certificate of it."""
 
-    credentials: grpc.ServerCredentials
+    certificate: Path
+    key: Path
+    client_ca: Path | None
+
+    def stamps(self) -> Stamps:
+        """What tells whether one of them has changed."""
+        return [_stamp(path) for path in (self.certificate, self.key, self.client_ca) if path is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What both ports need of the files."""
+
+    configuration: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext
+
+
+class Tls:
+    """The certificate that holds now. Handshakes take it in threads; changed by whole objects."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises InvalidConfiguration."""
+        self._files = files
+        self._seen = files.stamps()
+        self._now = self._given = _load(files)
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._now.configuration,
+            self._changed,  # type: ignore[arg-type]  # its stub knows no None
+            require_client_authentication=files.client_ca is not None,
+        )
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For a handshake that begins now."""
+        return self._now.context
+
+    async def watch(self) -> None:
+        """Look at the files for ever; ends by cancellation."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.to_thread(self.refresh)
+
+    def refresh(self) -> None:
+        """Take the files over if they have changed; what cannot be used changes nothing."""
+        stamps = self._files.stamps()
+        if stamps == self._seen:
+            return
+        try:
+            loaded = _load(self._files)
+        except InvalidConfiguration as error:
+            # Of two files that are put there one after the other the first alone is no pair.
+            if self._files.stamps() == stamps:
+                self._seen = stamps
+                log.error("certificate_refused error=%s", error)  # noqa: TRY400  the sentence says all
+            return
+        if self._files.stamps() == stamps:
+            self._seen, self._now = stamps, loaded
+            log.info("certificate_loaded path=%s", self._files.certificate)
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC at each handshake: None where it has what holds."""
+        loaded = self._now
+        if loaded is self._given:
+            return None
+        self._given = loaded
+        return loaded.configuration
 
 
 def load_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
@@ -31,6 +103,11 @@ def load_tls(certificate: Path | None, key: Path | None, client_ca: Path | None)
     if certificate is None or key is None:
         missing = "tls_key" if certificate else "tls_certificate"
         raise InvalidConfiguration(source=missing, problem="TLS needs a certificate and its key")
+    return Tls(TlsFiles(certificate, key, client_ca))
+
+
+def _load(files: TlsFiles) -> _Loaded:
+    certificate, key, client_ca = files.certificate, files.key, files.client_ca
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     chain, secret = _read(certificate, "tls_certificate"), _read(key, "tls_key")
@@ -47,10 +124,7 @@ def load_tls(certificate: Path | None, key: Path | None, client_ca: Path | None)
         except (OSError, ValueError) as error:
             problem = f"{client_ca} has no certificates: {error}"
             raise InvalidConfiguration(source="tls_client_ca", problem=problem) from error
-    credentials = grpc.ssl_server_credentials(
-        [(secret, chain)], authorities, require_client_auth=authorities is not None
-    )
-    return Tls(credentials, context)
+    return _Loaded(grpc.ssl_server_certificate_configuration([(secret, chain)], authorities), context)
 
 
 def peer_properties(connected: socket.socket) -> Mapping[str, Sequence[bytes]]:
@@ -76,3 +150,11 @@ def _read(path: Path, source: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidConfiguration(source=source, problem=f"{path}: {error.strerror}") from error
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ino, status.st_size

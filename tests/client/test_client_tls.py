@@ -1,5 +1,7 @@
 """TLS on both TCP ports, against a real server, with certificates made here."""
 
+import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +88,52 @@ def test_the_unix_socket_needs_none(pki: Pki, server: ServerProcess) -> None:
         session = client.append(client.create_session("models/tiny", layout=LAYOUT), make_rows(5))
         with client.read(session) as rows:
             np.testing.assert_array_equal(rows.array(KV), make_rows(5)[KV])
+
+
+def test_a_renewed_certificate_is_taken_over(pki: Pki, tmp_path: Path) -> None:
+    """On both ports, without a restart; what is open stays open, and a file that is none changes nothing."""
+    pki.issue("renewed", "ca")
+
+    def put(name: str) -> None:
+        for kind in ("pem", "key"):
+            (tmp_path / "new").write_bytes((pki.directory / f"{name}.{kind}").read_bytes())
+            (tmp_path / "new").rename(tmp_path / f"tls.{kind}")
+
+    put("server")
+    files = ("--tls-certificate", str(tmp_path / "tls.pem"), "--tls-key", str(tmp_path / "tls.key"))
+    with ServerProcess(tmp_path / "data", *files) as process:
+        ports = (process.target, next(a for a in process.ready["bulk_addresses"] if "unix" not in a))
+        assert [served(pki, port) for port in ports] == [certificate(pki, "server")] * 2
+        with Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
+            client.stats()
+            put("renewed")
+            while [served(pki, port) for port in ports] != [certificate(pki, "renewed")] * 2:
+                pass
+            client.stats()
+        assert "certificate_loaded" in process.stderr
+        (tmp_path / "tls.key").write_text("no key")
+        while "certificate_refused" not in process.stderr:
+            pass
+        assert [served(pki, port) for port in ports] == [certificate(pki, "renewed")] * 2
+        with Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client:
+            client.stats()
+
+
+def served(pki: Pki, address: str) -> bytes:
+    """The certificate that a port shows to whoever connects now."""
+    context = ssl.create_default_context(cafile=pki.directory / "ca.pem")
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=5) as connected,
+        context.wrap_socket(connected, server_hostname=host) as secured,
+    ):
+        return secured.getpeercert(binary_form=True) or b""
+
+
+def certificate(pki: Pki, name: str) -> bytes:
+    """One that was issued."""
+    return ssl.PEM_cert_to_DER_cert((pki.directory / f"{name}.pem").read_text())
 
 
 def test_an_expired_certificate_is_refused(pki: Pki, tmp_path: Path) -> None:
