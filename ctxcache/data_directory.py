@@ -6,6 +6,7 @@ are in it; either way it is refused untouched, with a sentence that says why.
     LOCK        held by the running server, with its process id
     FORMAT      {"format": 2, "created_by": "...", "instance_id": "...", "checksum": "..."}
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
+    LESSONS     what the placement policy has learned (`lessons`); may be missing
     metadata/   the metadata store's
 
 Format 1 had no checksums, and no RUNS before the first run. `upgrade` makes it format 2.

@@ -38,6 +38,7 @@ from ctxcache.errors import (
     InvalidConfiguration,
 )
 from ctxcache.frames import MESSAGE_LIMIT_BYTES
+from ctxcache.lessons import Lessons
 from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import Sources, read
 from ctxcache.observe.loop_lag import LoopLag
@@ -118,6 +119,7 @@ class Server:
         cache: Cache,
         files: ExitStack,
         identification: Identification,
+        lessons: Lessons,
     ) -> None:
         settings = reloading.settings
         self._reloading = reloading
@@ -125,7 +127,7 @@ class Server:
         self.addresses: tuple[str, ...] = ()
         self._cache = cache
         self._files = files
-        self._identification = identification
+        self._identification, self._lessons = identification, lessons
         is_divided = not identification.is_open
         self._admissions = Admissions(
             Admission("concurrent rpcs", settings.max_concurrent_rpcs, is_divided=is_divided),
@@ -212,13 +214,18 @@ class Server:
     ) -> "Server":  # fmt: skip
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
+        clock = clock or SystemClock()
         with ExitStack() as files:
             if spans is None:
                 spans = _spans(settings, files)
             storage = open_storage(settings, files)
+            policy = _policy(settings, storage)
+            lessons = Lessons(storage.directory.path, settings.placement_policy, policy, clock.now_ns)
+            files.callback(lessons.close)
+            lessons.recall()
             cache = Cache(
                 arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
-                clock=clock or SystemClock(), policy=_policy(settings, storage),
+                clock=clock, policy=policy,
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
                 crash_count=storage.directory.crash_count, limits=limits_of(settings, are_divided=is_divided), watermarks=watermarks_of(settings),
                 shares=Shares(settings.tenant_shares),
@@ -227,7 +234,7 @@ class Server:
             await _load(cache)
             on_loaded()
             reloading = Reloading(settings, cache, read_again or (lambda: settings))
-            server = cls(reloading, storage, cache, files, identification)
+            server = cls(reloading, storage, cache, files, identification, lessons)
             await server._listen()
             server._files = files.pop_all()
         return server
@@ -270,6 +277,7 @@ class Server:
             self._lag.stop()
             self._recording.stop()
             await self._metrics.stop()
+            await self._lessons.keep()
             self.storage.directory.end_run()
 
     async def _listen(self) -> None:
@@ -292,7 +300,9 @@ class Server:
         self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
-        self._watches = [loop.create_task(self._identification.watch())]
+        self._watches = [
+            loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run())
+        ]  # fmt: skip
         if self._tls:
             self._watches.append(loop.create_task(self._tls.watch()))
         if self.settings.arena_prefault:

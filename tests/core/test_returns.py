@@ -1,9 +1,13 @@
 """What is learned of return times, of hints about them, and that the work of one call is bounded."""
 
 import itertools
+import json
 from collections.abc import Callable
 
+import pytest
+
 from ctxcache.core.placement.policy import Facts
+from ctxcache.core.placement.return_class import AGES_S
 from ctxcache.core.placement.returns import AGED_AT_ONCE, ReturnTimes
 
 COUNT = 5000
@@ -126,3 +130,81 @@ def test_who_returns_leaves_nothing_to_be_walked_by_later_calls() -> None:
     _rest(returns, b"often")
 
     assert sum(map(len, returns._bins)) == 1
+
+
+def _indices(returns: ReturnTimes) -> list[float]:
+    """What a session promises at some idle times, of a class that was seen and of one that was not."""
+    found = []
+    for turn_count in (1, 5):
+        uid = b"asked %d" % turn_count
+        _rest(returns, uid, turn_count)
+        for age_s in (0, 3, 30, 1200):
+            returns.advance(returns.now_s + age_s)
+            found.append(returns.index_per_s(uid))
+        returns.ended(uid)
+    return found
+
+
+def test_a_later_run_goes_on_from_what_was_counted() -> None:
+    """By way of JSON, as it is kept."""
+    first, fresh, second = (ReturnTimes(lambda _: None) for _ in range(3))
+    _learn(first)
+    second.recount(json.loads(json.dumps(first.counts())), 0.0)
+
+    assert second.counts() == first.counts()
+    assert _indices(second) == pytest.approx(_indices(first), rel=0.1)
+    assert _indices(second) != pytest.approx(_indices(fresh), rel=0.1)
+
+
+def test_sessions_that_were_counted_before_a_restart_are_not_counted_again() -> None:
+    """Nor are those left out that came into the next bin meanwhile: the counts are those of a run that went on."""
+    whole, first, second = (ReturnTimes(lambda _: None) for _ in range(3))
+    for number in range(100):
+        for returns in (whole, first):
+            returns.advance(float(number))
+            _rest(returns, b"%d" % number)
+    # Kept at 99 s, gone on from at 119 s, which is 7 s on the clock of the next run.
+    second.recount(first.counts(), 20.0)
+    second.advance(7.0)
+    for number in range(100):
+        second.recalled(b"%d" % number, 119.0 - number)
+    for returns, now_s in ((whole, 119.0), (second, 7.0)):
+        for _ in range(10):
+            returns.advance(now_s + 300)
+        returns.began(b"50")
+
+    (away, came), (whole_away, whole_came) = _root(second), _root(whole)
+    assert came == whole_came
+    # Of a bin that is shorter than the time between, who passed it is counted nowhere.
+    first_bin = AGES_S.index(20)
+    assert away[first_bin:] == whole_away[first_bin:]
+    assert sum(away) < sum(whole_away)
+
+
+def _root(returns: ReturnTimes) -> list[list[float]]:
+    """How many were away, and how many came, of those of whom nothing was said."""
+    classes = returns.counts()["classes"]
+    assert isinstance(classes, dict)
+    away_and_came: list[list[float]] = classes["0"]
+    return away_and_came
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ages_s": [0, 1]}, {"classes": {"7": [[], []]}}, {"classes": {"0.a": [[], []]}}, {"classes": []},
+        {"classes": {"0": [[1.0] * 17, [1.0] * 18]}}, {"classes": {"0": [[-1.0] * 18, [1.0] * 18]}},
+        {"classes": {"0": [[1.0] * 18]}}, {"wait_s": -1}, {"queued_share": "many"}, {"wait_s": None},
+    ],
+)  # fmt: skip
+def test_counts_of_another_kind_are_refused_and_change_nothing(changed: dict[str, object]) -> None:
+    """Whatever is wrong with them."""
+    known, returns = ReturnTimes(lambda _: None), ReturnTimes(lambda _: None)
+    _learn(known, 100)
+    before = returns.counts()
+    good = {**before, "classes": known.counts()["classes"]}
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        returns.recount({**good, **changed}, 0.0)
+    assert returns.counts() == before
+    returns.recount(good, 0.0)
+    assert returns.counts() == good

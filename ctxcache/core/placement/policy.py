@@ -5,9 +5,9 @@ Worst case of a bad policy: misses. Capacities and pins are the ledger's, not th
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Accepts = Callable[[bytes], bool]
 
@@ -59,6 +59,16 @@ class Policy:
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:  # noqa: ARG002
         """The store was opened with it, idle for that long; who is idle for longest is told first."""
         self.idle(uid, facts, 0.0)
+
+    def lessons(self) -> dict[str, object]:
+        """What was learned and is worth keeping over restarts, as JSON has it; nothing by default."""
+        return {}
+
+    def relearn(self, lessons: Mapping[str, Any], age_s: float) -> None:
+        """Go on from the `lessons` of an earlier run, that long ago; called before anything else.
+
+        Raises ValueError, KeyError, TypeError where they are of another kind, and has learned nothing then.
+        """
 
     def passed(self, now_s: float) -> None:
         """Time passes; called now and then, so that what grows old does so a little at a time."""

@@ -9,89 +9,37 @@ Worst case: the load changes within an hour, and what is learned is wrong until 
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ctxcache.core.placement.policy import Facts
+from ctxcache.core.placement.return_class import (
+    AGES_S,
+    BINS,
+    IDLE,
+    LAST_BIN_S,
+    OVER,
+    QUEUED,
+    ReturnClass,
+    ReturnClasses,
+    SessionClass,
+)
 
-AGES_S = (0, 0.5, 2, 5, 10, 20, 40, 70, 110, 160, 230, 330, 480, 700, 1000, 1500, 2400, 3600)
-"""Where an idle time passes into the next bin; the last bin is taken to last LAST_BIN_S."""
-LAST_BIN_S = 3600
-LENGTHS_S = tuple(b - a for a, b in zip(AGES_S, (*AGES_S[1:], AGES_S[-1] + LAST_BIN_S), strict=True))
-BINS = range(len(AGES_S))
 WATCHED = 1 << 17
 HALVED_EVERY = 1 << 15
 """Turns after which counts are halved: what was long ago says little."""
 REFRESHED_EVERY = 256
 AGED_AT_ONCE = 256
 """Sessions that grow older, or are forgotten, in one call: whoever calls must not wait, however long the gap was."""
-PRIOR_COUNT = 12.0
-"""How many sessions of a class outweigh what its parent class says, or of a root what its bin before does."""
 MOST_TURNS = 6
-MOST_HAZARD = 0.95
 WAIT_MEMORY = 64
 WAIT_TIMES = 2.0
 """Who joins the queue now waits that many times as long as those that came to their turns of late."""
-
-SessionClass = tuple[int, ...]
-IDLE, QUEUED, OVER = 0, 1, 2
-"""Roots: nothing was said of the session, or not that it is over; its job is queued; it is said to be over."""
-FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
-"""What a root says of its first bin before it has seen any: that clients and schedulers are right."""
 
 
 def class_of(facts: Facts) -> SessionClass:
     """Turn count, and the magnitude of the last input: a long one in a late turn seldom has a sequel."""
     return (min(facts.turn_count, MOST_TURNS), facts.appended_bytes.bit_length())
-
-
-class _Class:
-    """How many reached each bin of idle time, how many returned in it, and what that promises."""
-
-    __slots__ = (
-        "away",
-        "aways",
-        "came",
-        "cames",
-        "chances",
-        "first_hazard",
-        "indices",
-        "parent",
-        "refreshed",
-    )
-
-    def __init__(self, parent: "_Class | None", first_hazard: float = 0.0) -> None:
-        self.parent, self.first_hazard = parent, first_hazard
-        self.away, self.came = [0.0] * len(AGES_S), [0.0] * len(AGES_S)
-        # Its own counts and those of all classes above, which count the same.
-        self.aways: tuple[list[float], ...] = (self.away, *(parent.aways if parent else ()))
-        self.cames: tuple[list[float], ...] = (self.came, *(parent.cames if parent else ()))
-        self.indices: list[float] = []
-        self.chances: list[float] = []
-        self.refreshed = -1
-
-    def refresh(self, number: int, wait_s: float) -> None:
-        """Compute anew what follows from the counts, once per `number`."""
-        if self.refreshed == number:
-            return
-        self.refreshed = number
-        hazards = [min(each, MOST_HAZARD) for each in self._hazards()]
-        self.indices = [_index(hazards, each, wait_s) for each in BINS]
-        away = list(accumulate((1 - hazard for hazard in reversed(hazards)), mul))
-        self.chances = [1 - each for each in reversed(away)]
-
-    def _hazards(self) -> list[float]:
-        """How likely one that is in a bin returns in it; few counts lean on the class above, or on the bin before."""
-        if self.parent is not None:
-            above = self.parent._hazards()  # noqa: SLF001  another of its kind
-            counts = zip(self.came, self.away, above, strict=True)
-            return [(came + PRIOR_COUNT * prior) / (away + PRIOR_COUNT) for came, away, prior in counts]
-        hazards, hazard = [], self.first_hazard
-        for came, away in zip(self.came, self.away, strict=True):
-            hazard = (came + PRIOR_COUNT * hazard) / (away + PRIOR_COUNT)
-            hazards.append(hazard)
-        return hazards
 
 
 class _Watch:
@@ -103,7 +51,7 @@ class _Watch:
     __slots__ = ("before", "bin", "counted", "name", "of", "since_s", "uid")
 
     def __init__(
-        self, uid: bytes, since_s: float, name: SessionClass, of: _Class, before: "_Watch | None" = None
+        self, uid: bytes, since_s: float, name: SessionClass, of: ReturnClass, before: "_Watch | None" = None
     ) -> None:
         self.uid, self.since_s, self.name, self.of, self.before = uid, since_s, name, of, before
         self.bin = 0
@@ -114,7 +62,7 @@ class _Watch:
         for away in self.of.aways:
             away[self.bin] += 1
 
-    def is_of(self, name: SessionClass, of: _Class) -> None:
+    def is_of(self, name: SessionClass, of: ReturnClass) -> None:
         """Let it have been of another class since it came into this bin."""
         for away in self.of.aways:
             away[self.bin] = max(away[self.bin] - 1, 0.0)
@@ -143,13 +91,13 @@ class ReturnTimes:
         self._due_s = math.inf
         self._is_behind = False
         """Whether the last call left some for the next."""
-        self._classes: dict[SessionClass, _Class] = {
-            (root,): _Class(None, hazard) for root, hazard in FIRST_HAZARDS.items()
-        }
-        self._queued = self._classes[QUEUED,]
+        self._classes = ReturnClasses()
+        self._queued = self._classes.of((QUEUED,))
         self._turn_count = self._refreshed = 0
         self._wait_s = self._queued_share = 0.0
         """How long those that returned by the queue waited, and how many of those that returned did."""
+        self._counts_age_s = math.inf
+        """How old the counts of an earlier run were when it was gone on from them."""
         self.now_s = 0.0
 
     @property
@@ -214,18 +162,36 @@ class ReturnTimes:
         """A turn of the session is over."""
         self._unwatch(uid)
         name = (IDLE, *class_of(facts))
-        self._watch(_Watch(uid, self.now_s, name, self._class(name)))
+        self._watch(_Watch(uid, self.now_s, name, self._classes.of(name)))
         self._turn_count += 1
         if self._turn_count % REFRESHED_EVERY == 0:
             self._refreshed += 1
         if self._turn_count % HALVED_EVERY == 0:
-            self._halve()
+            self._classes.halve()
 
-    def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
-        """The session has been idle for that long, unseen: it is counted from here on. The oldest come first."""
+    def recalled(self, uid: bytes, idle_s: float) -> None:
+        """The session has been idle for that long, and how it came to be is not known. The oldest come first.
+
+        It is counted from here on; what the run counted of it whose counts were gone on from, not again.
+        """
         if idle_s < AGES_S[-1] + LAST_BIN_S:
-            name = (IDLE, *class_of(facts))
-            self._watch(_Watch(uid, self.now_s - idle_s, name, self._class(name)))
+            since_s, counted_s = self.now_s - idle_s, self.now_s - self._counts_age_s
+            is_counted = since_s <= counted_s and self._bin(since_s) == self._bin(since_s, counted_s)
+            watch = _Watch(uid, since_s, (IDLE,), self._classes.of((IDLE,)))
+            self._watch(watch, is_counted=is_counted)
+
+    def counts(self) -> dict[str, object]:
+        """What was learned, as JSON has it: a later run may go on from it."""
+        return {**self._classes.counts(), "wait_s": self._wait_s, "queued_share": self._queued_share}
+
+    def recount(self, counts: Mapping[str, Any], age_s: float) -> None:
+        """Go on from `counts`, which are so old. Raises ValueError, KeyError, TypeError, and has changed nothing then."""
+        wait_s, queued_share = float(counts["wait_s"]), float(counts["queued_share"])
+        if not (0 <= wait_s < math.inf and 0 <= queued_share <= 1):
+            raise ValueError(f"a wait of {wait_s} s, a share of {queued_share}")
+        self._classes.recount(counts)
+        self._wait_s, self._queued_share, self._counts_age_s = wait_s, queued_share, age_s
+        self._refreshed += 1
 
     def queued(self, uid: bytes) -> None:
         """A job of the session waits."""
@@ -235,7 +201,7 @@ class ReturnTimes:
             before.came(self.coming_share)
             self._bins[before.bin].pop(uid, None)
             name = (QUEUED, *before.name[1:])
-            self._watch(_Watch(uid, self.now_s, name, self._class(name), before))
+            self._watch(_Watch(uid, self.now_s, name, self._classes.of(name), before))
 
     def unqueued(self, uid: bytes) -> None:
         """The job is gone although no turn began: the session is idle as it was."""
@@ -255,7 +221,7 @@ class ReturnTimes:
         watch = watch.before or watch
         name = (OVER if is_over else IDLE, *watch.name[1:])
         if name != watch.name:
-            watch.is_of(name, self._class(name))
+            watch.is_of(name, self._classes.of(name))
 
     def index_per_s(self, uid: bytes) -> float:
         """The best rate, in returns per second kept, that keeping the session for some time promises.
@@ -283,23 +249,18 @@ class ReturnTimes:
         """How long it will wait in the queue once it returns: no time if its job is there, or returns go by none."""
         return 0.0 if watch.before is not None else WAIT_TIMES * self._wait_s * self._queued_share
 
-    def _class(self, name: SessionClass) -> _Class:
-        found = self._classes.get(name)
-        if found is None:
-            found = self._classes[name] = _Class(self._class(name[:-1]))
-        return found
+    def _bin(self, since_s: float, now_s: float | None = None) -> int:
+        return bisect_right(AGES_S, (self.now_s if now_s is None else now_s) - since_s) - 1
 
-    def _bin(self, since_s: float) -> int:
-        return bisect_right(AGES_S, self.now_s - since_s) - 1
-
-    def _watch(self, watch: _Watch) -> None:
+    def _watch(self, watch: _Watch, *, is_counted: bool = False) -> None:
         self._watches[watch.uid] = watch
         if len(self._watches) > WATCHED:
             self._unwatch(next(iter(self._watches)))
         if watch.since_s < self.now_s:
             watch.bin = self._bin(watch.since_s)
         self._bins[watch.bin][watch.uid] = watch
-        watch.went_on()
+        if not is_counted:
+            watch.went_on()
         due_s = watch.since_s + AGES_S[watch.bin + 1] if watch.bin + 1 < len(AGES_S) else math.inf
         self._due_s = min(self._due_s, due_s)
 
@@ -308,11 +269,6 @@ class ReturnTimes:
         if watch is not None:
             self._bins[watch.bin].pop(uid, None)
         return watch
-
-    def _halve(self) -> None:
-        for one in self._classes.values():
-            for values in (one.away, one.came):
-                values[:] = [value / 2 for value in values]
 
     def _forget(self, left: int) -> int:
         """Stop watching so many of those that are away for longer than is learned; returns how many less there were."""
@@ -324,14 +280,3 @@ class ReturnTimes:
             if watch.before is None:
                 del self._watches[uid]
         return left
-
-
-def _index(hazards: list[float], first: int, wait_s: float) -> float:
-    away, came, kept_s, best = 1.0, 0.0, 0.0, 0.0
-    for number in range(first, len(AGES_S)):
-        now = away * hazards[number]
-        kept_s += LENGTHS_S[number] * (away - now / 2)
-        came += now
-        away -= now
-        best = max(best, came / (kept_s + came * wait_s))
-    return best

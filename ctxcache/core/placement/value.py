@@ -6,7 +6,8 @@ hints of their kind came true. Worst case: a load whose classes say nothing; the
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ctxcache.core.placement.cost import MissCost
 from ctxcache.core.placement.forecast import Forecast
@@ -66,8 +67,16 @@ class ReturnValue(Windowed):
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
         """See Policy."""
-        self._returns.recalled(uid, facts, idle_s)
+        self._returns.recalled(uid, idle_s)
         self._weigh(uid, facts.size_bytes)
+
+    def lessons(self) -> dict[str, object]:
+        """See Policy: return times. Whom to trust is learned anew within some dozen hints."""
+        return self._returns.counts()
+
+    def relearn(self, lessons: Mapping[str, Any], age_s: float) -> None:
+        """See Policy."""
+        self._returns.recount(lessons, age_s)
 
     def passed(self, now_s: float) -> None:
         """See Policy."""
