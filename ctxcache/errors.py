@@ -220,6 +220,36 @@ class TierFailure(CacheError):
     template = "{path}: {problem}"
 
 
+# -- a file of the caller's -------------------------------------------------------------------------------
+
+
+class FileUnusable(CacheError):
+    """A file that was named cannot be opened, read or written."""
+
+    reason = "FILE_UNUSABLE"
+    template = "{path}: {problem}"
+
+
+class FileFull(FileUnusable):
+    """There is no room for a file that was to be written."""
+
+    reason = "FILE_FULL"
+
+
+class FileAlreadyExists(CacheError):
+    """A file that was to be written is there already."""
+
+    reason = "FILE_ALREADY_EXISTS"
+    template = "{path} already exists"
+
+
+class ExportDamaged(CacheError):
+    """A file is no export of sessions, or not as it was written."""
+
+    reason = "EXPORT_DAMAGED"
+    template = "{path}: {problem}"
+
+
 # -- the server cannot start ------------------------------------------------------------------------------
 
 

@@ -54,6 +54,10 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.FormatTooNew: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InvalidConfiguration: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AddressUnusable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.FileUnusable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.FileFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.FileAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.ExportDamaged: grpc.StatusCode.DATA_LOSS,
     CacheError: grpc.StatusCode.INTERNAL,
 }
 RETRYABLE = (errors.TooManyRequests, errors.Draining, errors.Unavailable)

@@ -82,14 +82,14 @@ class Call:
         return changed if timeout_s is None else replace(changed, timeout_s=timeout_s)
 
     @contextmanager
-    def client(self) -> Iterator["Client"]:
-        """Open a client that maps no memory: a command moves no rows."""
+    def client(self, *, moves_rows: bool = False) -> Iterator["Client"]:
+        """Open a client; one that moves no rows maps no memory."""
         from ctxcache.client import Client  # noqa: PLC0415  grpc is half the start time of --help
 
         with Client(
             self.target,
             timeout_s=self.timeout_s,
-            access="remote",
+            access="auto" if moves_rows else "remote",
             tls=self.credentials.tls(),
             token_file=self.credentials.token_file,
             tenant=self.tenant,
@@ -110,17 +110,17 @@ class Call:
         has_more = limit is not None and len(shown) > limit
         print_list(noun, shown[:limit], has_more=has_more, output=self.output)
 
-    def show_facts(self, facts: "Mapping[str, Plain]", text: str) -> None:
+    def show_facts(self, facts: "Mapping[str, Plain]", text: str, *, to_stderr: bool = False) -> None:
         """Print facts for scripts, or `text` for people."""
         from ctxcache.cli.documents import as_json, as_yaml  # noqa: PLC0415  it imports protobuf
 
         match self.output:
             case Output.JSON:
-                typer.echo(as_json(facts))
+                typer.echo(as_json(facts), err=to_stderr)
             case Output.YAML:
-                typer.echo(as_yaml(facts))
+                typer.echo(as_yaml(facts), err=to_stderr)
             case Output.TABLE:
-                typer.echo(text)
+                typer.echo(text, err=to_stderr)
 
 
 P = ParamSpec("P")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli import drain, hints, leases, models, quotas, sessions, tiers, tokens, top
+from ctxcache.cli import drain, export, hints, import_, leases, models, quotas, sessions, tiers, tokens, top
 from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, of_tenant, online, watched
 from ctxcache.cli.completion import session_names
@@ -71,6 +71,8 @@ app.add_typer(quotas.app, name="quota")
 app.add_typer(hints.app, name="hint")
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("drain", epilog=drain.EXAMPLES)(drain.drain)
+app.command("export", epilog=export.EXAMPLES)(export.export)
+app.command("import", epilog=import_.EXAMPLES)(import_.import_sessions)
 app.add_typer(config_app(), name="config")
 app.add_typer(tokens.app, name="token")
 

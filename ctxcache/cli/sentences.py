@@ -14,6 +14,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.WriteInProgress: "try again when its writer has finished",
     errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that is",
     errors.FormatTooNew: "install the version that wrote it, or a newer one",
+    errors.FileAlreadyExists: "choose another name, or --force",
     errors.Unauthenticated: "--token-file or --tls-client-certificate say who you are",
     errors.PermissionDenied: "docs/operations.md says under Security whom a server lets in as what",
     errors.AddressUnusable: "choose another with --listen or --unix-socket",

@@ -6,13 +6,17 @@ length-prefixed and tagged, so that no two different models share an encoding.
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 
 FINGERPRINT_BYTES = 32
 _DOMAIN = b"ctxcache.model.v1"
+_ITEM, _SPEC = struct.Struct("<HI"), struct.Struct("<iiii")
+_NUMBERS = ("layer_count", "hidden_size", "kv_head_count", "head_size")
+_FACTS = {"True": True, "False": False}
+_NUMBER_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,15 @@ class ModelSpec:
     settings: str = ""
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over every field but `model_id`, each as tag, length, value. 32 bytes."""
-        digest = hashlib.sha256(_DOMAIN)
-        for item in fields(self):
-            if item.name not in ("model_id", "streams"):
-                _update(digest, item.name, str(getattr(self, item.name)).encode())
-        for spec in sorted(self.streams):
-            _update(digest, "stream", _pack_spec(spec))
-        return digest.digest()
+        """SHA-256 of what `encode` returns. 32 bytes."""
+        return hashlib.sha256(self.encode()).digest()
+
+    def encode(self) -> bytes:
+        """Every field but `model_id`, each as tag, length, value. No two models have the same."""
+        names = (item.name for item in fields(self) if item.name not in ("model_id", "streams"))
+        settings = (_item(name, str(getattr(self, name)).encode()) for name in names)
+        streams = (_item("stream", _pack_spec(spec)) for spec in sorted(self.streams))
+        return b"".join((_DOMAIN, *settings, *streams))
 
     def resolve(self, layout: Iterable[Stream]) -> tuple[StreamSpec, ...]:
         """Specs of `layout` in storage order (token ids first, then by layer and kind).
@@ -62,9 +67,69 @@ class ModelSpec:
         return tuple(sorted(known[stream] for stream in {TOKENS, *layout}))
 
 
-def _update(digest: "hashlib._Hash", tag: str, value: bytes) -> None:
-    digest.update(struct.pack("<HI", len(tag), len(value)) + tag.encode() + value)
+def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
+    """The model that `encode` made the bytes of. Raises ValueError for bytes that it never makes."""
+    items = list(_items(encoded))
+    texts = {tag: value.decode() for tag, value in items if tag != "stream"}
+    try:
+        found = ModelSpec(
+            model_id=model_id,
+            architecture=texts["architecture"],
+            revision=texts["revision"],
+            weights_digest=texts["weights_digest"],
+            tokenizer_digest=texts["tokenizer_digest"],
+            dtype=DType(int(texts["dtype"])),
+            rope=texts["rope"],
+            norm=texts["norm"],
+            is_relocatable=_FACTS[texts["is_relocatable"]],
+            streams=tuple(_spec(value) for tag, value in items if tag == "stream"),
+            settings=texts["settings"],
+            **{name: _number(texts[name]) for name in _NUMBERS},
+        )
+    except KeyError as error:
+        raise ValueError(f"the model has no {error}") from error
+    # What is left out above, comes twice or in another order, or is written in another way.
+    if found.encode() != encoded or len({spec.stream for spec in found.streams}) < len(found.streams):
+        raise ValueError("the model is not written as models are")
+    return found
+
+
+def _item(tag: str, value: bytes) -> bytes:
+    return _ITEM.pack(len(tag), len(value)) + tag.encode() + value
+
+
+def _items(encoded: bytes) -> Iterator[tuple[str, bytes]]:
+    at = len(_DOMAIN)
+    if encoded[:at] != _DOMAIN:
+        raise ValueError("it is no model")
+    while at < len(encoded):
+        begin = at + _ITEM.size
+        tag_bytes, value_bytes = _ITEM.unpack(_exactly(encoded, at, _ITEM.size))
+        tag = _exactly(encoded, begin, tag_bytes).decode()
+        yield tag, _exactly(encoded, begin + tag_bytes, value_bytes)
+        at = begin + tag_bytes + value_bytes
+
+
+def _exactly(encoded: bytes, begin: int, size_bytes: int) -> bytes:
+    part = encoded[begin : begin + size_bytes]
+    if len(part) != size_bytes:
+        raise ValueError("the model is cut short")
+    return part
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < _NUMBER_LIMIT:
+        raise ValueError(f"{number} is no count or size of a model")
+    return number
 
 
 def _pack_spec(spec: StreamSpec) -> bytes:
-    return struct.pack("<iiii", spec.stream.layer, spec.stream.kind, spec.row_bytes, spec.dtype)
+    return _SPEC.pack(spec.stream.layer, spec.stream.kind, spec.row_bytes, spec.dtype)
+
+
+def _spec(value: bytes) -> StreamSpec:
+    if len(value) != _SPEC.size:
+        raise ValueError("a stream of the model is cut short")
+    layer, kind, row_bytes, dtype = _SPEC.unpack(value)
+    return StreamSpec(Stream(layer, StateKind(kind)), row_bytes, DType(dtype))

@@ -104,6 +104,8 @@ def test_an_example_works(
         "CTXCACHE_TARGET": server.target, "XDG_STATE_HOME": str(place / "state"), "HOME": str(place),
     }  # fmt: skip
     monkeypatch.chdir(place)
+    for file in ("chat-17.ctxexport", "all.ctxexport") if path == ("ctxcache", "import") else ():
+        CliRunner().invoke(app, ["export", SESSION, "--to", file, "--force"], env=environment)
     with Client(server.target, access="local") as reader:
         if line.startswith("ctxcache lease"):
             reader.read(f"sessions/{SESSION}")

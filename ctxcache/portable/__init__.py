@@ -1,0 +1,1 @@
+"""Sessions in a file: out of a store and into another, by the public client alone."""
