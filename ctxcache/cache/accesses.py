@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ctxcache.clock import Clock
-from ctxcache.core.history import Event, History
+from ctxcache.core.history import Event, History, Miss, Requests
 from ctxcache.core.session import Session
 from ctxcache.errors import CacheError
+from ctxcache.trace_context import current_trace_id
 
 LOOKUP, READ = "lookup", "read"
 """How it was asked."""
+WRITE = "write"
+"""Of requests alone: writes count elsewhere."""
 HIT, EMPTY, NEVER_STORED, REFUSED = "hit", "empty", "never_stored", "refused"
 EVENTS = {
     "MODEL_FINGERPRINT_MISMATCH": Event.FINGERPRINT_MISMATCH,
@@ -37,6 +40,7 @@ class Accesses:
         """`sessions`: those that are there, by tenant and id."""
         self._clock, self._sessions = clock, sessions
         self.history = History()
+        self.requests = Requests()
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def found(self, by: str, *, is_empty: bool = False) -> None:
@@ -60,16 +64,23 @@ class Accesses:
             end = self.history.end_of(tenant, session_id)
             result = end.value if end else NEVER_STORED
         self.counts[by, result] += 1
+        self._noted(by, tenant, session_id, result)
 
     def write_failed(self, session: Session, error: CacheError) -> None:
         """Tokens of it were not stored."""
         event = EVENTS.get(error.reason)
         if event is not None:
             self.happened(session, event, detail=f"write: {error.reason}")
+        self._noted(WRITE, session.tenant, session.session_id, event.value if event else REFUSED)
 
     def happened(self, session: Session, event: Event, *, detail: str = "", token_count: int = 0) -> None:
         """Something was done to a session that is there, or was until now."""
         self.history.note(
             session.tenant, session.session_id, event, time_ns=self._clock.now_ns(), detail=detail,
-            token_count=token_count,
+            token_count=token_count, trace_id=current_trace_id(),
         )  # fmt: skip
+
+    def _noted(self, by: str, tenant: str, session_id: str, result: str) -> None:
+        trace_id = current_trace_id()
+        if trace_id:
+            self.requests.note(tenant, trace_id, Miss(session_id, by, result, self._clock.now_ns()))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
+WATCH_INTERVAL_S = 2.0
 WHOSE = "whose"
 """The parameter behind --tenant, where that says for whom an operator calls."""
 CLEAR = "\x1b[H\x1b[2J"
@@ -50,15 +51,23 @@ TimeoutOption = Annotated[
     float | None, typer.Option("--timeout", help="Longest wait for an answer, in seconds.", min=0.001)
 ]
 WatchOption = Annotated[
+    bool | None, typer.Option("--watch", help="Show it again and again, until Ctrl-C.", show_default=False)
+]
+IntervalOption = Annotated[
     float | None,
     typer.Option(
-        "--watch", metavar="SECONDS", help="Show it again and again, so often, until Ctrl-C.", min=0.01
+        "--interval",
+        metavar="SECONDS",
+        help="How often, with --watch.",
+        min=0.01,
+        show_default=f"{WATCH_INTERVAL_S:g}",
     ),
 ]
 TenantOption = Annotated[
     str | None,
     typer.Option("--tenant", metavar="TENANT", help="Whose; for operators.", show_default="yours"),
 ]
+WATCHING = (option("watch", WatchOption), option("interval", IntervalOption))
 SHARED_OPTIONS = (
     option("target", TargetOption),
     option("output", OutputOption),
@@ -141,7 +150,7 @@ def online(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None
 
 def watched(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
     """As `online`, and --watch, with which the command is run again and again."""
-    return _with_options(_repeated(function), (option("watch", WatchOption),))
+    return _with_options(_repeated(function), WATCHING)
 
 
 def of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
@@ -151,14 +160,16 @@ def of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., N
 
 def watched_of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
     """As `watched`, and --tenant."""
-    return _with_options(_repeated(function), (option(WHOSE, TenantOption), option("watch", WatchOption)))
+    return _with_options(_repeated(function), (option(WHOSE, TenantOption), *WATCHING))
 
 
 def _repeated(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(call: Call, /, *arguments: P.args, **given: P.kwargs) -> None:
-        interval_s = given.pop("watch", None)
-        if not isinstance(interval_s, float):
+        is_watched, interval_s = given.pop("watch", None), given.pop("interval", None)
+        if not is_watched:
+            if interval_s is not None:
+                raise typer.BadParameter("goes with --watch", param_hint="--interval")
             function(call, *arguments, **given)
             return
         # Ctrl-C is how it ends.
@@ -168,7 +179,7 @@ def _repeated(function: Callable[Concatenate[Call, P], None]) -> Callable[..., N
                     sys.stdout.write(CLEAR)
                 function(call, *arguments, **given)
                 sys.stdout.flush()
-                time.sleep(interval_s)
+                time.sleep(interval_s if isinstance(interval_s, float) else WATCH_INTERVAL_S)
 
     return command
 

@@ -26,7 +26,7 @@ from ctxcache.cli.credentials import (
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import exit_code_of
-from ctxcache.cli.names import session_name
+from ctxcache.cli.names import parse_trace, parsed, session_name
 from ctxcache.cli.plugins import add_plugins
 from ctxcache.cli.rebuild import rebuild_command
 from ctxcache.cli.sentences import sentence
@@ -113,20 +113,40 @@ def tenants(call: Call) -> None:
         call.show_list("tenants", client.list_tenants(), None)
 
 
-@app.command("why-miss", epilog=examples("ctxcache why-miss chat-17"))
+@app.command(
+    "why-miss",
+    epilog=examples(
+        "ctxcache why-miss chat-17",
+        "ctxcache why-miss --request 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    ),
+)
 @of_tenant
 def why_miss(
     call: Call,
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="ID or sessions/ID.", show_default=False, autocompletion=session_names
+            metavar="[NAME]", help="ID or sessions/ID.", show_default=False, autocompletion=session_names
         ),
-    ],
+    ] = "",
+    request: Annotated[
+        str,
+        typer.Option(
+            "--request",
+            metavar="TRACE",
+            show_default=False,
+            help="A request instead: its trace's id, or its W3C traceparent.",
+        ),
+    ] = "",
 ) -> None:
-    """Say why a session is not there, or has less than was stored."""
+    """Say why a session is not there, or has less than was stored; or what a request missed, and why."""
+    if bool(name) == bool(request):
+        raise typer.BadParameter("give a NAME, or --request")
     with call.client() as client:
-        call.show(client.why_miss(session_name(name), tenant=call.tenant))
+        if request:
+            call.show(client.why_miss(tenant=call.tenant, trace_id=parsed(parse_trace, request, "--request")))
+        else:
+            call.show(client.why_miss(session_name(name), tenant=call.tenant))
 
 
 @app.command("version", epilog=examples("ctxcache version"))

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import typer
 
+from ctxcache.trace_context import trace_id_of
+
 Value = TypeVar("Value")
 
 
@@ -24,6 +26,14 @@ def parsed(parse: Callable[[str], Value], text: str, option: str) -> Value:
         return parse(text)
     except ValueError as error:
         raise typer.BadParameter(f"{option}: {error}") from error
+
+
+def parse_trace(text: str) -> str:
+    """The trace's id in a `traceparent`, or in itself. Raises ValueError."""
+    found = trace_id_of(text.lower())
+    if not found:
+        raise ValueError(f"{text!r} is neither a trace's id, 32 hex digits, nor a traceparent")
+    return found
 
 
 def parse_size_bytes(text: str) -> int:

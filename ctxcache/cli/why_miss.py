@@ -18,13 +18,29 @@ REASONS = {
 
 
 def why_miss_view(answer: WhyMissResponse) -> RenderableType:
-    """One session that somebody missed."""
-    sentence = Text(_sentence(answer))
-    if not answer.happenings:
-        return sentence
-    table = Table(box=None, pad_edge=False)
-    for column in ("LAST", "FIRST", "TIMES", "EVENT", "TOKENS", "BY"):
-        table.add_column(column, no_wrap=True, justify="right" if column in ("TIMES", "TOKENS") else "left")
+    """One session that somebody missed, or what a request missed and the last session of that."""
+    if answer.trace_id and not answer.misses:
+        return Text(
+            f"no miss of {answer.trace_id} by tenant {answer.tenant} is remembered: it missed nothing, did not send"
+            f" its trace, or did so before the server began to remember ({_when(answer.remembered_since)}) or long ago."
+        )
+    parts: list[RenderableType] = [_misses(answer), Text()] if answer.trace_id else []
+    parts.append(Text(_sentence(answer)))
+    if answer.happenings:
+        parts += [Text(), _happenings(answer)]
+    return Group(*parts)
+
+
+def _misses(answer: WhyMissResponse) -> Table:
+    table = _table("LAST", "TIMES", "SESSION", "ASKED BY", "FOUND")
+    for one in answer.misses:
+        found = one.result.replace("_", " ")
+        table.add_row(_when(one.time), str(one.count), one.session, one.access, found)
+    return table
+
+
+def _happenings(answer: WhyMissResponse) -> Table:
+    table = _table("LAST", "FIRST", "TIMES", "EVENT", "TOKENS", "BY", "IN TRACE")
     for one in answer.happenings:
         event = MissEvent.Name(one.event).removeprefix("MISS_EVENT_").lower().replace("_", " ")
         table.add_row(
@@ -34,8 +50,16 @@ def why_miss_view(answer: WhyMissResponse) -> RenderableType:
             event,
             str(one.token_count or "-"),
             one.detail,
+            one.trace_id or "-",
         )
-    return Group(sentence, Text(), table)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True, justify="right" if column in ("TIMES", "TOKENS") else "left")
+    return table
 
 
 def _sentence(answer: WhyMissResponse) -> str:

@@ -28,9 +28,12 @@ class AdminCalls:
                 return
             request.page_token = page.next_page_token
 
-    def why_miss(self, name: str, *, tenant: str = "") -> admin_pb2.WhyMissResponse:
-        """Return why a session is not there, or has less than was stored. Raises InvalidArgument."""
-        request = admin_pb2.WhyMissRequest(name=name, tenant=tenant)
+    def why_miss(self, name: str = "", *, tenant: str = "", trace_id: str = "") -> admin_pb2.WhyMissResponse:
+        """Return why a session is not there, or has less than was stored; or what a request missed.
+
+        Either by the session's name, or by the W3C trace id of a request. Raises InvalidArgument.
+        """
+        request = admin_pb2.WhyMissRequest(name=name, tenant=tenant, trace_id=trace_id)
         return self._wire.call(self._wire.admin.WhyMiss, request)
 
     def settings(self) -> admin_pb2.Settings:

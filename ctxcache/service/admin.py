@@ -8,7 +8,7 @@ from typing import Protocol
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.core.history import Event, Happened
+from ctxcache.core.history import Event, Happened, Miss
 from ctxcache.service import convert, validate
 from ctxcache.service.operations import Controls, OperationRpcs
 from ctxcache.service.rpc import Context
@@ -96,13 +96,22 @@ class AdminService(OperationRpcs):
         self, request: admin_pb2.WhyMissRequest, context: Context
     ) -> admin_pb2.WhyMissResponse:
         """See the proto."""
-        tenant, session_id = request.tenant or tenant_of(context), validate.session_id(request.name)
-        state = self._cache.state
-        happened = state.accesses.history.of(tenant, session_id)
+        tenant, state = request.tenant or tenant_of(context), self._cache.state
+        misses: Sequence[Miss] = ()
+        if request.trace_id:
+            misses = state.accesses.requests.of(
+                tenant, validate.trace_id(request.trace_id, besides=request.name)
+            )
         answer = admin_pb2.WhyMissResponse(
-            name=request.name, tenant=tenant, remembered_since=convert.timestamp(self._about.start_time_ns),
-            happenings=[_happening(one) for one in happened],
+            tenant=tenant, remembered_since=convert.timestamp(self._about.start_time_ns), trace_id=request.trace_id,
+            misses=[_miss(one) for one in misses],
         )  # fmt: skip
+        if request.trace_id and not misses:
+            return answer
+        session_id = misses[-1].session_id if misses else validate.session_id(request.name)
+        happened = state.accesses.history.of(tenant, session_id)
+        answer.name = f"sessions/{session_id}"
+        answer.happenings.extend(_happening(one) for one in happened)
         session = state.sessions.get((tenant, session_id))
         if session is not None and session.expire_time_ns > state.clock.now_ns():
             answer.is_there, answer.token_count = True, session.token_count
@@ -202,6 +211,14 @@ def _happening(one: Happened) -> admin_pb2.SessionHappening:
     return admin_pb2.SessionHappening(
         event=_EVENTS[one.event], first_time=convert.timestamp(one.first_time_ns),
         last_time=convert.timestamp(one.time_ns), count=one.count, detail=one.detail, token_count=one.token_count,
+        trace_id=one.trace_id,
+    )  # fmt: skip
+
+
+def _miss(one: Miss) -> admin_pb2.RequestMiss:
+    return admin_pb2.RequestMiss(
+        session=f"sessions/{one.session_id}", access=one.by, result=one.result,
+        time=convert.timestamp(one.time_ns), count=one.count,
     )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """The guard at the edge: who calls, and whether that one may call this. Before anything of the request is looked at."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
+from ctxcache import trace_context
 from ctxcache.errors import CacheError
 from ctxcache.service import caller as callers
 from ctxcache.service.audit import OPERATORS_ONLY, Refusals
@@ -58,6 +60,7 @@ class Guard:
             self._refusals.note(error, peer=context.peer(), method=method)
             raise
         callers.let_in(caller)
+        trace_context.named_by(partial(_trace_parent, context))
         return caller
 
     def _find(self, context: Connected) -> Caller:
@@ -67,6 +70,11 @@ class Guard:
             metadata = context.invocation_metadata() or ()
             given = [str(value) for key, value in metadata if key == AUTHORIZATION]
         return self._identification.of_rpc(context.peer(), context.auth_context(), given)
+
+
+def _trace_parent(context: Connected) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == trace_context.HEADER), "")
 
 
 def _of_tenant(caller: Caller, context: Connected) -> Caller:

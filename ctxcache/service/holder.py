@@ -9,6 +9,7 @@ import itertools
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ctxcache import trace_context
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.reservation import Reservation
@@ -52,6 +53,8 @@ class Holder:
 
     async def carry_out(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch."""
+        # Its own, or none: that of the connection is of another time.
+        trace_context.named_by(lambda: request.trace_parent)
         spans = self._cache.state.spans
         if not (spans.is_on and request.trace_parent):
             return await self._carry_out(request)

@@ -20,6 +20,7 @@ LAYER_LIMIT = 65536
 TTL_LIMIT_S = 3650 * 86400
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _TIMESTAMP_LIMIT_S = (2**63 - 1) // 10**9  # the year 2262, where 64 bits of nanoseconds end
 
 
@@ -34,6 +35,15 @@ def model_id(name: str, field: str = "name") -> str:
 def session_id(name: str, field: str = "name") -> str:
     """The id in `sessions/{session_id}`."""
     return _id(name, "sessions/", _SESSION_ID, field)
+
+
+def trace_id(value: str, *, besides: str) -> str:
+    """The id of a trace, with nothing `besides` that names a session."""
+    if besides:
+        raise InvalidArgument(field="trace_id", problem="a session is named besides")
+    if not _TRACE_ID.fullmatch(value):
+        raise InvalidArgument(field="trace_id", problem=f"does not match {_TRACE_ID.pattern}")
+    return value
 
 
 def engine(value: str, field: str) -> str:

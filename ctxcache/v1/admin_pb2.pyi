@@ -672,19 +672,25 @@ class WhyMissRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Resource name, `sessions/{session_id}`. Required. It need not exist."""
+    """Resource name, `sessions/{session_id}`. It need not exist. Required, unless `trace_id` is given."""
     tenant: _builtins.str
     """Whose session. Empty: the caller's tenant."""
+    trace_id: _builtins.str
+    """Instead of a session, a request that missed: the id of its trace, 32 hex digits, as it came in
+    W3C's `traceparent`. The answer has what it missed, and speaks of the session that it missed last.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant", b"tenant", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,6 +708,7 @@ class SessionHappening(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     event: Global___MissEvent.ValueType
     """What."""
     count: _builtins.int
@@ -710,6 +717,8 @@ class SessionHappening(_message.Message):
     """By whom, or with what, in words. Not stable."""
     token_count: _builtins.int
     """Tokens that went with the last of them."""
+    trace_id: _builtins.str
+    """Trace of the request that did the last of them. Empty: it named none, or nobody asked for it."""
     @_builtins.property
     def first_time(self) -> _timestamp_pb2.Timestamp:
         """When it happened first."""
@@ -727,14 +736,55 @@ class SessionHappening(_message.Message):
         count: _builtins.int = ...,
         detail: _builtins.str = ...,
         token_count: _builtins.int = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_time", b"first_time", "last_time", b"last_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "detail", b"detail", "event", b"event", "first_time", b"first_time", "last_time", b"last_time", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "detail", b"detail", "event", b"event", "first_time", b"first_time", "last_time", b"last_time", "token_count", b"token_count", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionHappening: _TypeAlias = SessionHappening  # noqa: Y015
+
+@_typing.final
+class RequestMiss(_message.Message):
+    """What a request asked for in vain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    ACCESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Resource name of the session."""
+    access: _builtins.str
+    """How it asked: `lookup`, `read` or `write`."""
+    result: _builtins.str
+    """What came of it, as the metric `ctxcache_accesses_total` says it."""
+    count: _builtins.int
+    """How often without another miss in between. At least 1."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When, the last time."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        access: _builtins.str = ...,
+        result: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "count", b"count", "result", b"result", "session", b"session", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestMiss: _TypeAlias = RequestMiss  # noqa: Y015
 
 @_typing.final
 class WhyMissResponse(_message.Message):
@@ -750,8 +800,10 @@ class WhyMissResponse(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     HAPPENINGS_FIELD_NUMBER: _builtins.int
     REMEMBERED_SINCE_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Resource name."""
+    """Resource name. Empty where a trace was asked for of which no miss is remembered."""
     tenant: _builtins.str
     """Its tenant."""
     is_there: _builtins.bool
@@ -764,6 +816,8 @@ class WhyMissResponse(_message.Message):
     """How it ended, where it is not there; what happened to it last, where it is. Unset: nothing is remembered,
     so that it was never stored, or ended before `remembered_since`, or so long ago that others took its place.
     """
+    trace_id: _builtins.str
+    """The trace that was asked for."""
     @_builtins.property
     def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionHappening]:
         """The latest events, the oldest first, at most 8."""
@@ -771,6 +825,12 @@ class WhyMissResponse(_message.Message):
     @_builtins.property
     def remembered_since(self) -> _timestamp_pb2.Timestamp:
         """When the server began to remember."""
+
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestMiss]:
+        """What its request missed, the oldest first, at most 8. The latest 4096 requests that named their trace and
+        missed are remembered.
+        """
 
     def __init__(
         self,
@@ -783,10 +843,12 @@ class WhyMissResponse(_message.Message):
         reason: Global___MissEvent.ValueType = ...,
         happenings: _abc.Iterable[Global___SessionHappening] | None = ...,
         remembered_since: _timestamp_pb2.Timestamp | None = ...,
+        trace_id: _builtins.str = ...,
+        misses: _abc.Iterable[Global___RequestMiss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["remembered_since", b"remembered_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_token_count", b"durable_token_count", "happenings", b"happenings", "is_there", b"is_there", "name", b"name", "reason", b"reason", "remembered_since", b"remembered_since", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_token_count", b"durable_token_count", "happenings", b"happenings", "is_there", b"is_there", "misses", b"misses", "name", b"name", "reason", b"reason", "remembered_since", b"remembered_since", "tenant", b"tenant", "token_count", b"token_count", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

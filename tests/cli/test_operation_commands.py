@@ -150,7 +150,18 @@ def test_top_fits_its_terminal(target: str, width: int) -> None:
 
 def test_watch_goes_on_until_it_is_interrupted(target: str) -> None:
     """JSON is a line each time; Ctrl-C is a good end."""
-    command = [*COMMAND_LINE, "--target", target, "-o", "json", "tier", "list", "--watch", "0.01"]
+    command = [
+        *COMMAND_LINE,
+        "--target",
+        target,
+        "-o",
+        "json",
+        "tier",
+        "list",
+        "--watch",
+        "--interval",
+        "0.01",
+    ]
     environment = without_settings(os.environ)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watching:
         assert watching.stdout is not None
@@ -160,6 +171,14 @@ def test_watch_goes_on_until_it_is_interrupted(target: str) -> None:
         assert watching.wait() == 0
 
     assert all(len(one["paths"]) == 3 for one in seen)
+
+
+def test_an_interval_is_of_a_watch(target: str) -> None:
+    """Nobody waits for what shows once."""
+    ran = ctxcache("--target", target, "tier", "list", "--interval", "5")
+
+    assert ran.exit_code == ExitCode.USAGE
+    assert "--watch" in ran.stderr
 
 
 def test_yaml_is_what_json_is(target: str) -> None:

@@ -3,12 +3,15 @@
 import subprocess
 import sys
 
+import grpc
+import pytest
 from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
 from stored import connected, model_spec, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.v1 import session_pb2, session_pb2_grpc
 from ctxcache.v1.admin_pb2 import Stats, TenantUse
 
 HEAVY = ("torch", "rocksdict", "pydantic", "grpc", "ctxcache.server", "ctxcache.client")
@@ -130,3 +133,33 @@ def test_why_miss_explains(running_server: ServerProcess) -> None:
     assert "is not there: it was deleted." in ran.stdout
     assert "by request" in ran.stdout
     assert "was never stored" in never.stdout
+
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACE_PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+
+
+def test_why_miss_is_asked_by_a_request(running_server: ServerProcess) -> None:
+    """By its trace's id or all of its traceparent; what it missed, and why the last of that was missed."""
+    name = store_session(running_server.target, "missed-by-a-request")
+    with grpc.insecure_channel(running_server.target) as channel:
+        sessions = session_pb2_grpc.SessionServiceStub(channel)
+        sessions.DeleteSession(session_pb2.DeleteSessionRequest(name=name))
+        with pytest.raises(grpc.RpcError):
+            sessions.GetSession(
+                session_pb2.GetSessionRequest(name=name), metadata=(("traceparent", TRACE_PARENT),)
+            )
+
+    found = ctxcache_json(running_server.target, "why-miss", "--request", TRACE_ID)
+    ran = ctxcache("--target", running_server.target, "why-miss", "--request", TRACE_PARENT)
+    other = ctxcache("--target", running_server.target, "why-miss", "--request", "a" * 32)
+
+    assert [(one["session"], one["access"], one["result"]) for one in found["misses"]] == [
+        (name, "lookup", "deleted")
+    ]
+    assert (found["name"], found["reason"]) == (name, "MISS_EVENT_DELETED")
+    assert f"{name} of tenant default is not there: it was deleted." in ran.stdout
+    assert "ASKED BY" in ran.stdout
+    assert "no miss of aaaa" in other.stdout
+    for wrong in ((), ("x", "--request", TRACE_ID), ("--request", "chat-17")):
+        assert ctxcache("--target", running_server.target, "why-miss", *wrong).exit_code == ExitCode.USAGE

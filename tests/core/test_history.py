@@ -1,7 +1,7 @@
 """History: what is remembered of sessions, and how much of it."""
 
 from ctxcache.core.histogram import Histogram
-from ctxcache.core.history import EVENTS_LIMIT, Event, History
+from ctxcache.core.history import EVENTS_LIMIT, MISSES_LIMIT, Event, History, Miss, Requests
 
 
 def test_the_last_end_explains_a_miss() -> None:
@@ -48,3 +48,18 @@ def test_a_histogram_counts_a_bound_below_it() -> None:
         histogram.observe(value)
 
     assert (histogram.counts, histogram.count, histogram.total) == ([2, 2, 1], 5, 13.5)
+
+
+def test_what_requests_missed_is_bounded_too() -> None:
+    """By requests, the longest silent of which is forgotten, and by misses of each; one that repeats is counted."""
+    requests = Requests(requests_limit=2)
+    for trace in ("a", "b", "a", "c"):
+        requests.note("t", trace, Miss("s", "lookup", "evicted", 1))
+    for i in range(MISSES_LIMIT + 3):
+        requests.note("t", "c", Miss(f"s{i}", "lookup", "evicted", i))
+
+    assert len(requests) == 2
+    assert [one.count for one in requests.of("t", "a")] == [2]
+    assert not requests.of("t", "b")
+    assert not requests.of("u", "a")
+    assert [one.time_ns for one in requests.of("t", "c")] == list(range(3, MISSES_LIMIT + 3))

@@ -123,6 +123,84 @@ async def test_it_is_no_access_and_of_one_tenant_alone(tmp_path: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+TRACES = [f"00-{i:032x}-00f067aa0ba902b7-01" for i in range(1, 5)]
+
+
+async def test_a_request_that_names_its_trace_is_remembered(tmp_path: Path) -> None:
+    """What it missed by each way to ask, and what it did to others; over gRPC and in a local client's batch."""
+    async with observed(tmp_path) as (_, client, _clock):
+        await client.create("cut")
+        await client.append("cut", 1, 0, 10)
+        await client.sessions.TruncateSession(
+            session_pb2.TruncateSessionRequest(name="sessions/cut", keep_first=4), metadata=_in(TRACES[0])
+        )
+        for name in ("never", "never", "other"):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await client.sessions.GetSession(
+                    session_pb2.GetSessionRequest(name=f"sessions/{name}"), metadata=_in(TRACES[1])
+                )
+        await client.sessions.LookupSessions(
+            session_pb2.LookupSessionsRequest(
+                queries=[session_pb2.LookupQuery(name="sessions/cut", model_fingerprint=b"x" * 32)]
+            ),
+            metadata=_in(TRACES[1]),
+        )
+        way = GrpcWay(client.arena.Access())
+        acquire = arena_pb2.AcquireLease(session="sessions/gone", model_fingerprint=client.fingerprint)
+        operations = [arena_pb2.Operation(acquire_lease=acquire)]
+        for number, trace_parent in enumerate((TRACES[2], "")):
+            batch = arena_pb2.AccessRequest(
+                request_id=number, operations=operations, trace_parent=trace_parent
+            )
+            await way.write(batch)
+            assert await way.read()
+        way.die()
+        cut, looked, leased, nothing = [
+            await _of_request(client, trace) for trace in (TRACES[0], TRACES[1], TRACES[2], TRACES[3])
+        ]
+        happened = (await _why(client, "cut")).happenings
+        elsewhere = await _of_request(client, TRACES[1], tenant="other")
+
+    assert [(one.session, one.access, one.result, one.count) for one in looked.misses] == [
+        ("sessions/never", "lookup", "never_stored", 2),
+        ("sessions/other", "lookup", "never_stored", 1),
+        ("sessions/cut", "lookup", "fingerprint_mismatch", 1),
+    ]
+    assert (looked.name, looked.is_there, looked.token_count) == ("sessions/cut", True, 4)
+    assert [(one.session, one.access, one.count) for one in leased.misses] == [("sessions/gone", "read", 1)]
+    assert [one.trace_id for one in happened] == [_id(TRACES[0]), _id(TRACES[1])]
+    for one in (cut, nothing, elsewhere):
+        assert (one.name, list(one.misses)) == ("", [])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"trace_id": "1" * 32, "name": "sessions/one"}, {"trace_id": "1" * 31}, {"trace_id": TRACES[0]}, {"trace_id": "G" * 32}, {},
+    ],
+)  # fmt: skip
+async def test_what_is_no_trace_is_refused(facts: dict[str, str], tmp_path: Path) -> None:
+    """A session and a trace, neither, and what is not a trace's id."""
+    async with observed(tmp_path) as (_, client, _clock):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.admin.WhyMiss(admin_pb2.WhyMissRequest(**facts))
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def _of_request(client: Client, trace_parent: str, **facts: str) -> admin_pb2.WhyMissResponse:
+    request = admin_pb2.WhyMissRequest(trace_id=_id(trace_parent), **facts)
+    return await client.admin.WhyMiss(request)  # type: ignore[no-any-return]
+
+
+def _in(trace_parent: str) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", trace_parent),)
+
+
+def _id(trace_parent: str) -> str:
+    return trace_parent.split("-")[1]
+
+
 def _damage(path: Path, offset_bytes: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset_bytes)
