@@ -5,11 +5,10 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 
-from grpc_health.v1 import health
-
 from ctxcache.cache import Cache
 from ctxcache.core.session import Session
 from ctxcache.service.control import ControlSocket
+from ctxcache.service.health import Health
 from tests.faults.planted import plant
 
 
@@ -37,14 +36,14 @@ def cut_at_once(_: int) -> None:
 
 @plant
 def serving_to_the_end(_: int) -> None:
-    """Health is set once."""
-    known = health.aio.HealthServicer.set
+    """Health is told once."""
+    known = Health.tell
 
-    async def only_yes(servicer: health.aio.HealthServicer, service: str, status: int) -> None:
-        if status == 1:
-            await known(servicer, service, status)
+    def only_yes(told: Health, *, is_serving: bool) -> None:
+        if is_serving:
+            known(told, is_serving=True)
 
-    setattr(health.aio.HealthServicer, "set", only_yes)  # noqa: B010
+    setattr(Health, "tell", only_yes)  # noqa: B010
 
 
 @plant
