@@ -5,6 +5,7 @@ runs on its cache; the pass ends with the reason, and the cache is thrown away.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -111,12 +112,21 @@ class SessionRestorer:
 
     def close(self) -> None:
         """End the lanes. Raises LaneStuck."""
-        if self._pipeline is not None and not self._pipeline.is_stuck:
-            self._pipeline.close()
-        self._pipeline = None
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            _end(pipeline)
 
     def _usable(self) -> Pipeline:
         if self._pipeline is None or self._pipeline.is_stuck:
-            # A stuck one is left to its threads: nothing of it is used again.
+            self.close()
             self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
         return self._pipeline
+
+
+def _end(pipeline: Pipeline) -> None:
+    """Close a pipeline. Of a stuck one, which has been told, the lane that is stuck ends by itself, whenever it does."""
+    if not pipeline.is_stuck:
+        pipeline.close()
+        return
+    with suppress(LaneStuck):
+        pipeline.close(timeout_s=0.0)

@@ -85,8 +85,10 @@ class CudaLane(Lane):
 
     def close(self, deadline: Deadline) -> None:
         """See Lane."""
-        self.fence(deadline)
-        self._issuer.close(deadline)
+        try:
+            self.fence(deadline)
+        finally:
+            self._issuer.close(deadline)
 
     def _issue(self, work: Work, after: Sequence[Event], deadline: Deadline, event: CudaEvent) -> None:
         with torch.cuda.stream(self._stream):

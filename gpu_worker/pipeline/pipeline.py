@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import Tensor
 
-from ctxcache.errors import InvalidArgument
+from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.errors import LaneStuck
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.deadline import Deadline
@@ -105,10 +105,16 @@ class Pipeline:
         return self._stuck is not None
 
     def close(self, *, timeout_s: float = 30.0) -> None:
-        """End the lanes behind what is under way. Raises LaneStuck."""
+        """End every lane behind what is under way. Raises LaneStuck; that lane ends when its work does."""
         deadline = Deadline.after_s(timeout_s)
+        errors: list[Exception] = []
         for lane in self.lanes:
-            lane.close(deadline)
+            try:
+                lane.close(deadline)
+            except (CacheError, RuntimeError) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _give_up(self, lane: Lane) -> None:
         self._stuck = lane

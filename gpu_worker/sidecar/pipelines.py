@@ -5,7 +5,7 @@ Thread-safe. Worst case in memory: a ring for as many restores as there may be.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -44,8 +44,9 @@ class Pipelines:
                 self._free.append(pipeline)
 
     def close(self) -> None:
-        """End those that nobody uses. Raises LaneStuck."""
+        """End those that nobody uses, all of them. Raises LaneStuck."""
         with self._lock:
             free, self._free = self._free, []
-        for pipeline in free:
-            pipeline.close()
+        with ExitStack() as closing:
+            for pipeline in free:
+                closing.callback(pipeline.close)

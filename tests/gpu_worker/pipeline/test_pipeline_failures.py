@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,15 @@ from slow_pipelines import (
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
+from gpu_worker.engines.restoring import SessionRestorer
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed, RestoreTooLate
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline, Settings
+from gpu_worker.pipeline.planned import Choice, Chooser
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.states import LayerState
-from gpu_worker.plan import Method
+from gpu_worker.plan import Method, RestorePlan
 
 LAYERS = range(3)
 
@@ -165,6 +168,66 @@ def test_a_stuck_lane_is_told_and_not_used_again() -> None:
         with pytest.raises(LaneStuck):
             start(pipeline, session, poisoned_target(session))
         may_go_on.set()
+
+
+def _lane_threads() -> set[threading.Thread]:
+    lanes = {f"ctxcache-{name}" for name in ("read", "copy", "compute", "announce")}
+    return {thread for thread in threading.enumerate() if thread.name in lanes}
+
+
+def _have_ended(threads: set[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(30)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_closing_a_stuck_pipeline_leaves_no_thread_but_that_one() -> None:
+    """The lane whose read never ends is told, the others end at once; and so does that one when its read does."""
+    session, before = _session(), _lane_threads()
+    is_there, may_go_on = threading.Event(), threading.Event()
+    source = _At(session, 3, lambda: (is_there.set(), may_go_on.wait()))
+    pipeline = Pipeline(SlowHost(), SMALL)
+    restoration = start(pipeline, session, poisoned_target(session), source=source)
+    assert is_there.wait(30)
+    restoration.cancel()
+
+    with pytest.raises(LaneStuck, match="read"):
+        pipeline.close(timeout_s=0.02)
+
+    mine = _lane_threads() - before
+    reading = {thread for thread in mine if thread.name == "ctxcache-read"}
+    assert _have_ended(mine - reading)
+    assert len(reading) == 1
+    may_go_on.set()
+    assert _have_ended(reading)
+
+
+def test_a_pipeline_that_was_stuck_is_replaced_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's restorer goes on with another one, whose lanes end with it."""
+    session, before = _session(), _lane_threads()
+    is_there, may_go_on = threading.Event(), threading.Event()
+    sources = [RowsSource(session), _At(session, 3, lambda: (is_there.set(), may_go_on.wait()))]
+    monkeypatch.setattr("gpu_worker.engines.restoring.LeasedSource", lambda _rows: sources.pop())
+    rows: Any = SimpleNamespace(close=lambda: None)
+    plan = RestorePlan.parse("kv:0-2")
+    chooser = Chooser(session.adapter, plan, None)
+    restorer = SessionRestorer(session.adapter, chooser, timeout_s=30, settings=SMALL)
+    stuck = restorer.begin(rows, Choice(plan, None), session.token_ids.tolist())
+    assert is_there.wait(30)
+    stuck.restoration.cancel()
+    with pytest.raises(LaneStuck):
+        stuck.restoration.drain(Deadline.after_s(0.02))
+
+    again = restorer.begin(rows, Choice(plan, None), session.token_ids.tolist())
+    again.wait_for_lead()
+    restorer.close()
+
+    assert is_equal(again.cache, session)
+    mine = _lane_threads() - before
+    reading = {thread for thread in mine if thread.name == "ctxcache-read"}
+    assert _have_ended(mine - reading)
+    may_go_on.set()
+    assert _have_ended(reading)
 
 
 def test_two_restores_interleave() -> None:
