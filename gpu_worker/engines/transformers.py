@@ -22,6 +22,7 @@ from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
     CorruptSegment,
+    GenerationMismatch,
     InvalidArgument,
     ModelFingerprintMismatch,
     PositionsNotRelocatable,
@@ -52,7 +53,7 @@ RESTORE_TIMEOUT_S = 60.0
 # What the store has is not to be used, by anybody: it is written again.
 _DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
 # What a read may answer for state that cannot be had: a miss, never a failed turn.
-_MISSES = (*_DAMAGED, SessionNotFound, CapacityExceeded)
+_MISSES = (*_DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ class TransformersEngine:
             )  # fmt: skip
         except PositionsNotRelocatable as error:
             turn.miss_reason = error.reason
-            return self._client.keep_first(session.name, 0)
+            return self._cut(session, 0)
 
     def _tokens(self, session: session_pb2.Session) -> list[int]:
         with self._client.read(session, streams=[TOKENS]) as rows:
@@ -284,7 +285,25 @@ class TransformersEngine:
         return _Start(session, saved, self._empty_cache(), is_missing=True)
 
     def _nothing_restored(self, session: session_pb2.Session, lost: Sequence[int] = ()) -> _Start:
-        return _Start(self._client.keep_first(session.name, 0), [], self._empty_cache(), lost=lost)
+        """Begin anew. Who changed the session meanwhile wins: then nothing of this turn is saved."""
+        try:
+            emptied = self._cut(self._remains(session, lost), 0)
+        except _MISSES:
+            # No generation that was is one again: whatever is written for this one is refused.
+            emptied = session_pb2.Session()
+            emptied.CopyFrom(session)
+            emptied.token_count = 0
+        return _Start(emptied, [], self._empty_cache(), lost=lost)
+
+    def _remains(self, session: session_pb2.Session, lost: Sequence[int]) -> session_pb2.Session:
+        """The session as it is now, if all that became of it is that tokens were cut off its end, as a store cuts off damaged ones."""
+        now = self._client.get_session(session.name)
+        if now.generation == session.generation:
+            return session
+        is_remains = now.uid == session.uid and now.token_count <= len(lost)
+        if is_remains and self._tokens(now) == list(lost[: now.token_count]):
+            return now
+        return session
 
     def _empty_cache(self) -> Cache:
         return DynamicCache(config=self._model.config)

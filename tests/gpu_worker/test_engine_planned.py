@@ -10,9 +10,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, Unavailable
+from ctxcache.errors import CacheError, CorruptSegment, GenerationMismatch, InvalidArgument, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
+from ctxcache.v1.session_pb2 import Session
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.turn import Turn
 from gpu_worker.errors import RestoreTooLate
@@ -22,6 +23,7 @@ from gpu_worker.pipeline.pipeline import Settings
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 6
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
@@ -227,6 +229,84 @@ def test_sessions_are_saved_and_restored_as_they_were_created(
         assert [turn.token_ids for turn in of_layouts] == [_never_dropped("llama")[index]] * 3
         assert [turn.miss_reason for turn in of_layouts] == [""] * 3
         assert [turn.reused_token_count for turn in of_layouts] == [len(_history("llama", index))] * 3
+
+
+@pytest.mark.parametrize("piece", [0, 9])
+def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """Rows that turn out damaged while another engine has gone on with the session: its tokens stay, and this turn is not saved."""
+    fill = LeasedSource.fill
+    left = [piece]
+
+    def overtaken(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            monkeypatch.setattr(LeasedSource, "fill", fill)
+            _turn(other, session_id, 1)
+            raise CorruptSegment(segment_id="1", problem="planted")
+        fill(source, stream, begin, end, into)
+
+    with _engine(client, "llama") as engine, _engine(client, "llama") as other:
+        _turn(engine, session_id, 0)
+        monkeypatch.setattr(LeasedSource, "fill", overtaken)
+        turn = engine.turn(session_id, TURNS[1], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
+        failure = engine.wait(session_id)
+        with client.read(f"sessions/{session_id}", streams=[TOKENS]) as rows:
+            held = token_ids_of(rows.array(TOKENS))
+
+    assert turn.token_ids == _never_dropped("llama")[1]
+    assert (turn.miss_reason, turn.reused_token_count) == ("CORRUPT_SEGMENT", 0)
+    assert isinstance(failure, GenerationMismatch)
+    assert held == _history("llama", 2)
+
+
+@pytest.mark.parametrize("piece", [0, 9])
+def test_what_the_store_cut_off_is_written_anew(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """A store that finds rows damaged cuts the session there: that is nobody else's change."""
+    fill = LeasedSource.fill
+    left = [piece]
+
+    def cutting(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            client.keep_first(f"sessions/{session_id}", 64)
+            raise CorruptSegment(segment_id="1", problem="planted")
+        fill(source, stream, begin, end, into)
+
+    with _engine(client, "llama") as engine:
+        _turn(engine, session_id, 0)
+        monkeypatch.setattr(LeasedSource, "fill", cutting)
+        turn = _turn(engine, session_id, 1)
+        monkeypatch.undo()
+        last = _turn(engine, session_id, 2)
+
+    assert (turn.miss_reason, turn.token_ids) == ("CORRUPT_SEGMENT", _never_dropped("llama")[1])
+    assert (last.miss_reason, last.reused_token_count) == ("", len(_history("llama", 2)))
+    assert last.token_ids == _never_dropped("llama")[2]
+
+
+def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
+    client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edited history cuts the session as it was seen, or sees it anew."""
+    keep_first = client.keep_first
+
+    def overtaken(*args: Any, **options: Any) -> Session:  # Any: as keep_first takes them
+        monkeypatch.undo()
+        _turn(other, session_id, 1)
+        return keep_first(*args, **options)
+
+    edited = [*_history("llama", 1)[:30], 90, 91, 92]
+    with _engine(client, "llama") as engine, _engine(client, "llama") as other:
+        _turn(engine, session_id, 0)
+        monkeypatch.setattr(client, "keep_first", overtaken)
+        turn = _turn(engine, session_id, 1, history=edited)
+
+    assert (turn.reused_token_count, turn.miss_reason) == (30, "GENERATION_MISMATCH")
+    assert client.get_session(f"sessions/{session_id}").token_count == 33 + len(TURNS[1]) + REPLY_TOKENS
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 1e12, float("inf")])
