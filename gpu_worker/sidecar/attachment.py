@@ -21,6 +21,7 @@ from gpu_worker.sidecar.cache_layout import CacheLayout
 from gpu_worker.sidecar.errors import BlockInUse, RestoreAlreadyExists
 from gpu_worker.sidecar.regions import Regions
 from gpu_worker.sidecar.running import Running
+from gpu_worker.sidecar.strided import overlap
 
 if TYPE_CHECKING:
     from gpu_worker.sidecar.model import AttachedModel
@@ -52,6 +53,15 @@ class Attachment:
     def mapped_bytes(self) -> int:
         """Bytes that are mapped for it."""
         return self.memory.size_bytes + (self.save_area.size_bytes if self.save_area else 0)
+
+    def shares_memory(self, other: "Attachment") -> bool:
+        """Whether a byte of its keys and values may be one of another's."""
+        mine, theirs = (list(each.memory.covered(each.layout)) for each in (self, other))
+        return any(
+            identity == their_identity and overlap(box, their_box)
+            for identity, box in mine
+            for their_identity, their_box in theirs
+        )
 
     def begin(self, restore_id: str, running: Running) -> None:
         """Take a restore on. Raises RestoreAlreadyExists, BlockInUse."""

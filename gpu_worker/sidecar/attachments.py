@@ -29,7 +29,7 @@ from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.cache_layout import CacheLayout, parse_layout
 from gpu_worker.sidecar.counts import Attached
 from gpu_worker.sidecar.edge import Room
-from gpu_worker.sidecar.errors import AttachmentNotFound
+from gpu_worker.sidecar.errors import AttachmentNotFound, MemoryInUse
 from gpu_worker.sidecar.model import AttachedModel, Models
 from gpu_worker.sidecar.regions import Opener, Regions
 from gpu_worker.sidecar.settings import Settings
@@ -47,6 +47,8 @@ class Attachments:
         self._settings, self._client, self._models, self._opener = settings, client, models, opener
         self._by_id: dict[str, Attachment] = {}
         self._by_engine: dict[str, Attachment] = {}
+        self._mapped: list[Attachment] = []
+        """Those that were attached and whose memory is mapped: it may be that something is written for them yet."""
         self._detaching: set[asyncio.Task[None]] = set()
         # One that takes another's place is there before that one is gone.
         self.room = Room("attached engines", settings.max_attachments)
@@ -102,13 +104,22 @@ class Attachments:
         self._mapped_bytes += attachment.mapped_bytes
         try:
             # Again and again: another one may come while the one before it is waited for.
-            while (before := self._by_engine.get(hello.engine)) is not None:
+            while (before := self._before(attachment)) is not None:
                 await self.evict(before, EngineTakenOver(engine=hello.engine))
         except BaseException:
             self._let_go(attachment)
             raise
+        self._mapped.append(attachment)
         self._by_id[attachment.attachment_id] = self._by_engine[hello.engine] = attachment
         return attachment
+
+    def _before(self, attachment: Attachment) -> Attachment | None:
+        """Who has to be gone before it: of its name, or still written for in its memory. Raises MemoryInUse."""
+        sharing = [each for each in self._mapped if attachment.shares_memory(each)]
+        for other in sharing:
+            if other.attachment_id in self._by_id and other.engine != attachment.engine:
+                raise MemoryInUse(engine=other.engine)
+        return self._by_engine.get(attachment.engine) or next(iter(sharing), None)
 
     async def evict(self, attachment: Attachment, error: CacheError) -> None:
         """Have an attachment's stream end with an error, and wait until nothing is written for it any more."""
@@ -133,6 +144,7 @@ class Attachments:
         await attachment.end_all(RestoreCancelled())
         if not attachment.is_closed:
             attachment.is_closed = True
+            self._mapped.remove(attachment)
             self._let_go(attachment)
 
     def _let_go(self, attachment: Attachment) -> None:

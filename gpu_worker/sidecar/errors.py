@@ -52,6 +52,13 @@ class BlockInUse(CacheError):
     template = "block {block_id} belongs to restore {restore_id}"
 
 
+class MemoryInUse(CacheError):
+    """The cache that an engine named lies on that of another one that is attached."""
+
+    reason = "MEMORY_IN_USE"
+    template = "engine {engine} is attached with the same memory"
+
+
 add_codes({
     UnsupportedArchitecture: grpc.StatusCode.FAILED_PRECONDITION,
     ShapeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
@@ -62,6 +69,7 @@ add_codes({
     AttachmentNotFound: grpc.StatusCode.NOT_FOUND,
     RestoreAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     BlockInUse: grpc.StatusCode.FAILED_PRECONDITION,
+    MemoryInUse: grpc.StatusCode.FAILED_PRECONDITION,
     TokensDiffer: grpc.StatusCode.FAILED_PRECONDITION,
     Cancelled: grpc.StatusCode.CANCELLED,
 })  # fmt: skip

@@ -4,8 +4,10 @@ Knows handles and layouts, no model. Owned by the event loop while it is opened 
 the handles is bad; the others are closed again and nothing was written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -17,6 +19,7 @@ from gpu_worker.sidecar.cache_layout import CacheLayout, TensorPlace
 from gpu_worker.sidecar.handles.cuda import CudaOpener
 from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
 from gpu_worker.sidecar.handles.host import open_descriptor, open_named
+from gpu_worker.sidecar.strided import Box
 from gpu_worker.v1 import attachment_pb2
 
 REGION_LIMIT = 256
@@ -33,6 +36,10 @@ class Memory(Protocol):
 
     data: Tensor
     size_bytes: int
+    identity: Hashable
+    """The same for all that map the same memory; None where nobody can tell."""
+    begin_bytes: int
+    """Where in that memory `data` begins."""
 
     def check(self) -> None:
         """Raise InvalidArgument when less is there than was said."""
@@ -118,6 +125,13 @@ class Regions:
         """Keys and values [blocks, tokens, heads, elements] of each layer, views of the memory."""
         dtype = TORCH_DTYPES[layout.dtype]
         return [(self._view(keys, dtype), self._view(values, dtype)) for keys, values in layout.layers]
+
+    def covered(self, layout: CacheLayout) -> Iterator[tuple[Hashable, Box]]:
+        """The memory that keys and values lie in, and which bytes of it; what cannot be told apart is left out."""
+        for place in chain.from_iterable(layout.layers):
+            memory, box = self._memories[place.region], place.box
+            if memory.identity is not None:
+                yield memory.identity, replace(box, offset=memory.begin_bytes + box.offset)
 
     def close(self) -> None:
         """Let go of the memory. Views of it must not be used any more."""

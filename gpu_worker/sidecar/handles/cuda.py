@@ -5,7 +5,7 @@ Worst case: a step fails, and what the steps before it opened is closed again.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -21,8 +21,11 @@ Show = Callable[[int, int, int], Tensor]
 class DeviceMemory:
     """Mapped memory of a GPU. `data` is [size] uint8; `close` unmaps it, whoever still shows it."""
 
-    def __init__(self, data: Tensor, size_bytes: int, opened: ExitStack) -> None:
+    def __init__(
+        self, data: Tensor, size_bytes: int, opened: ExitStack, *, identity: Hashable = None, begin_bytes: int = 0
+    ) -> None:  # fmt: skip
         self.data, self.size_bytes, self._opened = data, size_bytes, opened
+        self.identity, self.begin_bytes = identity, begin_bytes
 
     def check(self) -> None:
         """Memory of a GPU does not shrink."""
@@ -57,7 +60,10 @@ class CudaOpener:
                 raise InvalidArgument(field=field, problem=problem)
             data = self._show(address + offset_bytes, size_bytes, self._device)
             kept = opened.pop_all()
-        return DeviceMemory(data, size_bytes, kept)
+        # A handle that is opened again has the address that it had.
+        return DeviceMemory(
+            data, size_bytes, kept, identity=("cuda", self._device), begin_bytes=address + offset_bytes
+        )
 
     def open_vmm(self, fd: int, uuid: bytes, size_bytes: int, field: str) -> DeviceMemory:
         """Open an exported allocation; takes the descriptor over. Raises InvalidArgument."""

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import stat
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ class HostMemory:
     def __init__(self, fd: int, size_bytes: int, field: str) -> None:
         """Takes the descriptor over. Raises InvalidArgument for less memory than `size_bytes`."""
         self._fd, self._field, self.size_bytes = fd, field, size_bytes
+        status = os.fstat(fd)
+        self.identity: Hashable = ("file", status.st_dev, status.st_ino)
+        self.begin_bytes = 0
         try:
             self.check()
             self.data: Tensor = torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)

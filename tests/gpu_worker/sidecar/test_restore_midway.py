@@ -181,6 +181,26 @@ async def test_what_fails_while_it_writes_names_its_blocks(weights: Path, fails:
             assert list(result.invalid_block_ids) == BLOCKS
 
 
+async def test_memory_that_is_written_yet_is_not_given_to_the_next(weights: Path) -> None:
+    """An engine that left while a restore wrote for it, and came back: it is attached when nothing is written any more."""
+    with running_engine("llama") as engine:
+        rows = HeldRows(engine)
+        async with _service(engine, rows, weights) as (service, request, stream):
+            await anext(stream)
+            attachments = service._attachments
+            attachments.detach(attachments.get(request.attachment_id))
+            hello = engine.hello(write_weights("llama", weights), engine="another-name")
+            attaching = asyncio.ensure_future(attachments.attach(hello))
+            await asyncio.wait({attaching}, timeout=0.05)
+            assert not attaching.done()
+            rows.may_go_on.set()
+
+            attachment = await attaching
+
+            assert service.restores.taken == 0
+            await attachments.detach(attachment)
+
+
 async def test_a_stream_that_is_left_ends_the_restore(weights: Path) -> None:
     """An engine that drops the call has its restore cancelled; its name is free when nothing is written any more."""
     with running_engine("llama") as engine:

@@ -17,6 +17,7 @@ from ctxcache.client import Client
 from ctxcache.errors import CacheError, InvalidArgument, ModelFingerprintMismatch, WriteOffsetMismatch
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.sidecar.client import WorkerClient
+from gpu_worker.sidecar.errors import MemoryInUse
 from gpu_worker.v1 import attachment_pb2, worker_pb2
 
 Change = Callable[[attachment_pb2.AttachHello], object]
@@ -242,6 +243,37 @@ def test_memory_may_be_a_sealed_memfd(client: WorkerClient, weights: Path, sessi
         with pytest.raises(InvalidArgument, match="descriptor"):
             client.attach(hello)
         os.close(fd)
+
+
+def test_memory_of_another_engine_is_refused(client: WorkerClient, weights: Path, session_id: str) -> None:
+    """Two attachments that could write to the same blocks are not told of each other's restores: there is one."""
+    with saved_case(client, weights, session_id) as case:
+        other = case.engine.hello(write_weights("llama", weights), engine="other")
+
+        with pytest.raises(MemoryInUse, match="engine engine is attached"):
+            client.attach(other)
+
+        assert case.restore().is_restored
+        case.attached.close()
+        assert case.attached.ended.wait(30)
+        with client.attach(other):
+            assert [each.engine for each in client.stats().attachments] == ["other"]
+
+
+def test_engines_may_have_blocks_of_their_own_in_one_memory(client: WorkerClient, weights: Path) -> None:
+    """An allocation that is shared out: each attaches with its part of every tensor."""
+    with running_engine("llama") as engine:
+        lower = engine.hello(write_weights("llama", weights), engine="lower")
+        upper = engine.hello(write_weights("llama", weights), engine="upper")
+        half = BLOCK_COUNT // 2
+        for hello in (lower, upper):
+            hello.kv_cache.block_count = half
+        for layer in upper.kv_cache.layers:
+            for tensor in (layer.keys, layer.values):
+                tensor.offset_bytes += half * BLOCK_TOKENS * engine.heads * engine.key_size * 4
+
+        with client.attach(lower), client.attach(upper):
+            assert len(client.stats().attachments) == 2
 
 
 def test_saves_that_do_not_fit_are_refused(client: WorkerClient, weights: Path, session_id: str) -> None:
