@@ -20,14 +20,10 @@ from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.tracing import span
 from ctxcache.errors import (
     CacheError,
-    CapacityExceeded,
-    CorruptSegment,
-    GenerationMismatch,
     InvalidArgument,
     ModelFingerprintMismatch,
     PositionsNotRelocatable,
     SessionNotFound,
-    TierFailure,
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
@@ -35,10 +31,10 @@ from ctxcache.format.streams import TOKENS
 from ctxcache.v1 import session_pb2
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
+from gpu_worker.engines.cutting import DAMAGED, MISSES, cut, emptied, tokens_of
 from gpu_worker.engines.restoring import Restoring, SessionRestorer
 from gpu_worker.engines.savers import Savers
 from gpu_worker.engines.turn import Turn
-from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.pipeline.pipeline import Settings
@@ -50,10 +46,6 @@ from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Slice
 
 RESTORE_TIMEOUT_S = 60.0
-# What the store has is not to be used, by anybody: it is written again.
-_DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
-# What a read may answer for state that cannot be had: a miss, never a failed turn.
-_MISSES = (*_DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +178,14 @@ class TransformersEngine:
         if history and not session.token_count:
             turn.miss_reason = turn.miss_reason or SessionNotFound.reason
         history_count = session.token_count if history is None else len(history)
-        cut = fit(history_count, new_count, window=self._window, sink_count=self._sink_count)
-        if cut is None:
+        cutting = fit(history_count, new_count, window=self._window, sink_count=self._sink_count)
+        if cutting is None:
             return session, None if history is None else list(history)
-        turn.dropped_token_count = history_count - cut.kept_count
-        known = self._tokens(session) if history is None else history
+        turn.dropped_token_count = history_count - cutting.kept_count
+        known = tokens_of(self._client, session) if history is None else history
         if session.token_count == history_count:
-            session = self._truncate(session, cut.recent_count, turn)
-        return session, cut.apply(known)
+            session = self._truncate(session, cutting.recent_count, turn)
+        return session, cutting.apply(known)
 
     def _open(self, session_id: str) -> session_pb2.Session:
         try:
@@ -218,11 +210,7 @@ class TransformersEngine:
             )  # fmt: skip
         except PositionsNotRelocatable as error:
             turn.miss_reason = error.reason
-            return self._cut(session, 0)
-
-    def _tokens(self, session: session_pb2.Session) -> list[int]:
-        with self._client.read(session, streams=[TOKENS]) as rows:
-            return token_ids_of(rows.array(TOKENS))
+            return cut(self._client, session, 0)
 
     def _restore(
         self, session: session_pb2.Session, known: Sequence[int] | None, new_count: int, turn: Turn
@@ -231,7 +219,7 @@ class TransformersEngine:
         for _attempt in range(2):
             try:
                 return self._restore_common(session, known, new_count, turn)
-            except _MISSES as error:
+            except MISSES as error:
                 turn.miss_reason = error.reason
                 if known is None:
                     raise
@@ -254,7 +242,7 @@ class TransformersEngine:
             ids = token_ids_of(rows.array(TOKENS))
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
-            session = self._cut(session, common)
+            session = cut(self._client, session, common)
             if not common:
                 return _Start(session, [], self._empty_cache())
             if missing_count or common != planned_count:
@@ -267,43 +255,20 @@ class TransformersEngine:
         try:
             restoring.wait_for_lead()
         except CacheError as error:
-            if known is not None and isinstance(error, _DAMAGED):
+            if known is not None and isinstance(error, DAMAGED):
                 raise
             turn.miss_reason = error.reason
             return self._missed(session, ids[:common], error)
         return _Start(session, ids[:common], restoring.cache, restoring)
 
-    def _cut(self, session: session_pb2.Session, token_count: int) -> session_pb2.Session:
-        if token_count == session.token_count:
-            return session
-        return self._client.keep_first(session.name, token_count, if_generation_match=session.generation)
-
     def _missed(self, session: session_pb2.Session, saved: list[int], error: CacheError) -> _Start:
         """Compute what could not be restored; it is saved again only where it is damaged."""
-        if isinstance(error, _DAMAGED):
+        if isinstance(error, DAMAGED):
             return self._nothing_restored(session, lost=saved)
         return _Start(session, saved, self._empty_cache(), is_missing=True)
 
     def _nothing_restored(self, session: session_pb2.Session, lost: Sequence[int] = ()) -> _Start:
-        """Begin anew. Who changed the session meanwhile wins: then nothing of this turn is saved."""
-        try:
-            emptied = self._cut(self._remains(session, lost), 0)
-        except _MISSES:
-            # No generation that was is one again: whatever is written for this one is refused.
-            emptied = session_pb2.Session()
-            emptied.CopyFrom(session)
-            emptied.token_count = 0
-        return _Start(emptied, [], self._empty_cache(), lost=lost)
-
-    def _remains(self, session: session_pb2.Session, lost: Sequence[int]) -> session_pb2.Session:
-        """The session as it is now, if all that became of it is that tokens were cut off its end, as a store cuts off damaged ones."""
-        now = self._client.get_session(session.name)
-        if now.generation == session.generation:
-            return session
-        is_remains = now.uid == session.uid and now.token_count <= len(lost)
-        if is_remains and self._tokens(now) == list(lost[: now.token_count]):
-            return now
-        return session
+        return _Start(emptied(self._client, session, lost), [], self._empty_cache(), lost=lost)
 
     def _empty_cache(self) -> Cache:
         return DynamicCache(config=self._model.config)
