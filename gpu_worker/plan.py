@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
@@ -37,17 +38,17 @@ class Method(enum.Enum):
     KV_INT4 = "kv_int4"
     """As KV, likewise."""
 
-    @property
+    @cached_property
     def kind(self) -> StateKind:
         """The state kind this method reads."""
         return StateKind[self.name]
 
-    @property
+    @cached_property
     def unpacked(self) -> "Method":
         """What is done with its rows once they are wide; itself for rows that always were."""
         return Method[unpacked(self.kind).name]
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether a layer comes back as it was, but for rounding."""
         return self.unpacked is self

@@ -107,12 +107,8 @@ class Chooser:
         """
         if self._planner is None:
             return Choice(_held_of(self._fixed or RestorePlan(()), held), None)
-        spans = (Span(place, 0, history),)
-        layers = [
-            LayerHolding(tuple((stream.kind, spans) for stream in sorted(held) if stream.layer == layer))
-            for layer in range(len(self._shape.layers))
-        ]
-        return Choice(None, self._planner.plan(Holding(tuple(layers)), history, new_tokens))
+        holding = _holding(held, len(self._shape.layers), Span(place, 0, history))
+        return Choice(None, self._planner.plan(holding, history, new_tokens))
 
     def observe(self, choice: Choice, restoration: Restoration) -> None:
         """Learn from a restore that is whole and drained."""
@@ -121,6 +117,16 @@ class Chooser:
         observed_s = restoration.observed_s()
         for stage, predicted_s in stage_seconds(choice.plan).items():
             self._planner.observe(stage, predicted_s=predicted_s, observed_s=observed_s.get(stage, 0.0))
+
+
+def _holding(held: Iterable[Stream], layer_count: int, span: Span) -> Holding:
+    kinds: list[list[StateKind]] = [[] for _ in range(layer_count)]
+    for stream in sorted(held):
+        if stream != TOKENS:
+            kinds[stream.layer].append(stream.kind)
+    # One object for like layers: the planner then sees at once that they are.
+    known = {of: LayerHolding(tuple((kind, (span,)) for kind in of)) for of in map(tuple, kinds)}
+    return Holding(tuple(known[tuple(of)] for of in kinds))
 
 
 def _held_of(plan: RestorePlan, held: Collection[Stream]) -> RestorePlan:

@@ -185,8 +185,9 @@ class _Maker:
 
     def _smallest(self, begin: int, end: int, *, is_hidden: bool) -> Piece | None:
         fitting = [each for each in self.methods if (each.unpacked is Method.HIDDEN) == is_hidden]
+        fitting.sort(key=lambda method: self.layer.row_bytes(method.kind))
         pieces = (self.whole(method, begin, end) for method in fitting)
-        return min((piece for piece in pieces if piece), key=lambda piece: piece.size_bytes, default=None)
+        return next((piece for piece in pieces if piece), None)
 
     def _linear(self, method: Method, end: int) -> Piece | None:
         """From all of a layer's inputs, or its state: one, held at the end of the history."""

@@ -1,10 +1,12 @@
 """Planned restores: the read buffer beside the paper's, and a profile that follows what restores take."""
 
+from typing import Any
+
 import pytest
 from sessions import saved_session
 from slow_pipelines import poisoned_target, slowed, start
 
-from ctxcache.format.streams import StateKind, Stream
+from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.pipeline.planned import Chooser
 from gpu_worker.pipeline.read_buffer import lead
 from gpu_worker.planning.closed_forms import read_buffer_bytes
@@ -12,8 +14,10 @@ from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, Span
 from gpu_worker.planning.known_models import known_model
 from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.option import LayerOptions, layer_options
 from gpu_worker.planning.planner import Plan, Request, plan
 from gpu_worker.planning.profile import Place, Stage
+from gpu_worker.planning.shape import LayerShape
 
 KV_ONLY = Engine(can_recompute=False, starts_by_layer=True)
 
@@ -57,6 +61,26 @@ def test_no_layer_is_late_after_the_lead(model: str, new_tokens: int) -> None:
 
     assert max(ends) == pytest.approx(0, abs=1e-9)
     assert 1 <= found.layer_count <= len(planned.layers)
+
+
+def test_like_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session's layers that are held alike are one to the planner, however many they are."""
+    looked_at: list[object] = []
+
+    def counted(layer: LayerShape, *arguments: Any) -> LayerOptions:  # Any: as layer_options takes them
+        looked_at.append(layer)
+        return layer_options(layer, *arguments)
+
+    monkeypatch.setattr("gpu_worker.planning.planner.layer_options", counted)
+    session = saved_session("llama", layer_count=5)
+    chooser = Chooser(session.adapter, None, known_profile("h100"))
+    held = [Stream(layer, kind) for layer in range(5) for kind in (StateKind.KV, StateKind.HIDDEN)]
+
+    chooser.choose([TOKENS, *held], 512, 16)
+    assert len(looked_at) == 1
+
+    chooser.choose([TOKENS, *held[:-1]], 512, 16)
+    assert len(looked_at) == 3
 
 
 def test_a_profile_follows_what_restores_take() -> None:
