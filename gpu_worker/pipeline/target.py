@@ -105,7 +105,9 @@ class PagedTarget(Target):
 
         `windows`: tokens that a layer's tokens see. Raises InvalidArgument for slots outside the cache.
         """
-        self._layers, self._slots = tuple(layers), slots
+        self._layers = tuple(layers)
+        # Where the kernels look them up.
+        self._slots = slots.to(self._layers[0][0].device)
         self.token_count, self.layer_count, self.is_by_layer = len(slots), len(self._layers), is_by_layer
         self._windows = windows or [None] * self.layer_count
         self._page_tokens = self._layers[0][0].shape[1]

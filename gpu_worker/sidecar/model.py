@@ -21,6 +21,9 @@ from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import Adapter
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import Share
+from gpu_worker.pipeline.compute import Compute
+from gpu_worker.pipeline.kernel_weights import KernelWeights
+from gpu_worker.pipeline.kernels import compute_for
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, LayerHolding, Span
@@ -49,6 +52,7 @@ class AttachedModel:
             problem = f"layers end at {self.share.end_layer}, the model has {layer_count}"
             raise InvalidArgument(field="rank.layer_count", problem=problem)
         self.adapter: Adapter = shard(weights.adapter, self.share)
+        self._kernel_weights = KernelWeights(self.adapter)
         own = slice(self.share.first_layer, self.share.end_layer)
         self._shape, self._gather = ModelShape(weights.shape.name, weights.shape.layers[own]), gather
         # Recomputing needs the whole model, of which only projections are here. An engine whose model has packed
@@ -103,9 +107,17 @@ class AttachedModel:
                 if predicted[stage] > 0 and observed_s > 0:
                     self._planner.observe(stage, predicted_s=predicted[stage], observed_s=observed_s)
 
-    def decode(self, stream: Stream, data: Tensor) -> Tensor:
-        """Rows [t, row_bytes] as they are restored from: packed ones as they are, others as elements."""
-        return data if stream.kind in PACKINGS else data.view(self.weights.adapter.model.dtype)
+    def load(self, layer: int) -> None:
+        """Have what projecting a layer needs on the device, before the restore that needs it begins. Raises InvalidArgument."""
+        self.weights.load(layer)
+        with self._lock:
+            # Where kernels compute, they take what is made here: by one thread at a time, on the stream that restores wait for.
+            if self.weights.device.type == "cuda":
+                self._kernel_weights.of(layer)
+
+    def compute(self, positions: Tensor) -> Compute:
+        """How rows of tokens at these positions become keys and values: by kernels on a GPU. `load` its layers first."""
+        return compute_for(self.adapter, self._kernel_weights, positions)
 
     def streams(self, kinds: Iterable[StateKind] = ()) -> frozenset[Stream]:
         """Streams of the kinds, all that can be restored by default. Raises InvalidArgument(field="kinds")."""

@@ -19,7 +19,6 @@ from gpu_worker.parallel.gathering import Gathering
 from gpu_worker.parallel.rounds import Alone, SharedRound, taking_part
 from gpu_worker.parallel.share import Share
 from gpu_worker.parallel.stage_target import StageTarget
-from gpu_worker.pipeline.compute import Compute, Modules
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.source import LeasedSource
@@ -94,14 +93,14 @@ def _restore(
     schedule = _schedule(pieces, target, attachment)
     for layer, parts in enumerate(schedule.parts):
         if any(part.method.unpacked is Method.HIDDEN for part in parts):
-            model.weights.load(layer)
+            model.load(layer)
     control.check()
     streams: set[Stream] = {*schedule.streams(), *([TOKENS] if asked.token_ids else [])}
     generation = session.generation if isinstance(together, SharedRound) else asked.generation
     with client.read(session, streams=streams, end=asked.end, if_generation_match=generation) as rows:
         _check_tokens(rows, asked.token_ids)
         outcome.read_bytes = _read_bytes(schedule, rows, share)
-        compute: Compute = Modules(model.adapter, torch.arange(asked.end), decode=model.decode)
+        compute = model.compute(torch.arange(asked.end))
         gathering = None
         together.ready()
         control.check()

@@ -44,7 +44,7 @@ class LazyWeights:
 
         Raises InvalidArgument, UnsupportedArchitecture, ModelFingerprintMismatch.
         """
-        self._device = device
+        self.device = device
         self._files = _index(directory)
         model = _without_memory(directory, _torch_dtype(spec), device)
         described = adapt(model)
@@ -99,7 +99,7 @@ class LazyWeights:
         prefix = self._names[id(module)]
         for name, parameter in list(module.named_parameters()):
             tensor = _read(self._files, f"{prefix}.{name}", parameter)
-            tensor = tensor.to(device=self._device, dtype=parameter.dtype, copy=True)
+            tensor = tensor.to(device=self.device, dtype=parameter.dtype, copy=True)
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
             self.loaded_bytes += tensor.nbytes

@@ -7,15 +7,19 @@ import pytest
 import torch
 from paged_engine import adapter_of, model_of, spec_of, write_weights
 from safetensors.torch import load_file, save_file
+from sessions import RELATIVE_BOUND, relative_error
 from tiny_models import CONFIGS
 
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.streams import StateKind
 from gpu_worker.digests import digest_checkpoint
 from gpu_worker.model_spec import model_spec
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.kernels import Kernels
 from gpu_worker.plan import Method
 from gpu_worker.planning.known_profiles import known_profile
 from gpu_worker.restore import Restorer
+from gpu_worker.sidecar.attachment import BlocksTarget, slots_of
 from gpu_worker.sidecar.model import AttachedModel
 from gpu_worker.sidecar.weights import LazyWeights
 
@@ -39,6 +43,60 @@ def test_every_family_projects_as_its_model_does(family: str, weights: Path) -> 
 
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
     assert 0 < lazy.loaded_bytes < sum(part.nbytes for part in model_of(family).parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "neox", "deepseek"])
+def test_kernels_compute_from_a_workers_weights(
+    family: str, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a worker does on a GPU, interpreted: the kernels, where they have such a projection, into the engine's blocks."""
+    if torch.cuda.is_available():
+        pytest.skip("the tiny models are on the host")
+    monkeypatch.setattr(
+        "gpu_worker.sidecar.model.compute_for",
+        lambda _, weights, positions: Kernels(weights, positions, is_fused=True),
+    )
+    directory = write_weights(family, weights)
+    spec = replace(spec_of(family), weights_digest=digest_checkpoint(directory))
+    lazy, whole = LazyWeights(directory, spec, CPU), adapter_of(family)
+    model = AttachedModel(lazy, known_profile("cpu"))
+    count, block_tokens = 21, 4
+    hidden = torch.randn(count, whole.hidden_size)
+    shape = [(each.head_count, each.head_size) for each in (whole.key, whole.value)]
+    cached = model.cached
+    if whole.kind is StateKind.LATENT:
+        shape = [(cached.head_count, cached.key_size), (cached.head_count, cached.value_size)]
+    layers = [[torch.full((8, block_tokens, *half), torch.nan) for half in shape] for _ in whole.layers]
+    slots = slots_of([6, 1, 7, 0, 3, 2], block_tokens, count)
+    target = BlocksTarget([(keys, values) for keys, values in layers], slots, begin=0, windows=model.windows)
+
+    model.load(1)
+    compute = model.compute(torch.arange(count))
+    for begin, end in ((0, 8), (8, count)):
+        data = hidden[begin:end].view(torch.uint8)
+        compute.restore(1, Method.HIDDEN, data, begin, target.room(1, begin, end))
+
+    expected = Restorer(whole, torch.arange(count)).layer(1, Method.HIDDEN, hidden)
+    for half, mine in zip(expected, layers[1], strict=True):
+        found = mine.flatten(0, 1)[slots]
+        assert relative_error(found, half[0].transpose(0, 1)) < RELATIVE_BOUND
+        assert int(mine.flatten(0, 1).isnan().all(dim=-1).all(dim=-1).sum()) == 8 * block_tokens - count
+
+
+def test_a_worker_on_a_gpu_makes_kernels_weights_before_a_restore(weights: Path) -> None:
+    """Ready when a restore begins, which waits for them; on the host, where nobody takes them, they are not made."""
+    directory = write_weights("llama", weights)
+    lazy = LazyWeights(directory, spec_of("llama"), CPU)
+    model = AttachedModel(lazy, known_profile("cpu"))
+
+    model.load(0)
+    on_host = dict(model._kernel_weights._known)
+    lazy.device = torch.device("cuda")
+    model.load(0)
+
+    assert on_host == {}
+    assert list(model._kernel_weights._known) == [0]
+    assert isinstance(model.compute(torch.arange(3)), Modules)
 
 
 def test_packed_kinds_are_the_engines_to_say(weights: Path) -> None:
