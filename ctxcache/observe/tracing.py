@@ -73,10 +73,12 @@ class OtelSpans:
                 raise
 
 
-def open_spans(endpoint: str, ratio: float, version: str) -> tuple[OtelSpans, Callable[[], None]]:
+def open_spans(
+    endpoint: str, ratio: float, version: str, *, service: str = "ctxcache"
+) -> tuple[OtelSpans, Callable[[], None]]:
     """Spans that go to the collector at `endpoint`, and what ends that. Raises InvalidConfiguration.
 
-    `ratio`: of what comes without a trace, the share that is traced.
+    `ratio`: of what comes without a trace, the share that is traced. `service`: who they are of.
     """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
@@ -89,7 +91,7 @@ def open_spans(endpoint: str, ratio: float, version: str) -> tuple[OtelSpans, Ca
         raise InvalidConfiguration(source="trace_endpoint", problem=problem) from error
     provider = TracerProvider(
         ParentBased(TraceIdRatioBased(ratio)),
-        Resource.create({"service.name": "ctxcache", "service.version": version}),
+        Resource.create({"service.name": service, "service.version": version}),
         shutdown_on_exit=False,
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

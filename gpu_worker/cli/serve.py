@@ -56,6 +56,13 @@ def serve(
     metrics_listen: Annotated[
         str, typer.Option(help="Prometheus metrics by HTTP.", metavar="HOST:PORT", show_default="none")
     ] = _DEFAULTS.metrics_listen,
+    trace_endpoint: Annotated[
+        str,
+        typer.Option(help="Collector that spans go to, OTLP over gRPC.", metavar="URL", show_default="none"),
+    ] = _DEFAULTS.trace_endpoint,
+    trace_ratio: Annotated[
+        float, typer.Option(help="Share of what comes without a trace that is traced.")
+    ] = _DEFAULTS.trace_ratio,
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda:0.")] = _DEFAULTS.device,
     directory: given.Directory = None,
     ring_mib: Annotated[
@@ -89,7 +96,8 @@ def serve(
     """Serve engines on this host: restore their KV caches from the store, and save to it."""
     settings = Settings(
         store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
-        store_key=store_key, listen=listen, metrics_listen=metrics_listen, device=device, profile_directory=given.profile_directory(directory),
+        store_key=store_key, listen=listen, metrics_listen=metrics_listen,
+        trace_endpoint=trace_endpoint, trace_ratio=trace_ratio, device=device, profile_directory=given.profile_directory(directory),
         ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
         max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,
         longest_restore_s=longest_restore_s, store_timeout_s=store_timeout_s,

@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 import grpc
 
 from ctxcache.client.convert import stream_to_wire
+from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.status import from_rpc_error
@@ -69,7 +70,7 @@ class WorkerClient:
     ) -> _Response:  # fmt: skip
         """Make one unary call. Raises the worker's error as it raised it."""
         with self.errors():
-            return method(request, timeout=timeout_s or self._timeout_s)
+            return method(request, timeout=timeout_s or self._timeout_s, metadata=trace_metadata())
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -151,7 +152,8 @@ class AttachedEngine:
         )  # fmt: skip
         request.timeout.FromNanoseconds(round(timeout_s * 1e9))
         with self._client.errors():
-            for response in self._client.stub.Restore(request, timeout=timeout_s + GRACE_S):
+            calls = self._client.stub
+            for response in calls.Restore(request, timeout=timeout_s + GRACE_S, metadata=trace_metadata()):
                 if response.HasField("result"):
                     return response.result
                 if on_layer is not None:

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, Draining, InvalidArgument, TooManyRequests
+from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,10 @@ class Room:
 
 
 class Edge(grpc.aio.ServerInterceptor):
-    """Puts decoding and error mapping around each of the worker's rpcs."""
+    """Puts decoding, error mapping and a span around each of the worker's rpcs."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans = NO_SPANS) -> None:
+        self._spans = spans
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -87,29 +89,31 @@ class Edge(grpc.aio.ServerInterceptor):
         if method.startswith(OWN_SERVICES) and method not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is not None:
-                self._wrapped[method] = _wrap(handler)
+                self._wrapped[method] = _wrap(handler, self._spans, method)
         return self._wrapped.get(method) or await continuation(handler_call_details)
 
 
 # grpc's handlers are untyped tuples
-def _wrap(handler: Any) -> Handler:
+def _wrap(handler: Any, spans: Spans, method: str) -> Handler:
     read, write = handler.request_deserializer, handler.response_serializer
     if handler.unary_unary:
 
         async def one(encoded: bytes, context: Context) -> Any:
             async with _answered(context):
-                return await handler.unary_unary(_decoded(read, encoded), context)
+                with spans.rpc(method, context.invocation_metadata() or ()):
+                    return await handler.unary_unary(_decoded(read, encoded), context)
 
         return grpc.unary_unary_rpc_method_handler(one, None, write)
     behaviour = handler.unary_stream or handler.stream_stream
 
     async def many(encoded: Any, context: Context) -> None:
         async with _answered(context):
-            request = _each(read, encoded) if handler.request_streaming else _decoded(read, encoded)
-            # Closed here and now when the engine goes: what the rpc holds ends with it.
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
+            with spans.rpc(method, context.invocation_metadata() or ()):
+                request = _each(read, encoded) if handler.request_streaming else _decoded(read, encoded)
+                # Closed here and now when the engine goes: what the rpc holds ends with it.
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
 
     make = (
         grpc.stream_stream_rpc_method_handler

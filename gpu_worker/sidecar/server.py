@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -22,6 +23,8 @@ from grpc_reflection.v1alpha import reflection
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
+from ctxcache.observe.tracing import open_spans
+from ctxcache.spans import NO_SPANS, Spans
 from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import Edge
@@ -45,7 +48,9 @@ OPTIONS = (("grpc.max_concurrent_streams", 1024),)
 class Worker:
     """A running worker. Use `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, on_stuck: Callable[[LaneStuck], None]) -> None:
+    def __init__(
+        self, settings: Settings, on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS
+    ) -> None:
         self.settings = settings
         self._files = ExitStack()
         device = _device(settings.device)
@@ -57,10 +62,12 @@ class Worker:
         self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
         models = Models(device, settings.profile_directory)
         self._attachments = Attachments(settings, self._client, models, Opener(device, self._descriptors))
-        self._service = WorkerService(settings, self._client, self._pipelines, self._attachments, on_stuck)
+        self._service = WorkerService(
+            settings, self._client, self._pipelines, self._attachments, on_stuck, spans=spans
+        )
         self._metrics: MetricsServer | None = None
         self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(interceptors=[Edge()], options=OPTIONS)
+        self._grpc = grpc.aio.server(interceptors=[Edge(spans)], options=OPTIONS)
 
     @property
     def metrics_address(self) -> str:
@@ -163,13 +170,24 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    worker = Worker(settings, on_stuck)
-    await worker.start()
-    try:
-        on_ready(worker.metrics_address)
-        await ended.wait()
-    finally:
-        await worker.stop()
+    with ExitStack() as files:
+        worker = Worker(settings, on_stuck, spans=_spans(settings, files))
+        await worker.start()
+        try:
+            on_ready(worker.metrics_address)
+            await ended.wait()
+        finally:
+            await worker.stop()
+
+
+def _spans(settings: Settings, files: ExitStack) -> Spans:
+    if not settings.trace_endpoint:
+        return NO_SPANS
+    spans, close = open_spans(
+        settings.trace_endpoint, settings.trace_ratio, version("ctxcache"), service="ctxcache-worker"
+    )
+    files.callback(close)
+    return spans
 
 
 def _tls(settings: Settings) -> ClientTls | None:

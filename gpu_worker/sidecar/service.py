@@ -8,13 +8,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
 from ctxcache.client import Client
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
+from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.status import message_of
 from ctxcache.v1 import model_pb2
 from ctxcache.v1.session_pb2 import Session
@@ -40,6 +42,8 @@ from gpu_worker.v1.attachment_pb2 import AttachHello
 
 log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -47,11 +51,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(
         self, settings: Settings, client: Client, pipelines: Pipelines, attachments: Attachments,
-        on_stuck: Callable[[LaneStuck], None],
+        on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS,
     ) -> None:  # fmt: skip
         """`on_stuck` ends the process: memory of an engine may be written to by nobody knows whom."""
         self._settings, self._client, self._pipelines = settings, client, pipelines
-        self._attachments, self._on_stuck = attachments, on_stuck
+        self._attachments, self._on_stuck, self._spans = attachments, on_stuck, spans
         self.counts = Counts()
         self.restores = Room("restores under way", settings.max_concurrent_restores)
         self.saves = Room("saves under way", settings.max_concurrent_saves)
@@ -147,8 +151,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         def tell(layer: int) -> None:
             loop.call_soon_threadsafe(running.layer, layer)
 
+        restore = self._traced("restore", asked.end - asked.begin, restoring.restore)
         work = loop.run_in_executor(
-            self._restorers, restoring.restore, self._client, self._pipelines, attachment, asked, running.control,
+            self._restorers, restore, self._client, self._pipelines, attachment, asked, running.control,
             outcome, tell,
         )  # fmt: skip
 
@@ -167,6 +172,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             return error
         log.error("restore_broke", exc_info=error)
         return RestoreFailed(problem=type(error).__name__)
+
+    def _traced(self, name: str, token_count: int, work: Callable[P, R]) -> Callable[P, R]:
+        """Work for a thread as a part of the rpc that asks for it: with its trace, and a span of its own."""
+        if not self._spans.is_on:
+            return work
+        context = copy_context()
+
+        def spanned(*arguments: P.args, **named: P.kwargs) -> R:
+            with self._spans.span(name, token_count=token_count):
+                return work(*arguments, **named)
+
+        return lambda *arguments, **named: context.run(spanned, *arguments, **named)
 
     def _count(self, asked: restoring.Asked, outcome: restoring.Outcome, error: CacheError | None) -> None:
         if error is None:
@@ -205,7 +222,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         ended: asyncio.Future[None] = loop.create_future()
         attachment.threads.add(ended)
         ended.add_done_callback(attachment.threads.discard)
-        work = loop.run_in_executor(self._savers, saving.save, self._client, attachment, request)
+        save = self._traced("save", request.token_count, saving.save)
+        work = loop.run_in_executor(self._savers, save, self._client, attachment, request)
 
         def over(done: "asyncio.Future[Session]") -> None:
             # Whoever still waits for it: the rows are read until here.

@@ -37,6 +37,10 @@ class Settings:
     """Unix socket to listen at; none: `worker.sock` of the user. Descriptors are passed beside it."""
     metrics_listen: str = ""
     """Where Prometheus may ask, `host:port`; empty: nowhere."""
+    trace_endpoint: str = ""
+    """Collector of OpenTelemetry (OTLP over gRPC) that spans go to; empty: nothing is traced."""
+    trace_ratio: float = 0.0
+    """Share of what comes without a trace that is traced; callers decide about the rest."""
     device: str = "cpu"
     """Where to compute, and where engines' caches lie: `cpu` or `cuda:0`."""
     profile_directory: Path | None = None
@@ -75,6 +79,8 @@ class Settings:
                 raise InvalidConfiguration(source=name, problem="is no time")
         if not 0 <= self.drain_timeout_s < float("inf"):
             raise InvalidConfiguration(source="drain_timeout_s", problem="is no time")
+        if not 0 <= self.trace_ratio <= 1:
+            raise InvalidConfiguration(source="trace_ratio", problem="is not within [0, 1]")
         if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
             raise InvalidConfiguration(source="listen", problem=f"is longer than {SOCKET_PATH_LIMIT} bytes")
 
