@@ -1,0 +1,174 @@
+"""A store that stands still, dies or comes back under a restore: the reply is right, and what follows is a miss or a hit."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+
+import pytest
+import torch
+from server_process import ServerProcess
+from tiny_models import build
+from transformers import DynamicCache, PreTrainedModel
+
+from ctxcache.client import Client
+from ctxcache.client.arena import Bytes
+from ctxcache.client.client import Access
+from ctxcache.errors import CacheError, Unavailable
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import Stream
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.turn import Turn
+from gpu_worker.generation import continue_greedy, prefill
+from gpu_worker.model_spec import model_spec
+from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.plan import RestorePlan
+
+REPLY_TOKENS = 3
+TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
+SMALL = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
+MISSES = ("", "RESTORE_TOO_LATE", "UNAVAILABLE", "LEASE_NOT_FOUND", "DEADLINE_EXCEEDED")
+
+
+@cache
+def _model() -> PreTrainedModel:
+    return build("llama")
+
+
+@cache
+def _spec() -> ModelSpec:
+    return model_spec(_model(), model_id="failing-stores")
+
+
+@cache
+def _never_dropped() -> list[list[int]]:
+    kept = DynamicCache(config=_model().config)
+    replies = []
+    for turn in TURNS:
+        reply = continue_greedy(_model(), kept, turn, max_new_tokens=REPLY_TOKENS, eos_token_ids=())
+        replies.append(reply.token_ids)
+        prefill(_model(), kept, reply.token_ids[-1:])
+    return replies
+
+
+def _history(turn_count: int) -> list[int]:
+    said = _never_dropped()
+    return [token for turn, reply in zip(TURNS[:turn_count], said, strict=False) for token in (*turn, *reply)]
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A store of one test's own, which it may stop and kill."""
+    torch.set_num_threads(1)
+    with ServerProcess(tmp_path_factory.mktemp("store") / "data") as running:
+        yield running
+
+
+def _turn(engine: TransformersEngine, index: int) -> Turn:
+    return engine.turn(
+        "one", TURNS[index], max_new_tokens=REPLY_TOKENS, history=_history(index), eos_token_ids=()
+    )
+
+
+def _wait_until_back(client: Client) -> None:
+    """A connection that broke is made again after a while; until then calls are refused at once."""
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s:
+        with suppress(Unavailable):
+            client.stats()
+            return
+        threading.Event().wait(0.02)
+    pytest.fail("the store did not come back")
+
+
+def _at(piece: int, action: Callable[[], object]) -> Callable[[LeasedSource, Stream, int, int, Bytes], None]:
+    """Reading that does something first at one piece, counted from 0."""
+    left, fill = [piece], LeasedSource.fill
+
+    def acting(source: LeasedSource, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            action()
+        fill(source, stream, begin, end, into)
+
+    return acting
+
+
+def _engine(client: Client, *, restore_timeout_s: float = 20.0) -> TransformersEngine:
+    plan = RestorePlan.parse("hidden:0,kv:1-2")
+    return TransformersEngine(
+        _model(), client, _spec(), plan, restore_timeout_s=restore_timeout_s, settings=SMALL
+    )
+
+
+@pytest.mark.parametrize("access", ["local", "remote"])
+@pytest.mark.parametrize("piece", [0, 9])
+def test_a_store_that_stands_still_under_a_restore_costs_its_deadline(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, access: Access, piece: int
+) -> None:
+    """The turn ends while the store still stands, from what was read by then or from nothing; it is saved when the store goes on."""
+    with (
+        Client(server.target, access=access) as client,
+        _engine(client, restore_timeout_s=0.5) as engine,
+    ):
+        _turn(engine, 0)
+        assert engine.wait("one") is None
+        with monkeypatch.context() as patch:
+            patch.setattr(LeasedSource, "fill", _at(piece, lambda: os.kill(server.pid, signal.SIGSTOP)))
+            try:
+                turn = _turn(engine, 1)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+        failure = engine.wait("one")
+        last = _turn(engine, 2)
+
+    assert [turn.token_ids, last.token_ids] == _never_dropped()[1:]
+    assert turn.miss_reason in MISSES
+    assert failure is None
+    assert (last.miss_reason, last.reused_token_count) == ("", len(_history(2)))
+
+
+@pytest.mark.parametrize("access", ["local", "remote"])
+@pytest.mark.parametrize("piece", [0, 9])
+def test_a_store_that_dies_under_a_restore_and_comes_back(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, access: Access, piece: int
+) -> None:
+    """The reply is right without it; a store that was started again has what it had, and sessions go on."""
+    with Client(server.target, access=access) as client, _engine(client) as engine:
+        _turn(engine, 0)
+        assert engine.wait("one") is None
+        with monkeypatch.context() as patch:
+            patch.setattr(LeasedSource, "fill", _at(piece, server.kill9))
+            turn = _turn(engine, 1)
+        failure = engine.wait("one")
+        server.start()
+        _wait_until_back(client)
+        last = _turn(engine, 2)
+        end = engine.wait("one")
+        held = client.get_session("sessions/one").token_count
+
+    assert [turn.token_ids, last.token_ids] == _never_dropped()[1:]
+    assert turn.miss_reason in MISSES
+    assert isinstance(failure, CacheError)
+    assert last.reused_token_count == len(_history(1))
+    assert (end, held) == (None, len(_history(3)))
+
+
+@pytest.mark.parametrize("access", ["local", "remote"])
+def test_a_store_that_is_started_again_between_turns_is_a_hit(server: ServerProcess, access: Access) -> None:
+    """What was saved for good comes back through the same client."""
+    with Client(server.target, access=access) as client, _engine(client) as engine:
+        turns = []
+        for index in range(3):
+            turns.append(_turn(engine, index))
+            assert engine.wait("one") is None
+            server.kill9()
+            server.start()
+            _wait_until_back(client)
+
+    assert [turn.token_ids for turn in turns] == _never_dropped()
+    assert [turn.reused_token_count for turn in turns] == [len(_history(index)) for index in range(3)]
