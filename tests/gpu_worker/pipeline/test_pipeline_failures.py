@@ -149,16 +149,20 @@ def test_a_deadline_that_has_passed_starts_nothing() -> None:
     assert read == []
 
 
+def _stopping(is_there: threading.Event, may_go_on: threading.Event) -> Callable[[], None]:
+    def stop() -> None:
+        is_there.set()
+        may_go_on.wait()
+
+    return stop
+
+
 def test_a_stuck_lane_is_told_and_not_used_again() -> None:
     """A read that never ends does not hang the drain; the pipeline takes no further restore."""
     session = _session()
     is_there, may_go_on = threading.Event(), threading.Event()
 
-    def stop() -> None:
-        is_there.set()
-        may_go_on.wait()
-
-    source = _At(session, 3, stop)
+    source = _At(session, 3, _stopping(is_there, may_go_on))
     with slowed() as pipeline:
         restoration = start(pipeline, session, poisoned_target(session), source=source)
         is_there.wait()
@@ -185,7 +189,7 @@ def test_closing_a_stuck_pipeline_leaves_no_thread_but_that_one() -> None:
     """The lane whose read never ends is told, the others end at once; and so does that one when its read does."""
     session, before = _session(), _lane_threads()
     is_there, may_go_on = threading.Event(), threading.Event()
-    source = _At(session, 3, lambda: (is_there.set(), may_go_on.wait()))
+    source = _At(session, 3, _stopping(is_there, may_go_on))
     pipeline = Pipeline(SlowHost(), SMALL)
     restoration = start(pipeline, session, poisoned_target(session), source=source)
     assert is_there.wait(30)
@@ -206,7 +210,7 @@ def test_a_pipeline_that_was_stuck_is_replaced_and_leaves_no_thread(monkeypatch:
     """An engine's restorer goes on with another one, whose lanes end with it."""
     session, before = _session(), _lane_threads()
     is_there, may_go_on = threading.Event(), threading.Event()
-    sources = [RowsSource(session), _At(session, 3, lambda: (is_there.set(), may_go_on.wait()))]
+    sources = [RowsSource(session), _At(session, 3, _stopping(is_there, may_go_on))]
     monkeypatch.setattr("gpu_worker.engines.restoring.LeasedSource", lambda _rows: sources.pop())
     rows: Any = SimpleNamespace(close=lambda: None)
     plan = RestorePlan.parse("kv:0-2")
