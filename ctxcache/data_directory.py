@@ -4,6 +4,7 @@ Knows no metadata store and no tier. Worst case: another server holds it, or som
 are in it; either way it is refused untouched, with a sentence that says why.
 
     LOCK        held by the running server, with its process id
+    RESTORING   {"instance_id": "...", "checksum": "..."}: a backup is laid out here, until FORMAT is written
     FORMAT      {"format": 2, "created_by": "...", "instance_id": "...", "checksum": "..."}
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     LESSONS     what the placement policy has learned (`lessons`); may be missing
@@ -30,6 +31,7 @@ FIRST_NUMBERED_FORMAT = 2
 """From here on SSD directories carry their numbers."""
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
 METADATA = "metadata"
+RESTORING = "RESTORING"
 # What may lie in a directory that is to become ours: what an interrupted creation leaves, and
 # what mkfs does.
 _MAY_PRECEDE = {_LOCK, _FORMAT_PARTIAL, _RUNS, f"{_RUNS}.partial", "lost+found"}
@@ -83,6 +85,7 @@ class DataDirectory:
         """
         with _refusals(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_not_restoring(path)
             lock_fd = _lock(path)
             try:
                 found = _mend_format(path, instance_id, created_by)
@@ -141,6 +144,63 @@ class DataDirectory:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class FreshDirectory:
+    """A data directory that is being laid out, locked: no server takes it before `finish`."""
+
+    path: Path
+    instance_id: str
+    _lock_fd: int
+
+    @classmethod
+    @contextmanager
+    def begin(cls, path: Path) -> Iterator[Self]:
+        """Claim an empty directory, or one in which this was begun before. Raises DataDirectoryUnusable, CorruptMetadata."""
+        with _refusals(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_fresh(path)
+            lock_fd = _lock(path)
+        try:
+            with _refusals(path):
+                # Again: another one may have finished meanwhile.
+                _check_fresh(path)
+                if not (path / RESTORING).exists():
+                    write_facts(path / RESTORING, {"instance_id": secrets.token_hex(16)})
+                yield cls(path, str(read_facts(path / RESTORING)["instance_id"]), lock_fd)
+        finally:
+            os.close(lock_fd)
+
+    @property
+    def metadata_path(self) -> Path:
+        """Where the metadata store is to keep its files."""
+        return self.path / METADATA
+
+    def finish(self, *, crash_count: int, created_by: str) -> None:
+        """Make it a data directory. All that is in it is on disk by now. Raises OSError."""
+        _note_run(self.path, crash_count, is_clean=True)
+        _write_format(self.path, self.instance_id, created_by)
+        sync_directory(self.path.parent)
+        (self.path / RESTORING).unlink()
+
+
+def check_not_restoring(path: Path) -> None:
+    """Raise DataDirectoryUnusable where a backup was to be laid out, and was not to its end."""
+    # What may not be looked at is somebody else's to refuse: these do not raise.
+    if os.path.exists(path / RESTORING) and not os.path.exists(path / _FORMAT):  # noqa: PTH110
+        problem = "a restore into it did not end: `ctxcache restore` begins it anew"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
+def _check_fresh(path: Path) -> None:
+    names = {entry.name for entry in path.iterdir()}
+    if _FORMAT in names:
+        raise DataDirectoryUnusable(path=str(path), problem="it is a data directory already: name a new one")
+    foreign = sorted(names - _MAY_PRECEDE - {f"{RESTORING}.partial"})
+    if foreign and RESTORING not in names:
+        problem = f"it is not empty ({foreign[0]} is in it): name a new one"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
     try:
@@ -153,6 +213,7 @@ def _refusals(path: Path) -> Iterator[None]:
 
 
 def _check_not_foreign(path: Path) -> None:
+    check_not_restoring(path)
     names = {entry.name for entry in path.iterdir()}
     foreign = sorted(names - _MAY_PRECEDE)
     if _FORMAT not in names and foreign:

@@ -12,6 +12,7 @@ from ctxcache.clock import SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.data_directory import check_not_restoring
 from ctxcache.errors import DataDirectoryUnusable
 from ctxcache.ssd_directories import check_not_orphaned
 from ctxcache.storage import open_storage, ssd_directories_of
@@ -25,6 +26,7 @@ async def verify_directory(settings: Settings, *, bytes_per_second: int) -> Asyn
 
     Nothing is created where nothing is.
     """
+    check_not_restoring(settings.data_directory)
     check_not_orphaned(settings.data_directory, ssd_directories_of(settings))
     if not (settings.data_directory / "FORMAT").exists():
         problem = "there is no data directory to verify"

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ctxcache.config import Settings
-from ctxcache.data_directory import FIRST_NUMBERED_FORMAT, DataDirectory
+from ctxcache.data_directory import FIRST_NUMBERED_FORMAT, DataDirectory, check_not_restoring
 from ctxcache.errors import DataDirectoryUnusable, TierFailure
 from ctxcache.first_order import check_first_order
 from ctxcache.format.layout import align
@@ -50,6 +50,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     TierFailure.
     """
     named = ssd_directories_of(settings)
+    check_not_restoring(settings.data_directory)
     check_not_orphaned(settings.data_directory, named)
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
     files.callback(directory.close)

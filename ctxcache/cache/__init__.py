@@ -7,6 +7,7 @@ here knows gRPC. A request is served by one of the parts of `Cache`.
 import asyncio
 from collections.abc import Sequence
 
+from ctxcache.cache.backup import Backup
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
@@ -74,6 +75,7 @@ class Cache:
         leased = self._pins("leases", limits.lease_share)
         self.reading = Reading(self.state, self.residency, self.sessions, io, leased)
         self.scrubbing = Scrubbing(self.state, self.residency, self.sessions, io, metadata)
+        self.backup = Backup(self.state, self.residency, self.sessions, io)
 
     def _pins(self, what: str, share: float) -> Pins:
         capacity_bytes, limits = self.residency.dram.capacity_bytes, self.state.limits

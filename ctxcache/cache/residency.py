@@ -325,6 +325,10 @@ class Residency:
         self._metadata.check(is_growing=not is_last)
         await self._write_back.flush(session, is_tail_left=is_tail_left)
 
+    def flush_lock(self, session: Session) -> asyncio.Lock:
+        """Who holds it keeps flushes of the session from beginning."""
+        return self._write_back.lock(session)
+
     def stage(self, session: Session, segments: Iterable[Segment]) -> None:
         """Begin to write these full segments, ahead of a flush. See WriteBack."""
         self._write_back.stage(session, segments)

@@ -189,6 +189,10 @@ class WriteBack:
         task.add_done_callback(self._flushes.discard)
         await asyncio.shield(task)
 
+    def lock(self, session: Session) -> asyncio.Lock:
+        """What every flush of a session holds."""
+        return self._locks.setdefault(session.uid, asyncio.Lock())
+
     async def wait_for_one(self) -> bool:
         """Wait until one of the flushes under way has ended; False when there is none."""
         # Its failure is for those who asked for it; whoever tries next will see it too.
@@ -198,7 +202,7 @@ class WriteBack:
         return False
 
     async def _flush(self, session: Session, *, is_tail_left: bool) -> None:
-        async with self._locks.setdefault(session.uid, asyncio.Lock()):
+        async with self.lock(session):
             if session.is_gone:
                 raise SessionNotFound(session=session.name)
             # One moment for the log's end and every segment's rows: rows that come during the

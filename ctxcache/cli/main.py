@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ctxcache.cli import drain, export, hints, import_, leases, models, quotas, sessions, tiers, tokens, top
+from ctxcache.cli.backup import BACKUP_EXAMPLES, RESTORE_EXAMPLES, backup, restore_command
 from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, of_tenant, online, watched
 from ctxcache.cli.completion import session_names
@@ -46,6 +47,8 @@ app.command(
     "rebuild",
     epilog=examples("ctxcache rebuild --dry-run", "ctxcache rebuild --data-directory /var/lib/ctxcache"),
 )(rebuild_command())
+app.command("backup", epilog=BACKUP_EXAMPLES)(backup)
+app.command("restore", epilog=RESTORE_EXAMPLES)(restore_command())
 app.command(
     "verify",
     epilog=examples(

@@ -118,6 +118,20 @@ class AdminCalls:
         with self._wire.errors():
             yield from self._wire.admin.Verify(request)
 
+    def backup(self, *, bytes_per_second: int = 0) -> Iterator[operations_pb2.BackupResponse]:
+        """Yield the bytes of a backup, and how far it is, without a deadline. See the proto.
+
+        Raises TooManyRequests, TierFailure.
+        """
+        request = operations_pb2.BackupRequest(bytes_per_second=bytes_per_second)
+        with self._wire.errors():
+            call = self._wire.admin.Backup(request)
+            try:
+                yield from call
+            finally:
+                # Left in the middle, it would go on.
+                call.cancel()
+
     def health(self) -> bool:
         """Say whether the server takes work: false while it starts or drains. Raises Unavailable."""
         answer = self._wire.call(self._wire.check_health, health_pb2.HealthCheckRequest())

@@ -1,11 +1,14 @@
 """AdminService."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ctxcache.cache import Cache
+from ctxcache.cache.backup import Copied
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened, Miss
@@ -15,6 +18,8 @@ from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.tiers.base import Refusal, Tier
 from ctxcache.v1 import admin_pb2, operations_pb2, session_pb2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,31 @@ class AdminService(OperationRpcs):
             async for report in reports:
                 yield verify_message(report)
 
+    async def Backup(  # noqa: N802
+        self,
+        request: operations_pb2.BackupRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[operations_pb2.BackupResponse]:
+        """See the proto."""
+        rate = validate.within(request.bytes_per_second, 0, (1 << 63) - 1, "bytes_per_second")
+        clock, turns = self._cache.state.clock, self._controls.doors.admissions.streams.turns
+        began_ns, sent_bytes = clock.monotonic_ns(), 0
+        copied: Copied | None = None
+        async with aclosing(self._cache.backup.run(f"ctxcache {self._about.version}")) as pieces:
+            async for data, copied in pieces:
+                yield _backup_message(data, copied)
+                sent_bytes += len(data)
+                wait_ns = began_ns + (sent_bytes * 10**9 // rate if rate else 0) - clock.monotonic_ns()
+                await asyncio.sleep(max(wait_ns, 0) / 10**9)
+                if turns:
+                    await turns.take()
+        if copied:
+            took_s = (clock.monotonic_ns() - began_ns) / 10**9
+            log.info(
+                "backup_made sessions=%d segments=%d bytes=%d left_out=%d duration_s=%.3f",
+                copied.session_count, copied.segment_count, sent_bytes, copied.left_out_session_count, took_s,
+            )  # fmt: skip
+
     def _tenant(self, tenant: str) -> admin_pb2.TenantUse:
         state = self._cache.state
         use, own = state.usage.of(tenant), self._cache.residency.quotas.own(tenant)
@@ -238,6 +268,15 @@ def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
             )
             for bad in report.bad
         ],
+    )  # fmt: skip
+
+
+def _backup_message(data: bytes, copied: Copied) -> operations_pb2.BackupResponse:
+    return operations_pb2.BackupResponse(
+        data=data, session_count=copied.session_count, total_session_count=copied.total_session_count,
+        copied_bytes=copied.bytes, total_bytes=copied.total_bytes, segment_count=copied.segment_count,
+        token_count=copied.token_count, unwritten_token_count=copied.unwritten_token_count,
+        left_out_session_count=copied.left_out_session_count,
     )  # fmt: skip
 
 

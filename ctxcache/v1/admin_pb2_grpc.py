@@ -67,6 +67,11 @@ class AdminServiceStub:
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/ctxcache.v1.AdminService/Backup',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.BackupRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.BackupResponse.FromString,
+                _registered_method=True)
         self.GetSettings = channel.unary_unary(
                 '/ctxcache.v1.AdminService/GetSettings',
                 request_serializer=ctxcache_dot_v1_dot_admin__pb2.GetSettingsRequest.SerializeToString,
@@ -175,6 +180,17 @@ class AdminServiceServicer:
         is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
         the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
         (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Backup(self, request, context):
+        """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+        one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
+        when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
+        message was not taken); UNAVAILABLE (TIER_FAILURE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -304,6 +320,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.BackupRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.BackupResponse.SerializeToString,
             ),
             'GetSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSettings,
@@ -507,6 +528,33 @@ class AdminService:
             '/ctxcache.v1.AdminService/Verify',
             ctxcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             ctxcache_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/Backup',
+            ctxcache_dot_v1_dot_operations__pb2.BackupRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.BackupResponse.FromString,
             options,
             channel_credentials,
             insecure,

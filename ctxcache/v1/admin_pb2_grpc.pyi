@@ -62,6 +62,13 @@ class AdminServiceStub:
     the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
     (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
     """
+    Backup: _grpc.UnaryStreamMultiCallable[_operations_pb2.BackupRequest, _operations_pb2.BackupResponse]
+    """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+    one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
+    when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
+    message was not taken); UNAVAILABLE (TIER_FAILURE).
+    """
     GetSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.Settings]
     """Returns every setting that the server runs with. Errors: none of its own."""
     ReloadSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadSettingsRequest, _admin_pb2.ReloadSettingsResponse]
@@ -140,6 +147,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
     the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
     (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+    """
+    Backup: _aio.UnaryStreamMultiCallable[_operations_pb2.BackupRequest, _operations_pb2.BackupResponse]  # type: ignore[assignment]
+    """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+    one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
+    when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
+    message was not taken); UNAVAILABLE (TIER_FAILURE).
     """
     GetSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.Settings]  # type: ignore[assignment]
     """Returns every setting that the server runs with. Errors: none of its own."""
@@ -246,6 +260,19 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         is. Sessions end before a segment that is bad, and its place is kept from use. Ending the call ends
         the pass. One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
         (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def Backup(
+        self,
+        request: _operations_pb2.BackupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.BackupResponse], _abc.AsyncIterator[_operations_pb2.BackupResponse]]:
+        """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+        one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
+        when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
+        message was not taken); UNAVAILABLE (TIER_FAILURE).
         """
 
     @_abc_1.abstractmethod

@@ -751,3 +751,79 @@ class TenantActivity(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TenantActivity: _TypeAlias = TenantActivity  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    """Request of Backup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    bytes_per_second: _builtins.int
+    """Most bytes sent in a second. 0, the default: as fast as it goes."""
+    def __init__(
+        self,
+        *,
+        bytes_per_second: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupResponse(_message.Message):
+    """Some of a backup, and how far it is. Counts are from its beginning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    TOTAL_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    UNWRITTEN_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the archive."""
+    session_count: _builtins.int
+    """Sessions in it."""
+    total_session_count: _builtins.int
+    """Sessions that there were when it began."""
+    copied_bytes: _builtins.int
+    """Bytes on SSD of the segments in it."""
+    total_bytes: _builtins.int
+    """Bytes that were taken on SSD when it began."""
+    segment_count: _builtins.int
+    """Segments in it, shared ones counted once."""
+    token_count: _builtins.int
+    """Live tokens in it, by session."""
+    unwritten_token_count: _builtins.int
+    """Live tokens that only memory had, and that are not in it."""
+    left_out_session_count: _builtins.int
+    """Sessions that are not in it, because tokens of theirs were dropped faster than they were copied."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        session_count: _builtins.int = ...,
+        total_session_count: _builtins.int = ...,
+        copied_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        segment_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        unwritten_token_count: _builtins.int = ...,
+        left_out_session_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_bytes", b"copied_bytes", "data", b"data", "left_out_session_count", b"left_out_session_count", "segment_count", b"segment_count", "session_count", b"session_count", "token_count", b"token_count", "total_bytes", b"total_bytes", "total_session_count", b"total_session_count", "unwritten_token_count", b"unwritten_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015

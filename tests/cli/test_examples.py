@@ -16,6 +16,7 @@ from server_process import COMMAND_LINE, ServerProcess, without_settings
 from stored import store_session
 from typer.testing import CliRunner
 
+from ctxcache.backup.receiving import receive
 from ctxcache.cli.examples import TITLE
 from ctxcache.cli.main import app
 from ctxcache.client import Client
@@ -90,7 +91,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("path", "line"), EXAMPLES, ids=[line for _, line in EXAMPLES])
 def test_an_example_works(
-    path: Path_, line: str, server: ServerProcess, place: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path_,
+    line: str,
+    server: ServerProcess,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ends well and says something, on a server with one session; /ssd is one of the server's paths.
 
@@ -100,6 +106,7 @@ def test_an_example_works(
     line = line.replace("/ssd", str(server.data_directory.parent / "ssd"))
     line = line.replace("/var/lib/ctxcache", str(place / "state" / "ctxcache"))
     line = line.replace("127.0.0.1:7420", server.target)
+    line = line.replace("/new", str(tmp_path / "new")).replace("monday", str(tmp_path / "monday"))
     environment = SMALL | {
         "CTXCACHE_TARGET": server.target, "XDG_STATE_HOME": str(place / "state"), "HOME": str(place),
     }  # fmt: skip
@@ -110,6 +117,8 @@ def test_an_example_works(
         if line.startswith("ctxcache lease"):
             reader.read(f"sessions/{SESSION}")
             line = line.replace("17", str(next(reader.list_leases()).lease_id))
+        if line.startswith("ctxcache restore"):
+            receive((answer.data for answer in reader.backup()), tmp_path / "monday.ctxbackup")
         if path in REALLY_RUN - {("ctxcache", "serve")}:
             ran = CliRunner().invoke(app, shlex.split(line)[1:], env=environment)
             code, said = ran.exit_code, ran.output

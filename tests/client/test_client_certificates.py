@@ -237,6 +237,7 @@ def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server
         lambda: list(user.list_tenants()),
         partial(user.demote_session, name),
         lambda: list(user.verify()),
+        lambda: list(user.backup()),
         partial(user.update_session, name, is_pinned=True),
         partial(user.create_session, "models/tiny", layout=LAYOUT, is_pinned=True),
     ]

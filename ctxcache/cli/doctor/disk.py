@@ -16,7 +16,7 @@ from ctxcache.cli.doctor.finding import Finding, degraded, fatal, ok
 from ctxcache.cli.doctor.memory import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.config import Settings
-from ctxcache.data_directory import DataDirectory
+from ctxcache.data_directory import DataDirectory, check_not_restoring
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
 from ctxcache.metadata.catalog import Catalog
@@ -77,6 +77,7 @@ def metadata(settings: Settings) -> Finding:
     if holder := _holder(directory):
         return ok("metadata", f"{directory} is held by a running server (pid {holder})", "that server")
     try:
+        check_not_restoring(directory)
         check_not_orphaned(directory, ssd_directories_of(settings))
         if (directory / "FORMAT").exists():
             with DataDirectory.open(directory) as data:

@@ -1,0 +1,65 @@
+"""A backup on its way into a file: under a temporary name until all of it is there, synced and read back.
+
+Knows no server. Worst case: its end is missing, and what there is of it is removed; after a SIGKILL it stays under
+its temporary name, until the next backup of that name takes its place.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from ctxcache.errors import InvalidArgument, TierFailure
+from ctxcache.facts_file import sync_directory
+from ctxcache.format.archive import read_frames
+
+
+def receive(pieces: Iterable[bytes], path: Path) -> int:
+    """Write a backup to a file that was not there, mode 0600; how many bytes it has.
+
+    Raises InvalidArgument (it is there, or another one is being written), TierFailure, DamagedBackup, and what
+    `pieces` raises; no file of that name is there then.
+    """
+    if os.path.lexists(path):
+        raise InvalidArgument(field=str(path), problem="it is there already: name another file")
+    partial = path.with_name(f"{path.name}.partial")
+    with _refusals(partial), _opened(partial) as file:
+        try:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            for _ in read_frames(file, str(path)):
+                continue
+            size_bytes = file.tell()
+            partial.rename(path)
+            sync_directory(path.parent)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    return size_bytes
+
+
+@contextmanager
+def _opened(partial: Path) -> Iterator[BinaryIO]:
+    """The file, empty and ours alone. What a killed one left is written over."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(partial, flags, mode=0o600), "w+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidArgument(field=str(partial), problem="another backup is writing it") from None
+        os.fchmod(file.fileno(), 0o600)
+        file.truncate(0)
+        yield file
+
+
+@contextmanager
+def _refusals(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierFailure(path=str(partial), problem=error.strerror or str(error)) from error

@@ -1,0 +1,351 @@
+"""Backups of a cache: every session as it was durable at one moment, whatever goes on meanwhile."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from cache_rig import (
+    LAYOUT,
+    SEGMENT_TOKENS,
+    SLOT_BYTES,
+    TENANT,
+    DiskRig,
+    MemoryRig,
+    Rig,
+    Token,
+    Writer,
+    expected,
+)
+
+from ctxcache.backup.contents import survey
+from ctxcache.backup.laying_out import Restored, lay_out
+from ctxcache.cache import backup
+from ctxcache.cache.backup import Copied
+from ctxcache.errors import TierFailure, TooManyRequests
+from ctxcache.testing.fakes import Operation
+
+STORMS = 12
+STEPS = 60
+
+
+@pytest.fixture(autouse=True)
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every frame is a message, so that there is something between them."""
+    monkeypatch.setattr(backup, "FRAME_BYTES", 1)
+
+
+def told(_: str, done: int, total: int) -> None:
+    """How far it is."""
+    assert 0 <= done <= total
+
+
+async def backed_up(rig: Rig, path: Path, between: Callable[[], Awaitable[None]] | None = None) -> Copied:
+    """Write a backup, with something done after each of its messages; what was said of it last."""
+    said = []
+    with path.open("wb") as file:
+        async for data, copied in rig.cache.backup.run("a test"):
+            file.write(data)
+            said.append(copied)
+            assert not any(segment.hold_count for segment in rig.cache.state.segments.values())
+            if between:
+                await between()
+    return said[-1]
+
+
+def laid_out(path: Path, directory: Path, rig: Rig) -> Restored:
+    """Make a store of it."""
+    return lay_out(
+        path, directory, [directory / "ssd0", directory / "ssd1"], ssd_size_bytes=64 * SLOT_BYTES,
+        now_ns=rig.clock.now_ns(), created_by="a test", step=told,
+    )  # fmt: skip
+
+
+async def opened(directory: Path, rig: Rig) -> DiskRig:
+    """A cache over what was laid out."""
+    other = DiskRig(directory, clock=rig.clock)
+    await other.open()
+    return other
+
+
+@pytest.fixture
+async def restore(rig: MemoryRig, tmp_path: Path) -> AsyncIterator[Callable[[Path], Awaitable[DiskRig]]]:
+    """What opens a cache on a backup, with its books checked at the end."""
+    made: list[DiskRig] = []
+
+    async def restore(path: Path) -> DiskRig:
+        directory = tmp_path / f"restored-{len(made)}"
+        laid_out(path, directory, rig)
+        made.append(await opened(directory, rig))
+        return made[-1]
+
+    yield restore
+    for other in made:
+        await other.check()
+        await other.close()
+
+
+Restore = Callable[[Path], Awaitable[DiskRig]]
+
+
+async def stored(rig: Rig, name: str, tokens: list[Token]) -> None:
+    """A session that SSD has."""
+    await rig.create(name)
+    await rig.append(name, tokens, is_durable=True)
+
+
+async def test_all_of_it_comes_back(rig: MemoryRig, tmp_path: Path, restore: Restore) -> None:
+    """Rows, truncations, forks, pins and the instant of expiry; sessions without tokens too."""
+    writer = Writer(1)
+    tokens, more = writer.make(150), writer.make(70)
+    await stored(rig, "a", tokens)
+    await rig.truncate("a", (4, 80))
+    await rig.fork("a", "b", 40)
+    await rig.append("a", more, is_durable=True)
+    await rig.create("empty", is_pinned=True)
+    before = {name: rig.cache.sessions.get(TENANT, name) for name in ("a", "b", "empty")}
+    copied = await backed_up(rig, tmp_path / "it")
+    other = await restore(tmp_path / "it")
+    after = {name: other.cache.sessions.get(TENANT, name) for name in ("a", "b", "empty")}
+    kept = tokens[:4] + tokens[80:]
+
+    assert await other.read("a") == expected(kept + more)
+    assert await other.read("b") == expected(kept[:40])
+    assert other.names() == {"a", "b", "empty"}
+    for name, view in before.items():
+        for fact in ("uid", "expire_time_ns", "ttl_ns", "is_pinned", "create_time_ns", "token_count"):
+            assert getattr(after[name], fact) == getattr(view, fact), (name, fact)
+    assert (copied.session_count, copied.left_out_session_count, copied.unwritten_token_count) == (3, 0, 0)
+    # What forks share is in it once.
+    assert copied.segment_count == len(rig.cache.state.segments)
+    assert copied.bytes == copied.total_bytes
+
+
+async def test_what_only_memory_has_is_counted(rig: MemoryRig, tmp_path: Path, restore: Restore) -> None:
+    """It is not in it: a backup is what a crash at that moment would have left."""
+    writer = Writer(1)
+    tokens = writer.make(100)
+    await stored(rig, "a", tokens)
+    await rig.append("a", writer.make(30))
+    copied = await backed_up(rig, tmp_path / "it")
+    other = await restore(tmp_path / "it")
+
+    assert await other.read("a") == expected(tokens)
+    assert (copied.token_count, copied.unwritten_token_count) == (100, 30)
+
+
+async def test_generations_go_on_where_the_source_will_not_come(rig: MemoryRig, tmp_path: Path) -> None:
+    """Nor another store of the same backup: a generation never stands for two contents."""
+    await stored(rig, "a", Writer(1).make(10))
+    await backed_up(rig, tmp_path / "it")
+    runs = []
+    for name in ("one", "two"):
+        laid_out(tmp_path / "it", tmp_path / name, rig)
+        runs.append((tmp_path / name / "RUNS").read_text())
+        runs.append((tmp_path / name / "FORMAT").read_text())
+    crash_counts = [int(text.split('"crash_count": ')[1].split(",")[0]) for text in runs[::2]]
+
+    assert len(set(runs)) == 4
+    assert min(crash_counts) >= 1 << 16
+
+
+async def test_what_went_meanwhile_is_not_in_it_and_keeps_no_room(
+    rig: MemoryRig, tmp_path: Path, restore: Restore
+) -> None:
+    """Between two messages nothing is held: what is deleted is free at once, and what comes is left out."""
+    writer = Writer(1)
+    for name in ("first", "gone", "last"):
+        await stored(rig, name, writer.make(3 * SEGMENT_TOKENS))
+    await rig.create("short", ttl_s=5)
+    deleted = asyncio.Event()
+
+    async def between() -> None:
+        if not deleted.is_set():
+            deleted.set()
+            before = rig.cache.residency.ssd.free_bytes
+            await rig.delete("gone")
+            assert rig.cache.residency.ssd.free_bytes == before + 3 * SLOT_BYTES
+            await rig.create("new")
+            rig.clock.advance(seconds=6)
+
+    copied = await backed_up(rig, tmp_path / "it", between)
+    other = await restore(tmp_path / "it")
+
+    assert other.names() == {"first", "last"}
+    assert copied.left_out_session_count == 0
+
+
+async def test_what_has_expired_since_is_left_out(rig: MemoryRig, tmp_path: Path) -> None:
+    """Its time is absolute: a restore does not bring it back, nor its bytes."""
+    await stored(rig, "long", Writer(1).make(10))
+    await rig.create("short", ttl_s=5)
+    await rig.append("short", Writer(2).make(200), is_durable=True)
+    await backed_up(rig, tmp_path / "it")
+    rig.clock.advance(seconds=6)
+    found = laid_out(tmp_path / "it", tmp_path / "restored", rig)
+
+    assert (found.session_count, found.expired_session_count, found.segment_count) == (1, 1, 1)
+
+
+async def test_a_tail_is_read_while_no_flush_moves_it(
+    rig: MemoryRig, tmp_path: Path, restore: Restore
+) -> None:
+    """A flush waits for the read of one segment, and not for whoever takes the bytes."""
+    writer = Writer(1)
+    tokens, more = writer.make(10), writer.make(10)
+    await stored(rig, "a", tokens)
+    gate = rig.ssd.hold(Operation.READ)
+    made = asyncio.create_task(backed_up(rig, tmp_path / "it"))
+    await rig.reached(Operation.READ)
+    await rig.append("a", more)
+    flushed = asyncio.create_task(rig.flush("a"))
+    await asyncio.sleep(0)
+    writes = rig.ssd.counts[Operation.WRITE]
+    gate.set()
+    await asyncio.gather(made, flushed)
+    other = await restore(tmp_path / "it")
+
+    assert writes == 1
+    assert await other.read("a") == expected(tokens)
+    assert await rig.read("a") == expected(tokens + more)
+
+
+async def test_what_is_bad_is_cut_as_a_read_would(tmp_path: Path) -> None:
+    """The backup has what is before it."""
+    rig = DiskRig(tmp_path / "source")
+    await rig.open()
+    tokens = Writer(1).make(4 * SEGMENT_TOKENS)
+    await stored(rig, "a", tokens)
+    bad = rig.cache.state.session(TENANT, "a").segments[2]
+    assert bad.ssd is not None
+    with rig.segments_file(bad.ssd.path_index).open("r+b") as file:
+        file.seek(bad.ssd.offset_bytes + LAYOUT.offsets[1])
+        file.write(b"\xff")
+    copied = await backed_up(rig, tmp_path / "it")
+    laid_out(tmp_path / "it", tmp_path / "restored", rig)
+    other = await opened(tmp_path / "restored", rig)
+    rows = await other.read("a")
+    await rig.check()
+    await other.check()
+    await rig.close()
+    await other.close()
+
+    assert rows == expected(tokens[: 2 * SEGMENT_TOKENS])
+    assert copied.session_count == 1
+    assert len(rig.cache.residency.quarantined) == 1
+
+
+async def test_who_is_cut_faster_than_copied_is_left_out_and_counted(
+    rig: MemoryRig, tmp_path: Path, restore: Restore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in it."""
+    monkeypatch.setattr(backup, "PASSES", 1)
+    writer = Writer(1)
+    for name in ("a", "b"):
+        await stored(rig, name, writer.make(5 * SEGMENT_TOKENS))
+
+    async def between() -> None:
+        if rig.token_count("a") > SEGMENT_TOKENS:
+            await rig.truncate("a", (0, SEGMENT_TOKENS))
+
+    copied = await backed_up(rig, tmp_path / "it", between)
+    other = await restore(tmp_path / "it")
+
+    assert other.names() == {"b"}
+    assert copied.left_out_session_count == 1
+
+
+async def test_one_at_a_time_and_its_end_leaves_nothing(rig: MemoryRig, tmp_path: Path) -> None:
+    """Whoever stops taking it ends it; a device that refuses does too."""
+    await stored(rig, "a", Writer(1).make(3 * SEGMENT_TOKENS))
+    async with aclosing(rig.cache.backup.run("a test")) as pieces:
+        await anext(pieces)
+        with pytest.raises(TooManyRequests):
+            await anext(rig.cache.backup.run("a test"))
+        await anext(pieces)
+    rig.ssd.fail(Operation.READ)
+    with pytest.raises(TierFailure):
+        await backed_up(rig, tmp_path / "failed")
+    await rig.check()
+    copied = await backed_up(rig, tmp_path / "it")
+
+    assert copied.session_count == 1
+    assert survey(tmp_path / "it", told).created_by == "a test"
+
+
+class Storm:
+    """Sessions that change at random, and what each of them ever held."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self.rig, self.draw, self.writer = rig, random.Random(seed), Writer(seed)
+        self.held: dict[str, list[list[Token]]] = {}
+        """By name: its tokens after each change. Names are not used again."""
+        self.untouched: dict[str, int] = {}
+        """Tokens that SSD had at the beginning, of sessions that lost none since."""
+
+    async def step(self) -> None:
+        """Change something."""
+        names = sorted(self.rig.names())
+        name = self.draw.choice(names) if names else ""
+        what = self.draw.choice(("create", "append", "append", "flush", "drop", "fork", "delete", "demote"))
+        if what == "create" or not name:
+            name = f"s{len(self.held)}"
+            await self.rig.create(name)
+            self.held[name] = [[]]
+            return
+        now = self.held[name][-1]
+        match what:
+            case "append":
+                tokens = self.writer.make(self.draw.randrange(1, 90))
+                await self.rig.append(name, tokens, is_durable=self.draw.random() < 0.5)
+                self.held[name].append(now + tokens)
+            case "drop" if now:
+                begin = self.draw.randrange(len(now))
+                end = self.draw.randrange(begin, len(now)) + 1
+                self.untouched.pop(name, None)
+                await self.rig.truncate(name, (begin, end))
+                self.held[name].append(now[:begin] + now[end:])
+            case "fork":
+                new = f"s{len(self.held)}"
+                count = self.draw.randrange(len(now) + 1)
+                self.held[new] = [now[:count]]
+                await self.rig.fork(name, new, count)
+            case "delete":
+                self.untouched.pop(name, None)
+                await self.rig.delete(name)
+            case "demote":
+                await self.rig.demote(name)
+            case _:
+                await self.rig.flush(name)
+
+
+@pytest.mark.parametrize("seed", range(STORMS))
+async def test_whatever_goes_on_each_is_as_it_was_at_one_moment(seed: int, tmp_path: Path) -> None:
+    """What comes back of a session is the beginning of what it held after one of its changes, and nothing durable misses."""
+    rig = MemoryRig(tmp_path, arena_segments=24, ssd_segments=(200, 200))
+    await rig.open()
+    storm = Storm(rig, seed)
+    for _ in range(STEPS):
+        await storm.step()
+    storm.untouched = {name: rig.cache.sessions.get(TENANT, name).durable_token_count for name in rig.names()}
+    copied = await backed_up(rig, tmp_path / "it", storm.step)
+    laid_out(tmp_path / "it", tmp_path / "restored", rig)
+    other = await opened(tmp_path / "restored", rig)
+    names = other.names()
+    for name in names:
+        rows, count = await other.read(name), other.token_count(name)
+        assert any(rows == expected(tokens[:count]) for tokens in storm.held[name] if len(tokens) >= count)
+        assert count >= storm.untouched.get(name, 0)
+        # It goes on there.
+        more = storm.writer.make(70)
+        await other.append(name, more, is_durable=True)
+        assert await other.read(name, count) == expected(more)
+    await other.check()
+    await other.close()
+    await rig.check()
+    await rig.close()
+
+    assert storm.untouched.keys() <= names
+    assert copied.left_out_session_count == 0

@@ -1,0 +1,237 @@
+"""A backup laid out as a new store: all of it, or nothing that a server starts on."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import killed_restores
+import pytest
+from cache_rig import LAYOUT, MODEL, SLOT_BYTES, TENANT, MemoryRig, Writer
+
+from ctxcache.backup import contents, laying_out
+from ctxcache.backup.contents import Image
+from ctxcache.backup.laying_out import Restored, lay_out, look
+from ctxcache.config import Settings
+from ctxcache.data_directory import DataDirectory
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    CorruptSegment,
+    DataDirectoryUnusable,
+    InvalidArgument,
+)
+from ctxcache.format.archive import DamagedBackup, FrameMaker, Kind, pack_record
+from ctxcache.metadata import records
+from ctxcache.metadata.base import ModelRecord, SessionRecord
+from ctxcache.offline import verify_directory
+from ctxcache.rebuild import rebuild
+from ctxcache.storage import open_storage
+
+FOR_EVER_NS = (1 << 62) - 1
+
+
+@pytest.fixture
+async def archive(rig: MemoryRig, tmp_path: Path) -> Path:
+    """A backup of two sessions in five segments."""
+    rig.clock.advance(ns=FOR_EVER_NS - rig.clock.now_ns() - 10**15)
+    writer = Writer(1)
+    for name, token_count in (("a", 150), ("b", 70)):
+        await rig.create(name)
+        await rig.append(name, writer.make(token_count), is_durable=True)
+    path = tmp_path / "archive"
+    path.write_bytes(b"".join([data async for data, _ in rig.cache.backup.run("a test")]))
+    return path
+
+
+def told(*_: object) -> None:
+    """Nobody looks."""
+
+
+def laid_out(archive: Path, directory: Path, *, ssd_size_bytes: int = 1 << 20) -> Restored:
+    """Make a store of it, with one SSD directory inside and one outside."""
+    settings = killed_restores.settings(directory)
+    assert settings.ssd_directories is not None
+    return lay_out(
+        archive, settings.data_directory, settings.ssd_directories, ssd_size_bytes=ssd_size_bytes,
+        now_ns=0, created_by="a test", step=told,
+    )  # fmt: skip
+
+
+def times(directory: Path) -> dict[Path, int]:
+    """When each file was written last, but those of locks."""
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.name != "LOCK"}
+
+
+async def starts(directory: Path) -> bool:
+    """Whether anything takes the directory for a store; nothing must change it."""
+    settings = killed_restores.settings(directory)
+    assert settings.ssd_directories is not None
+    before = times(directory)
+    refusals = []
+    for way in ("serve", "verify", "rebuild"):
+        try:
+            if way == "verify":
+                async for _ in verify_directory(settings, bytes_per_second=0):
+                    continue
+            elif way == "rebuild":
+                rebuild(
+                    settings.data_directory, settings.ssd_directories, created_by="a test", is_dry_run=False
+                )
+            else:
+                with DataDirectory.open(settings.data_directory):
+                    continue
+        except CacheError as error:
+            refusals.append(str(error))
+    assert times(directory) == before
+    assert all(
+        "a restore into it did not end: `ctxcache restore` begins it anew" in said for said in refusals
+    )
+    return len(refusals) < 3
+
+
+def test_a_restore_that_is_killed_leaves_nothing_that_starts_and_is_made_again(
+    archive: Path, tmp_path: Path
+) -> None:
+    """At each of its steps; in the same directories, which nothing else takes meanwhile."""
+    command = [sys.executable, killed_restores.__file__, str(archive), str(tmp_path / "store")]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    results = [json.loads(line) for line in ran.stdout.splitlines()]
+    left = Counter(result["left"].partition(":")[0] for result in results)
+
+    assert left.keys() == {"nothing", "DATA_DIRECTORY_UNUSABLE", "whole"}
+    assert left["DATA_DIRECTORY_UNUSABLE"] > 20
+    assert {result["verified"] for result in results if "verified" in result} == {
+        "8 records, 5 segments, 0 bad"
+    }
+    assert {result["again"] for result in results if "again" in result} == {"done"}
+    assert [result["killed"] for result in results] == [True] * (len(results) - 1) + [False]
+
+
+def test_a_damaged_backup_makes_nothing(archive: Path, tmp_path: Path) -> None:
+    """Whichever byte of it is another one, whatever is missing: a sentence, before anything is written."""
+    data = archive.read_bytes()
+    for at in (*range(0, len(data), 1009), len(data) - 1):
+        archive.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        with pytest.raises(CacheError) as refused:
+            laid_out(archive, tmp_path / "store")
+        assert str(archive) in str(refused.value)
+        archive.write_bytes(data[:at])
+        with pytest.raises(DamagedBackup):
+            laid_out(archive, tmp_path / "store")
+
+    assert not (tmp_path / "store").exists()
+
+
+async def test_what_goes_wrong_in_the_middle_leaves_nothing_that_starts(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room, bytes that do not come back, a file that changes meanwhile; then it is made again."""
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def torn(path: Path) -> Iterator[Image]:
+        yield next(contents.images(path))
+        raise DamagedBackup(where=str(path), problem="it changed")
+
+    def other_bytes(fd: int, data: bytearray, offset_bytes: int) -> None:
+        os.pwrite(fd, bytes(data[:-4096]), offset_bytes)
+
+    places: list[tuple[Any, str, Any, type[CacheError]]] = [
+        (os, "posix_fallocate", no_room, DataDirectoryUnusable),
+        (laying_out, "images", torn, DamagedBackup),
+        (laying_out, "_write_all", other_bytes, CorruptSegment),
+    ]
+    for where, name, instead, error in places:
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, instead)
+            with pytest.raises(error):
+                laid_out(archive, tmp_path / "store")
+        assert not await starts(tmp_path / "store")
+    found = laid_out(archive, tmp_path / "store")
+    with DataDirectory.open(tmp_path / "store" / "data"):
+        pass
+
+    assert (found.session_count, found.segment_count, found.token_count) == (2, 5, 220)
+
+
+def test_directories_that_are_somebodys_are_refused_untouched(archive: Path, tmp_path: Path) -> None:
+    """Data directories and others; SSD directories with anything in them, or named twice."""
+    laid_out(archive, tmp_path / "store")
+    with pytest.raises(DataDirectoryUnusable, match="it is a data directory already"):
+        laid_out(archive, tmp_path / "store")
+    (tmp_path / "mine" / "data").mkdir(parents=True)
+    (tmp_path / "mine" / "data" / "letter").touch()
+    with pytest.raises(DataDirectoryUnusable, match="not empty"):
+        laid_out(archive, tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").rglob("*")] == ["data", "letter"]
+    # Another store's, which has only lost its data directory.
+    (tmp_path / "store" / "data").rename(tmp_path / "elsewhere")
+    with pytest.raises(DataDirectoryUnusable, match="not empty"):
+        laid_out(archive, tmp_path / "store")
+    assert (tmp_path / "store" / "other" / "segments.dat").exists()
+
+
+def test_it_must_fit(archive: Path, tmp_path: Path) -> None:
+    """SSD files as large as was said take it, or it is refused."""
+    with pytest.raises(CapacityExceeded):
+        laid_out(archive, tmp_path / "small", ssd_size_bytes=2 * SLOT_BYTES)
+    laid_out(archive, tmp_path / "store", ssd_size_bytes=3 * SLOT_BYTES)
+    sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("segments.dat")]
+
+    assert sizes == [3 * SLOT_BYTES] * 2
+
+
+async def test_a_store_opens_as_it_was_laid_out(archive: Path, tmp_path: Path) -> None:
+    """With its directories in either order, and at once as one of its own."""
+    laid_out(archive, tmp_path / "store")
+    settings = killed_restores.settings(tmp_path / "store")
+    assert settings.ssd_directories is not None
+    turned: Settings = settings.model_copy(
+        update={
+            "ssd_directories": settings.ssd_directories[::-1],
+            "arena_size_bytes": 1 << 20,
+            "arena_huge_pages": "off",
+        }
+    )
+    with ExitStack() as files:
+        storage = open_storage(turned, files)
+        sessions = {session.session_id for session in storage.metadata.sessions()}
+        assert storage.directory.is_clean
+
+    assert sessions == {"a", "b"}
+    assert not (tmp_path / "store" / "data" / "RESTORING").exists()
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
+    """A session without its model or its segments, and what is no file."""
+    model = ModelRecord(TENANT, MODEL, 0)
+    session = SessionRecord(
+        b"u" * 16, TENANT, "a", MODEL.model_id, tuple(spec.stream for spec in LAYOUT.specs), 1, (1,), ((0, 5),), 5, 0, 0,
+        FOR_EVER_NS, None, is_pinned=False,
+    )  # fmt: skip
+    facts = b'{"created_by": "a test", "create_time_ns": 0, "crash_count": 0}'
+    key = records.model_key(TENANT, MODEL.model_id)
+    with_model = (Kind.MODEL, pack_record(key, records.encode_model(model)))
+    with_session = (
+        Kind.SESSION,
+        pack_record(records.session_key(session.uid), records.encode_session(session)),
+    )
+    end = (Kind.END, [b'{"session_count": 1}'])
+    for frames in ([with_session, end], [with_model, with_session, end], [with_model, end], [end, end]):
+        made = FrameMaker()
+        path = tmp_path / "archive"
+        parts = [made.frame(kind, some) for kind, some in [(Kind.FACTS, [facts]), *frames]]
+        path.write_bytes(made.preamble + b"".join(parts))
+        with pytest.raises(DamagedBackup):
+            look(path, now_ns=0, step=told)
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(InvalidArgument):
+            look(path, now_ns=0, step=told)
