@@ -12,6 +12,7 @@ import typer
 
 from ctxcache.cli.call import Call
 from ctxcache.cli.units import human_size
+from ctxcache.errors import CacheError
 from ctxcache.portable.outcomes import Outcome, Status
 
 if TYPE_CHECKING:
@@ -68,11 +69,13 @@ def show_outcomes(call: Call, path: str, outcomes: Sequence[Outcome], *, to_stde
 def raise_first(outcomes: Sequence[Outcome]) -> None:
     """Raise the first failure, as one of so many."""
     failed = [one for one in outcomes if one.status is Status.FAILED]
-    if not failed or failed[0].error is None:
+    if not failed:
         return
-    first, error = failed[0], failed[0].error
-    if len(outcomes) == 1 or not first.session:
-        raise error
+    # The file's own failure, if there is one: no session's line has told of it.
+    first = next((one for one in failed if not one.session), failed[0])
+    error = first.error
+    if error is None or len(outcomes) == 1 or not first.session:
+        raise error or CacheError()
     untried = sum(one.status is Status.UNTRIED for one in outcomes)
     rest = f", {untried} were not tried" if untried else ""
     told = f"{len(failed)} of {len(outcomes)} sessions failed{rest}; {first.session}"

@@ -17,7 +17,7 @@ _STREAM = struct.Struct("<ii")
 _PINNED = 1
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
-_LAYER_LIMIT = 1 << 16
+_LAYER_LIMIT = _STREAM_LIMIT = 1 << 16
 _ROW_LIMIT_BYTES = 2 << 20
 
 
@@ -83,10 +83,12 @@ def decode(payload: bytes) -> Description:
     return found
 
 
-@lru_cache(8)
+@lru_cache(2)
 def _model(model_id: str, encoded: bytes) -> ModelSpec:
     """The same for many sessions, mostly."""
     found = decode_model(model_id, encoded)
+    if len(found.streams) > _STREAM_LIMIT:
+        raise ValueError(f"its model has {len(found.streams)} streams")
     for stream, row_bytes, _ in found.streams:
         if not 0 <= stream.layer < _LAYER_LIMIT or stream.kind is StateKind.TOKENS:
             raise ValueError(f"its model has a stream of layer {stream.layer}, kind {int(stream.kind)}")

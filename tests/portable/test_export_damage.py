@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ctxcache.errors import CacheError, ExportDamaged, FormatTooNew
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.portable import session_reader
 from ctxcache.portable.description import Description
 from ctxcache.portable.files import Source
@@ -254,6 +256,18 @@ def test_a_forged_session_is_refused(offset: int, value: bytes) -> None:
     assert patched(75, struct.pack("<i", -1))[0] == SESS  # where the table of streams begins
     with pytest.raises(ExportDamaged):
         read(forged(patched(offset, value)))
+
+
+def test_a_model_with_more_streams_than_any_is_refused() -> None:
+    """Well written all the same, and a tenth of what its frame may have."""
+    kinds = (StateKind.HIDDEN, StateKind.KV)
+    specs = tuple(StreamSpec(Stream(i // 2, kinds[i % 2]), 1, DType.INT8) for i in range(65538))
+    one = replace(SHORT, token_count=0, model=replace(MODEL, streams=specs), layout=(TOKENS,))
+
+    found = _read_file(forged([(SESSION, one.encode()), end(1, 0)]))
+
+    assert isinstance(found, ExportDamaged)
+    assert "has 65538 streams" in str(found)
 
 
 @settings(max_examples=300, deadline=None)

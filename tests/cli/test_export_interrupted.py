@@ -1,0 +1,344 @@
+"""Exports and imports that somebody or something comes between: changes, kills, Ctrl-C. Nothing partial, and nothing wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from carried import SPEC, Rows, assert_equal, assert_rows, found, keep, make_rows, names
+from command_line import TIMEOUT_S, asked
+from server_process import COMMAND_LINE, ServerProcess, without_settings
+from stored import connected
+
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import Client
+from ctxcache.errors import FileUnusable, Unavailable
+from ctxcache.portable import exporting
+from ctxcache.portable.exporting import Exporter
+from ctxcache.portable.files import Source, destination
+from ctxcache.portable.frame_writer import FrameWriter
+from ctxcache.portable.importing import UNFINISHED, UNFINISHED_TTL_S, Importer
+from ctxcache.portable.outcomes import Outcome, Status, Step
+from ctxcache.portable.session_reader import SessionReader
+from ctxcache.portable.wishes import OnConflict, Wishes
+
+TOKEN_COUNT = 150
+
+
+def nothing(_name: str, _count: int, _size_bytes: int) -> None:
+    """Somebody who does not listen."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three to a session of ours."""
+    monkeypatch.setattr(exporting, "BLOCK_BYTES", 64 * (4 + sum(one.row_bytes for one in SPEC.streams)))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One that lives throughout."""
+    with ServerProcess(tmp_path_factory.mktemp("server") / "data") as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """Of a store that is empty."""
+    with Client(server.target) as made:
+        for session in list(made.list_sessions()):
+            made.delete_session(session.name)
+        yield made
+
+
+def exported(
+    client: Client, *session_ids: str, step: Step = nothing, skips_gone: bool = False
+) -> tuple[list[Outcome], bytes]:
+    """Export into memory."""
+    fd = os.memfd_create("export")
+    try:
+        writer = FrameWriter(fd, "export", bytes(16), 0)
+        exporter = Exporter(client, writer, step, skips_gone=skips_gone)
+        outcomes = list(exporter.export([f"sessions/{one}" for one in session_ids]))
+        return outcomes, os.pread(fd, writer.size_bytes, 0)
+    finally:
+        os.close(fd)
+
+
+def export_to(file: Path, client: Client, step: Step) -> None:
+    """Export `x` into a file."""
+    with destination(str(file), is_forced=False) as fd:
+        list(
+            Exporter(client, FrameWriter(fd, "x", bytes(16), 0), step, skips_gone=False).export(
+                ["sessions/x"]
+            )
+        )
+
+
+def imported(client: Client, data: bytes, wishes: Wishes, step: Step = nothing) -> list[Outcome]:
+    """Import from memory."""
+    fd = os.memfd_create("export")
+    try:
+        os.write(fd, data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        reader = SessionReader(Source(fd, "export", len(data)))
+        return list(Importer(client, wishes, reader.begin_time_ns, step).take(reader.sessions()))
+    finally:
+        os.close(fd)
+
+
+def contents(data: bytes) -> dict[str, Rows]:
+    """What is in an export."""
+    fd = os.memfd_create("export")
+    try:
+        os.write(fd, data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        all_of_it: dict[str, Rows] = {}
+        for one in SessionReader(Source(fd, "export", len(data))).sessions():
+            parts = [{stream: part.copy() for stream, part in block.items()} for block in one.blocks()]
+            if not one.is_void:
+                all_of_it[one.described.session_id] = {
+                    stream: np.concatenate([part[stream] for part in parts])
+                    for stream in one.described.layout
+                }
+        return all_of_it
+    finally:
+        os.close(fd)
+
+
+def once(action: Callable[[], object]) -> Step:
+    """Do it after the first block, and never again."""
+    waiting = [action]
+
+    def step(_name: str, count: int, _size_bytes: int) -> None:
+        if count > 0 and waiting:
+            waiting.pop()()
+
+    return step
+
+
+def test_a_session_that_changes_meanwhile_is_read_again(client: Client) -> None:
+    """What goes into the file is the later one, whole; what came of the earlier one is void."""
+    keep(client, SPEC, "x", TOKEN_COUNT)
+
+    def change() -> None:
+        client.append("sessions/x", make_rows(SPEC, 10, 7))
+
+    outcomes, data = exported(client, "x", step=once(change))
+
+    assert [(one.status, one.token_count) for one in outcomes] == [(Status.EXPORTED, TOKEN_COUNT + 10)]
+    assert_equal(contents(data)["x"], found(client, "x"))
+
+
+def test_another_session_of_the_same_name_is_not_mixed_in(client: Client) -> None:
+    """As long and of the same generation: told by its uid alone."""
+    keep(client, SPEC, "x", TOKEN_COUNT)
+
+    def replace() -> None:
+        client.delete_session("sessions/x")
+        made = client.create_session(
+            f"models/{SPEC.model_id}", session_id="x", layout=[one.stream for one in SPEC.streams]
+        )
+        client.append(made, make_rows(SPEC, TOKEN_COUNT, 99))
+
+    outcomes, data = exported(client, "x", step=once(replace))
+
+    assert [one.status for one in outcomes] == [Status.EXPORTED]
+    assert_equal(contents(data)["x"], make_rows(SPEC, TOKEN_COUNT, 99))
+
+
+def test_a_session_that_never_rests_fails_and_others_do_not(client: Client) -> None:
+    """After three attempts; the file is whole without it."""
+    rows = keep(client, SPEC, "calm", TOKEN_COUNT)
+    keep(client, SPEC, "restless", TOKEN_COUNT)
+
+    def step(name: str, count: int, _size_bytes: int) -> None:
+        if name == "sessions/restless" and count > 0:
+            client.append(name, make_rows(SPEC, 1, 7))
+
+    outcomes, data = exported(client, "restless", "calm", step=step)
+
+    assert [one.status for one in outcomes] == [Status.FAILED, Status.EXPORTED]
+    assert outcomes[0].error is not None
+    assert outcomes[0].error.reason == "GENERATION_MISMATCH"
+    assert client.get_session("sessions/restless").token_count == TOKEN_COUNT + 3
+    assert list(contents(data)) == ["calm"]
+    assert_equal(contents(data)["calm"], rows)
+
+
+@pytest.mark.parametrize(("skips_gone", "status"), [(True, Status.SKIPPED), (False, Status.FAILED)])
+def test_a_session_that_goes_is_left_out_and_told(
+    client: Client, status: Status, *, skips_gone: bool
+) -> None:
+    """Before it was begun or midway; with --all it is no failure."""
+    keep(client, SPEC, "going", TOKEN_COUNT)
+    keep(client, SPEC, "staying", 3)
+
+    outcomes, data = exported(
+        client, "gone", "going", "staying", skips_gone=skips_gone,
+        step=once(lambda: client.delete_session("sessions/going")),
+    )  # fmt: skip
+
+    assert [one.status for one in outcomes] == [status, status, Status.EXPORTED]
+    assert {one.error.reason for one in outcomes if one.error} == {"SESSION_NOT_FOUND"}
+    assert list(contents(data)) == ["staying"]
+
+
+def test_a_server_that_dies_leaves_no_file(tmp_path: Path) -> None:
+    """Midway through the rows: an error, and neither a file nor a part of one."""
+    (tmp_path / "files").mkdir()
+    with ServerProcess(tmp_path / "data") as dying, Client(dying.target, timeout_s=5) as client:
+        keep(client, SPEC, "x", TOKEN_COUNT)
+        with pytest.raises(Unavailable):
+            export_to(tmp_path / "files" / "x", client, once(dying.kill9))
+
+    assert not list((tmp_path / "files").iterdir())
+
+
+def test_what_a_killed_export_leaves_is_used_up(tmp_path: Path) -> None:
+    """Its name is never there; the next one takes the rest over, however long it was."""
+    file = tmp_path / "x"
+    script = (
+        "import os, signal, sys\nfrom ctxcache.portable.files import destination\n"
+        "with destination(sys.argv[1], is_forced=False) as fd:\n"
+        "    os.write(fd, bytes(1000))\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(file)], timeout=TIMEOUT_S, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["x.partial"]
+
+    with destination(str(file), is_forced=False) as fd:
+        assert os.fstat(fd).st_size == 0
+        os.write(fd, b"whole")
+        with pytest.raises(FileUnusable, match="another export"), destination(str(file), is_forced=False):
+            pass
+        assert not file.exists()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert file.read_bytes() == b"whole"
+
+
+def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
+    """Nor does any other end of what fills it."""
+    with pytest.raises(KeyboardInterrupt), destination(str(tmp_path / "x"), is_forced=False):
+        raise KeyboardInterrupt
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_filled_so_far_may_go(client: Client) -> None:
+    """Evicted, or deleted by somebody: that is the failure, of this session alone; clearing up does not hide it."""
+    rows = keep(client, SPEC, "a", TOKEN_COUNT)
+    keep(client, SPEC, "b", 3)
+    _, data = exported(client, "a", "b")
+
+    def evict() -> None:
+        (unfinished,) = [one.name for one in client.list_sessions() if UNFINISHED in one.name]
+        client.delete_session(unfinished)
+
+    wishes = Wishes(names={"a": "a2", "b": "b2"})
+    outcomes = imported(client, data, wishes, once(evict))
+
+    assert [one.status for one in outcomes] == [Status.FAILED, Status.IMPORTED]
+    assert outcomes[0].error is not None
+    assert outcomes[0].error.reason == "SESSION_NOT_FOUND"
+    assert "sessions/a2: what had come of it was evicted" in str(outcomes[0].error)
+    assert sorted(one.name for one in client.list_sessions()) == ["sessions/a", "sessions/b", "sessions/b2"]
+    assert_equal(found(client, "a"), rows)
+
+
+def test_what_is_replaced_stays_when_it_has_changed(client: Client) -> None:
+    """Nobody has seen its new tokens who wanted it replaced."""
+    keep(client, SPEC, "x", TOKEN_COUNT)
+    _, data = exported(client, "x")
+
+    def change() -> None:
+        client.append("sessions/x", make_rows(SPEC, 10, 7))
+
+    (outcome,) = imported(client, data, Wishes(on_conflict=OnConflict.REPLACE), once(change))
+
+    assert outcome.error is not None
+    assert (outcome.status, outcome.error.reason) == (Status.FAILED, "GENERATION_MISMATCH")
+    assert [(one.name, one.token_count) for one in client.list_sessions()] == [
+        ("sessions/x", TOKEN_COUNT + 10)
+    ]
+
+
+class Importing:
+    """`ctxcache import -` that has been given a part of a file, and has sent rows of it."""
+
+    def __init__(self, target: str, data: bytes) -> None:
+        self.target, self._rest = target, data[-1000:]
+        self.process = subprocess.Popen(
+            [*COMMAND_LINE, "--target", target, "--timeout", "2", "import", "-"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=False, env=without_settings(os.environ),
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        self.process.stdin.write(data[:-1000])
+        self.process.stdin.flush()
+        with connected(target) as client:
+            # Each turn asks the server: no time is waited for.
+            while not any(one.token_count for one in client.list_sessions()):
+                assert self.process.poll() is None
+
+    def end(self, number: int | None = None) -> tuple[int, str]:
+        """Let it have the rest, or end it by a signal; its exit code and what it said."""
+        if number is not None:
+            self.process.send_signal(number)
+        _, stderr = self.process.communicate(None if number else self._rest, timeout=TIMEOUT_S)
+        return self.process.returncode, stderr.decode()
+
+
+@pytest.fixture
+def export(client: Client) -> tuple[bytes, Rows]:
+    """A session that is in a file and not in the store."""
+    rows = keep(client, SPEC, "x", TOKEN_COUNT)
+    _, data = exported(client, "x")
+    client.delete_session("sessions/x")
+    return data, rows
+
+
+def test_a_killed_import_leaves_what_expires_soon(
+    server: ServerProcess, client: Client, export: tuple[bytes, Rows], tmp_path: Path
+) -> None:
+    """Not under the name that was asked for; the next import is not in its way."""
+    data, rows = export
+    assert Importing(server.target, data).end(signal.SIGKILL)[0] == -signal.SIGKILL
+    (left,) = client.list_sessions()
+    assert left.name.startswith(f"sessions/{UNFINISHED}")
+    assert left.ttl.seconds == UNFINISHED_TTL_S == 120
+
+    (tmp_path / "x").write_bytes(data)
+    assert asked(server.target, "import", str(tmp_path / "x")).exit_code == 0
+    assert names(server.target) == [left.name.removeprefix("sessions/"), "x"]
+    assert_rows(server.target, "x", rows)
+
+
+def test_ctrl_c_leaves_nothing_of_an_import(
+    server: ServerProcess, client: Client, export: tuple[bytes, Rows]
+) -> None:
+    """Exit code 130, and the store is as it was."""
+    code, told = Importing(server.target, export[0]).end(signal.SIGINT)
+
+    assert (code, "Traceback" in told) == (130, False)
+    assert not list(client.list_sessions())
+
+
+def test_a_server_that_dies_has_none_of_the_name(export: tuple[bytes, Rows], tmp_path: Path) -> None:
+    """Killed midway and started again: the session is not there, and comes in at the next attempt."""
+    data, rows = export
+    with ServerProcess(tmp_path / "data") as dying:
+        importing = Importing(dying.target, data)
+        dying.kill9()
+        code, told = importing.end()
+        assert (code, told.count("\n")) == (ExitCode.UNAVAILABLE, 1)
+        dying.start()
+        assert [one for one in names(dying.target) if not one.startswith(UNFINISHED)] == []
+
+        (tmp_path / "x").write_bytes(data)
+        assert asked(dying.target, "import", str(tmp_path / "x")).exit_code == 0
+        assert_rows(dying.target, "x", rows)

@@ -1,0 +1,104 @@
+"""`ctxcache export` and `import` where callers say who they are: by tokens, through TLS."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from carried import SPEC, Rows, assert_equal, found, keep
+from command_line import Ran, ctxcache
+from pki import Pki
+from server_process import ServerProcess
+
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import Client
+from ctxcache.client.tls import ClientTls
+from ctxcache.core.identity import Grant, Role
+from ctxcache.tokens import Token, digest_of
+
+GRANTS = {"a": Grant("a", has_shared_memory=True), "b": Grant("b"), "ops": Grant("ops", Role.OPERATOR)}
+"""By a token's text, which is its name and its tenant's too."""
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    """An authority, the server's certificate, and everybody's token."""
+    made = Pki(tmp_path_factory.mktemp("pki"))
+    made.authority("ca")
+    made.issue("server", "ca")
+    lines = (Token(name, digest_of(name), grant).line() for name, grant in GRANTS.items())
+    (made.directory / "hashes").write_text("\n".join(lines))
+    for name in GRANTS:
+        (made.directory / f"{name}.token").write_text(name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(pki: Pki) -> Iterator[ServerProcess]:
+    """One that asks for tokens, and speaks TLS alone."""
+    options = {"--tls-certificate": "server.pem", "--tls-key": "server.key", "--token-hashes": "hashes"}
+    given = [part for option, name in options.items() for part in (option, str(pki.directory / name))]
+    with ServerProcess(pki.directory / "data", *given) as started:
+        yield started
+
+
+@pytest.fixture
+def run(pki: Pki, server: ServerProcess) -> Callable[..., Ran]:
+    """The command line, as somebody."""
+
+    def run_as(token: str, *arguments: str) -> Ran:
+        who = [
+            "--token-file",
+            str(pki.directory / f"{token}.token"),
+            "--tls-ca",
+            str(pki.directory / "ca.pem"),
+        ]
+        return ctxcache("--target", server.target, "--output", "json", *who, *arguments)
+
+    return run_as
+
+
+@pytest.fixture
+def connect(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]]:
+    """Clients, as somebody."""
+    opened: list[Client] = []
+
+    def connect_as(token: str) -> Client:
+        ca, file = pki.directory / "ca.pem", pki.directory / f"{token}.token"
+        opened.append(Client(server.target, access="remote", tls=ClientTls(ca), token_file=file))
+        return opened[-1]
+
+    yield connect_as
+    for client in opened:
+        client.close()
+
+
+def test_a_file_goes_from_tenant_to_tenant(
+    run: Callable[..., Ran], connect: Callable[[str], Client], tmp_path: Path
+) -> None:
+    """Each exports its own and nobody else's; what is imported is the importer's. A pin needs the role operator."""
+    file = str(tmp_path / "x")
+    rows: Rows = keep(connect("ops"), SPEC, "x", 100, is_pinned=True)
+    assert run("ops", "export", "--all", "--to", file).exit_code == 0
+    assert run("b", "export", "x", "--to", str(tmp_path / "y")).exit_code == ExitCode.NOT_FOUND
+    assert not (tmp_path / "y").exists()
+
+    refused = run("b", "import", file, "--pins")
+    assert refused.exit_code == ExitCode.PERMISSION_DENIED
+    assert [one["reason"] for one in json.loads(refused.stdout)["sessions"]] == ["PERMISSION_DENIED"]
+    assert not list(connect("b").list_sessions())
+    assert run("b", "import", file).exit_code == 0
+    assert run("ops", "import", file, "--pins", "--rename", "x=y").exit_code == 0
+
+    assert_equal(found(connect("b"), "x"), rows)
+    assert not connect("b").get_session("sessions/x").is_pinned
+    assert connect("ops").get_session("sessions/y").is_pinned
+    assert not list(connect("a").list_sessions())
+
+
+def test_who_does_not_say_who_it_is_gets_no_file(pki: Pki, server: ServerProcess, tmp_path: Path) -> None:
+    """UNAUTHENTICATED, and nothing under the name."""
+    ca = ["--tls-ca", str(pki.directory / "ca.pem")]
+    ran = ctxcache("--target", server.target, *ca, "export", "--all", "--to", str(tmp_path / "x"))
+
+    assert (ran.exit_code, list(tmp_path.iterdir())) == (ExitCode.UNAUTHENTICATED, [])
