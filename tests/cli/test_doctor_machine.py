@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.cli.doctor import machine
+from ctxcache.cli.doctor import machine, memory
 from ctxcache.cli.doctor.finding import Status
 from ctxcache.config import Settings
 
@@ -84,3 +84,15 @@ def test_odd_settings_are_named() -> None:
 
     assert odd.found == "a is 0; b is not set"
     assert machine.odd_settings([]).status is Status.OK
+
+
+def test_a_memlock_limit_matters_where_there_is_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without such a device, or without a limit, nobody needs more."""
+    (tmp_path / "with" / "mlx5_0").mkdir(parents=True)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    limited, plain = memory.locked_memory(tmp_path / "with"), memory.locked_memory(tmp_path / "without")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    assert (limited.status, plain.status) == (Status.DEGRADED, Status.OK)
+    assert "memlock=-1" in limited.advice
+    assert memory.locked_memory(tmp_path / "with").found == "unlimited"

@@ -43,7 +43,7 @@ def doctor(context: typer.Context, **given: Any) -> None:
 
 def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     """Ask every probe, in the order in which a server would meet what they look at."""
-    from ctxcache.cli.doctor import disk, gpu, machine, memory, network  # noqa: PLC0415  they import RocksDB
+    from ctxcache.cli.doctor import disk, gpu, health, machine, memory, network  # noqa: PLC0415  they import RocksDB
     from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
 
     yield disk.metadata(settings)
@@ -51,6 +51,7 @@ def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
         yield disk.space(settings, directory)
         yield disk.direct_io(directory)
         yield machine.disk_kind(directory)
+        yield health.health(directory)
     yield memory.shared_memory(settings)
     yield memory.huge_pages(settings)
     yield memory.locked_memory()

@@ -16,6 +16,7 @@ from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.layout import align
 from ctxcache.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
 
+RDMA = Path("/sys/class/infiniband")
 ROOMY_HUGE = ("always", "within_size", "advise")
 
 
@@ -80,11 +81,18 @@ def _arena_bytes(settings: Settings) -> int:
         return sizes.LEAST_BYTES
 
 
-def locked_memory() -> Finding:
-    """How much memory may be locked. Never a worse path: nothing is locked."""
+def locked_memory(rdma: Path = RDMA) -> Finding:
+    """How much memory may be locked, and who asks. Not the store, and not CUDA's driver, which pins on its own account."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else human_size(soft)
-    return ok("memlock limit", limit, "no locked memory: with swap on, the kernel may swap the arena out")
+    used = "no locked memory: with swap on, the kernel may swap the arena out; workers' pinned staging is CUDA's, which needs no limit"
+    if soft != resource.RLIM_INFINITY and rdma.is_dir() and any(rdma.iterdir()):
+        advice = (
+            "lift it for workers that read over RDMA, whose registered memory counts: LimitMEMLOCK=infinity, in"
+            " containers --ulimit memlock=-1"
+        )
+        return degraded("memlock limit", f"{limit}, and there are RDMA devices", used, advice)
+    return ok("memlock limit", limit, used)
 
 
 def filesystem(path: Path) -> str:
