@@ -84,7 +84,7 @@ class Value:
 
 def main() -> None:
     """Write everything, or compare it."""
-    values = list(_values(CHART / "values.yaml"))
+    values = list(values_of(CHART / "values.yaml"))
     made = {
         CHART / "README.md": _readme(values),
         CHART / "values.schema.json": json.dumps(_schema(values), indent=2) + "\n",
@@ -107,7 +107,8 @@ def main() -> None:
         path.write_text(text)
 
 
-def _values(path: Path) -> Iterator[Value]:
+def values_of(path: Path) -> Iterator[Value]:
+    """The keys of a chart's values. Raises TypeError where they are none."""
     text = path.read_text()
     root = yaml.compose(text)
     if not isinstance(root, yaml.MappingNode):

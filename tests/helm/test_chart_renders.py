@@ -8,7 +8,7 @@ from pathlib import Path
 import kubernetes_validate  # type: ignore[import-untyped]  # it has no types
 import pytest
 import yaml
-from chart import CASES, CHART, HERE, ROOT, helm, objects, only, render, store_pod
+from chart import CASES, CHART, HERE, ROOT, helm, named, objects, only, render, store_pod
 
 from ctxcache.config import load
 
@@ -61,12 +61,14 @@ def test_the_server_takes_its_configuration(case: str, tmp_path: Path) -> None:
     file.write_text(config_map["data"]["ctxcache.toml"])
     settings = load({}, file=file)
 
-    mounts = {mount["mountPath"] for mount in store_pod(found)["containers"][0]["volumeMounts"]}
+    container = store_pod(found)["containers"][0]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert str(settings.data_directory) in mounts
     assert {str(path) for path in settings.ssd_directories} <= mounts
     assert str(settings.arena_directory) in mounts
     assert bool(settings.tls_certificate) != settings.insecure_listen
-    assert tomllib.loads(file.read_text())["listen"].endswith(":7420")
+    port = named(container["ports"], "grpc")["containerPort"]
+    assert tomllib.loads(file.read_text())["listen"].endswith(f":{port}")
 
 
 def test_helm_has_nothing_to_say() -> None:

@@ -24,6 +24,8 @@ def test_every_alert_fires_and_is_silent_before(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     text = (OBSERVABILITY / "alerts_test.yaml").read_text()
+    rules = (OBSERVABILITY / "alerts.yaml").read_text()
+    assert re.findall(r"^      - alert: (\w+)$", rules, re.MULTILINE) == [alert.name for alert in ALERTS]
     for alert in ALERTS:
         assert f"        alertname: {alert.name}\n        exp_alerts: [{{exp_labels" in text
         assert alert.quiet, alert.name

@@ -1,0 +1,6 @@
+"""The chart's tests read its values as its generator does."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
