@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dashboard_table import STAT, Board, Panel
+from dashboard_table import LINES, STAT, Board, Panel
 
 from ctxcache.observe.table import METRICS as STORES
 from gpu_worker.sidecar.metric_table import METRICS as WORKERS
@@ -15,6 +15,17 @@ SOURCE = {"type": "prometheus", "uid": "${source}"}
 NAME = re.compile(r"\b(?:ctxcache|process)_[a-z_]+")
 ENDS = ("_bucket", "_sum", "_count")
 Json = dict[str, Any]
+# All of them: what is left out is another thing in another version of Grafana.
+OPTIONS: dict[str, Json] = {
+    STAT: {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "graphMode": "area",
+        "colorMode": "value", "justifyMode": "auto", "textMode": "auto", "orientation": "auto",
+    },
+    LINES: {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+}  # fmt: skip
 METRICS = STORES | WORKERS
 
 
@@ -65,7 +76,7 @@ def _panel(panel: Panel, place: Json, number: int) -> Json:
         "id": number, "type": panel.kind, "title": panel.title, "gridPos": place, "datasource": SOURCE,
         "description": "\n\n".join(f"{name}: {METRICS[name].meaning} {METRICS[name].when_bad}" for name in names),
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
-        "options": {} if panel.kind == STAT else {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "options": OPTIONS[panel.kind],
         "targets": [
             {
                 "refId": chr(ord("A") + i), "datasource": SOURCE, "legendFormat": legend,
@@ -92,6 +103,6 @@ def _around(board: Board, panels: list[Json]) -> Json:
 def _variable(name: str, query: str) -> Json:
     return {
         "name": name, "type": "query", "label": name, "datasource": SOURCE, "query": {"query": query, "refId": name},
-        "definition": query, "refresh": 2, "multi": True, "includeAll": True, "allValue": ".*", "sort": 1,
+        "refresh": 2, "multi": True, "includeAll": True, "allValue": ".*", "sort": 1,
         "current": {"text": "All", "value": "$__all"},
     }  # fmt: skip

@@ -115,7 +115,7 @@ def test_smartctl_is_run_where_it_is_installed(blocks: Path, monkeypatch: pytest
     there = health.health(blocks, blocks)
     smartctl.write_text("#!/bin/sh\necho nonsense\n")
     broken = health.health(blocks, blocks)
-    monkeypatch.setattr(health.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     absent = health.health(blocks, blocks)
 
     assert there.found == "sda passes its own test"
