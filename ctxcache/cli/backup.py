@@ -140,10 +140,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
+def _counted(session_count: int, token_count: int, segment_count: int) -> str:
+    sessions = f"{session_count} session{'s' * (session_count != 1)}"
+    return f"{sessions} with {token_count} tokens in {segment_count} segments"
+
+
 def _backup_text(facts: "dict[str, Plain]") -> str:
     size, duration_s = int(str(facts["size_bytes"])), float(str(facts["duration_s"]))
     lines = [
-        f"{facts['session_count']} sessions with {facts['token_count']} tokens in {facts['segment_count']} segments",
+        _counted(
+            int(str(facts["session_count"])), int(str(facts["token_count"])), int(str(facts["segment_count"]))
+        ),
         f"  {facts['file']}: {human_size(size)} in {duration_s:.1f} s, {human_size(size / duration_s)}/s",
     ]
     if facts["unwritten_token_count"]:
@@ -163,9 +170,8 @@ def _restore_facts(found: "Restored", place: str | None) -> "dict[str, Plain]":
 def _restore_text(found: "Restored", place: str | None) -> str:
     created = datetime.fromtimestamp(found.create_time_ns / 10**9, UTC)
     size = human_size(found.segment_bytes)
-    kept = f"{found.session_count} sessions with {found.token_count} tokens in {found.segment_count} segments"
     lines = [
-        f"{kept} ({size}) are in {place or 'it'}",
+        f"{_counted(found.session_count, found.token_count, found.segment_count)} ({size}) in {place or 'it'}",
         f"  as of {created:%Y-%m-%d %H:%M:%S} UTC, {human_time(created, datetime.now(UTC))}, by {found.created_by}",
     ]
     if found.expired_session_count:

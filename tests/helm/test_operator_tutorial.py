@@ -31,7 +31,7 @@ def test_it_does_what_it_says(tmp_path: Path) -> None:
     """In order, in one shell, from an empty directory; every line that is promised is printed by its own command."""
     parts = blocks(TUTORIAL.read_text())
     script = "".join(f"echo '{MARK} {i}'\n{commands}" for i, (commands, _) in enumerate(parts))
-    for port in ("7420", "7421"):
+    for port in ("7420", "7421", "7422", "7423"):
         script = script.replace(port, str(_free_port()))
     (tmp_path / "helm").symlink_to(ROOT / "helm")
     (tmp_path / "observability").symlink_to(ROOT / "observability")
