@@ -96,6 +96,21 @@ def test_an_arena_of_terabytes_is_spelt_out() -> None:
     assert store_pod(objects(huge))["containers"][0]["resources"]["limits"]["hugepages-2Mi"] == "2097152Mi"
 
 
+def test_helm_test_gets_through_to_metrics_that_few_may_read() -> None:
+    """By labels of its own, which are nobody else's."""
+    peer = 'networkPolicy.metricsFrom=[{"namespaceSelector":{"matchLabels":{"team":"watch"}}}]'
+    found = objects(render("default", peer))
+    (_, metrics) = only(found, "NetworkPolicy")["spec"]["ingress"]
+    (asker,) = [one["podSelector"]["matchLabels"] for one in metrics["from"] if "podSelector" in one]
+    labels = {kind: item["metadata"]["labels"] for (kind, _), item in found.items()}
+
+    assert len(metrics["from"]) == 2
+    assert asker.items() <= labels["Pod"].items()
+    assert not asker.items() <= labels["StatefulSet"].items()
+    without = only(objects(render("default", peer, "tests.enabled=false")), "NetworkPolicy")
+    assert len(without["spec"]["ingress"][1]["from"]) == 1
+
+
 def test_a_start_has_the_time_that_it_is_given() -> None:
     """A rebuild of a large SSD tier is not ended, again and again, before it is done."""
     probe = store_pod(objects(render("default", "store.startSeconds=7200")))["containers"][0]["startupProbe"]
