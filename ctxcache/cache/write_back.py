@@ -71,6 +71,8 @@ class WriteBack:
         self._in_place: dict[Segment, Staged] = {}
         """Full segments under way, wanted or not: their headers are made where their rows lie."""
         self._flushes: set[asyncio.Task[None]] = set()
+        self._waiting: dict[tuple[bytes, bool], asyncio.Task[None]] = {}
+        """Flushes that have not begun yet: what is committed until they do is theirs too, whoever asks for it."""
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._windows: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -184,9 +186,12 @@ class WriteBack:
         A tail in which a commit goes on is not left: no record ends inside a commit, so that a crash
         leaves all of it or nothing. Raises CapacityExceeded, TierFailure, SessionNotFound.
         """
-        task = self._moves.start(self._flush(session, is_tail_left=is_tail_left))
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
+        key = session.uid, is_tail_left
+        task = self._waiting.get(key)
+        if task is None:
+            task = self._waiting[key] = self._moves.start(self._flush(session, is_tail_left=is_tail_left))
+            self._flushes.add(task)
+            task.add_done_callback(self._flushes.discard)
         await asyncio.shield(task)
 
     def lock(self, session: Session) -> asyncio.Lock:
@@ -203,6 +208,7 @@ class WriteBack:
 
     async def _flush(self, session: Session, *, is_tail_left: bool) -> None:
         async with self.lock(session):
+            del self._waiting[session.uid, is_tail_left]
             if session.is_gone:
                 raise SessionNotFound(session=session.name)
             # One moment for the log's end and every segment's rows: rows that come during the

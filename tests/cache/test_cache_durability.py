@@ -41,6 +41,27 @@ async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
     assert await rig.read("a") == expected([*first, *after])
 
 
+async def test_who_stops_waiting_for_a_device_leaves_nothing_behind(rig: MemoryRig, writer: Writer) -> None:
+    """However often a flush is asked for and given up: one is under way, and one waits for it, for all."""
+    await rig.create("a")
+    await rig.append("a", writer.make(5))
+    gate = rig.ssd.hold(Operation.WRITE)
+    first = asyncio.ensure_future(rig.flush("a"))
+    await rig.reached(Operation.WRITE)
+    await rig.append("a", writer.make(5))
+    for _ in range(20):
+        asked = asyncio.ensure_future(rig.flush("a"))
+        await asyncio.sleep(0)
+        asked.cancel()
+    last = asyncio.ensure_future(rig.flush("a"))
+    await asyncio.sleep(0)
+    assert rig.cache.residency.flush_count == 2
+    gate.set()
+
+    assert (await first).durable_token_count >= 5
+    assert (await last).durable_token_count == 10
+
+
 async def test_what_is_written_behind_never_ends_inside_a_commit(rig: MemoryRig, writer: Writer) -> None:
     """A commit of more than the segments it fills comes back whole after a crash, or not at all."""
     tokens = writer.make(SEGMENT_TOKENS + 10)
