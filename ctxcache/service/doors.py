@@ -13,11 +13,12 @@ class Doors:
     def __init__(self, admissions: Admissions, health: Health) -> None:
         self.admissions = admissions
         self._health = health
-        self._is_over = False
+        self.is_over = False
+        """Whether the server ends."""
 
     def open(self) -> None:
         """Take work."""
-        if not self._is_over:
+        if not self.is_over:
             for admission in self.admissions.of_clients:
                 admission.resume()
             self._health.tell(is_serving=True)
@@ -30,6 +31,6 @@ class Doors:
 
     def close_for_good(self) -> None:
         """Take no more of anybody."""
-        self._is_over = True
+        self.is_over = True
         self._health.tell(is_serving=False)
         self.admissions.drain()

@@ -112,7 +112,8 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
             while True:
                 status = self._drained(problem)
                 yield status
-                if status.is_done:
+                # The end has its own patience, and flushes by itself.
+                if status.is_done or self._controls.doors.is_over:
                     return
                 await asyncio.wait({flush}, timeout=REPORT_INTERVAL_S)
                 if flush.done():

@@ -13,6 +13,7 @@ from service_rig import Access, Client, SocketWay, refused, until
 
 from ctxcache.config import Settings
 from ctxcache.core.placement.shares import Share
+from ctxcache.errors import TierFailure
 from ctxcache.server import Server
 from ctxcache.service.caller import TENANT_HEADER
 from ctxcache.testing.fakes import FakeClock
@@ -283,3 +284,19 @@ async def test_who_holds_something_when_work_is_taken_again_stays(
 
     await access.one(release_lease=arena_pb2.ReleaseLease(lease_id=lease_id))
     assert (await access.one(acquire_lease=lease_of(client, "a"))).lease.lease_id > lease_id
+
+
+async def test_a_drain_that_gets_nowhere_holds_up_no_end(settings: Settings) -> None:
+    """No path takes writes, so that it would never be done; the end does not wait for it as for a client."""
+    server = await Server.start(settings.model_copy(update={"drain_timeout_s": 60}))
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        client = Client(channel)
+        await client.register()
+        await stored(client)
+        for file in server.storage.ssd._files:
+            file.health.fence("it is broken")
+        drain = client.admin.Drain(ops.DrainRequest())
+        assert not (await drain.read()).is_done
+        async with asyncio.timeout(20):
+            with pytest.raises(TierFailure):
+                await server.stop()
