@@ -3,10 +3,14 @@
 Knows error classes and nothing of commands. Worst case: the error's own text on one line.
 """
 
+import re
+
 from ctxcache import errors
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError
 
+_HANDSHAKE = re.compile(r"OPENSSL_internal:([A-Z_]+)")
+"""What gRPC's TLS says went wrong: that it is spoken at all, or whose certificate it is."""
 ADVICE: dict[type[CacheError], str] = {
     errors.Unavailable: "is a server running there? `ctxcache serve` starts one",
     errors.DeadlineExceeded: "--timeout allows more",
@@ -36,6 +40,9 @@ def _fact(error: CacheError) -> str:
         needed, free = (human_size(int(error.facts[name])) for name in ("needed_bytes", "free_bytes"))
         return f"no room in {error.tier}: {needed} needed, {free} free"
     if isinstance(error, errors.Unavailable) and {"target", "problem"} <= error.facts.keys():
+        problem = str(error.problem)
+        if handshake := _HANDSHAKE.search(problem):
+            return f"no TLS with {error.target}: {handshake[1]}"
         # gRPC names the address three times; the cause is what it says last.
-        return f"no answer from {error.target}: {str(error.problem).rpartition(': ')[2]}"
+        return f"no answer from {error.target}: {problem.rpartition(': ')[2]}"
     return str(error)

@@ -14,6 +14,7 @@ from ctxcache.cli.call import Call, of_tenant, watched_of_tenant
 from ctxcache.cli.completion import model_names, session_names
 from ctxcache.cli.examples import examples
 from ctxcache.cli.names import check_one_of, model_name, parse_size_bytes, parsed, session_name
+from ctxcache.cli.output import Output
 from ctxcache.cli.units import parse_duration_s, parse_instant, parse_range
 
 if TYPE_CHECKING:
@@ -268,4 +269,5 @@ def delete_sessions(
                 deleted.append(target)
     finally:
         # Said also when a later one failed: these are gone.
-        call.show_facts({"deleted": list(deleted)}, "\n".join(f"deleted {target}" for target in deleted))
+        if deleted or call.output is not Output.TABLE:
+            call.show_facts({"deleted": list(deleted)}, "\n".join(f"deleted {target}" for target in deleted))

@@ -53,3 +53,14 @@ def test_the_documented_table_is_the_table() -> None:
         for code in ExitCode
     }
     assert documented == expected
+
+
+def test_a_handshake_that_fails_says_why() -> None:
+    """Not the last word of a library, which is that it has nothing against a certificate that nobody showed."""
+    problem = (
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed"
+        " (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:"
+        "WRONG_VERSION_NUMBER: Invalid certificate verification context: OK"
+    )
+    line = sentence(errors.Unavailable(target="here:1", problem=problem))
+    assert line.startswith("no TLS with here:1: WRONG_VERSION_NUMBER;")
