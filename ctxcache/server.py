@@ -369,7 +369,7 @@ class Server:
     def _add_services(self) -> None:
         about = About(
             __version__, self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses,
-            lambda: self.storage.arena.prefaulted_bytes,
+            lambda: self.storage.arena.prefaulted_bytes, self.settings.placement_policy,
         )  # fmt: skip
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), self._grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), self._grpc)

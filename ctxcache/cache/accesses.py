@@ -1,14 +1,16 @@
-"""Accesses: what callers that asked for sessions were given, and why not. Counts and remembers; changes nothing.
+"""Accesses: what the store was asked, what callers were given, and why not. Counts and remembers; changes nothing.
 
-Worst case: memory of the history, which is bounded.
+The one place that hears all of it: counts, the history behind misses and recordings come from here. Worst case:
+memory of the history and of what is listened to, both bounded.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 
+from ctxcache.cache.heard import Call, Fact, Heard, Listening
 from ctxcache.clock import Clock
-from ctxcache.core.history import Event, History, Miss, Requests
-from ctxcache.core.session import Session
+from ctxcache.core.history import ENDS, Event, History, Miss, Requests
+from ctxcache.core.session import Session, SessionView
 from ctxcache.errors import CacheError
 from ctxcache.trace_context import current_trace_id
 
@@ -31,6 +33,15 @@ RESULTS = (
     *dict.fromkeys(event.value for event in EVENTS.values()), REFUSED,
 )  # fmt: skip
 """Every result there is."""
+_CALLS = {
+    Event.EVICTED: Call.EVICT,
+    Event.EXPIRED: Call.EXPIRE,
+    Event.DELETED: Call.DELETE,
+    Event.TRUNCATED: Call.TRUNCATE,
+    Event.CORRUPT: Call.CUT,
+}
+"""What took tokens, by what happened."""
+_ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}
 
 
 class Accesses:
@@ -42,13 +53,28 @@ class Accesses:
         self.history = History()
         self.requests = Requests()
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.listening: Listening | None = None
+        """Who records what is heard, while somebody does."""
 
-    def found(self, by: str, *, is_empty: bool = False) -> None:
-        """The session was there."""
-        self.counts[by, EMPTY if is_empty else HIT] += 1
+    def did(self, call: Call, session: Session | SessionView, **facts: Fact) -> None:
+        """Something was asked of a session that is there, or done to it."""
+        if self.listening is not None:
+            self._hear(self.listening, call, session, session.token_count, facts)
 
-    def missed(self, by: str, tenant: str, session_id: str, error: CacheError) -> None:
+    def found(self, by: str, session: Session | SessionView, call: Call | None = None, **facts: Fact) -> None:
+        """The session was there; `tokens` among the facts: how many of its tokens were found."""
+        self.counts[by, HIT if facts["tokens"] else EMPTY] += 1
+        self.did(call or _ASKED[by], session, **facts)
+
+    def missed(
+        self, by: str, tenant: str, session_id: str, error: CacheError, call: Call | None = None
+    ) -> None:
         """It was not, or not for this caller."""
+        if self.listening is not None:
+            at_ns, name = self._clock.monotonic_ns(), f"sessions/{session_id}"
+            self.listening.hear(
+                Heard(call or _ASKED[by], at_ns, tenant, name, 0, None, b"", {"reason": error.reason})
+            )
         session, event = self._sessions.get((tenant, session_id)), EVENTS.get(error.reason)
         if event is not None:
             result = event.value
@@ -68,13 +94,20 @@ class Accesses:
 
     def write_failed(self, session: Session, error: CacheError) -> None:
         """Tokens of it were not stored."""
+        self.did(Call.APPEND, session, reason=error.reason)
         event = EVENTS.get(error.reason)
         if event is not None:
             self.happened(session, event, detail=f"write: {error.reason}")
         self._noted(WRITE, session.tenant, session.session_id, event.value if event else REFUSED)
 
-    def happened(self, session: Session, event: Event, *, detail: str = "", token_count: int = 0) -> None:
-        """Something was done to a session that is there, or was until now."""
+    def happened(
+        self, session: Session, event: Event, *, detail: str = "", token_count: int = 0, **facts: Fact
+    ) -> None:
+        """Something was done to a session that is there, or was until now; `token_count`: tokens that it lost by it."""
+        call = _CALLS.get(event)
+        if self.listening is not None and call is not None:
+            left = 0 if event in ENDS else session.token_count
+            self._hear(self.listening, call, session, left, {"tokens": token_count, **facts})
         self.history.note(
             session.tenant, session.session_id, event, time_ns=self._clock.now_ns(), detail=detail,
             token_count=token_count, trace_id=current_trace_id(),
@@ -84,3 +117,14 @@ class Accesses:
         trace_id = current_trace_id()
         if trace_id:
             self.requests.note(tenant, trace_id, Miss(session_id, by, result, self._clock.now_ns()))
+
+    def _hear(
+        self, listening: Listening, call: Call, session: Session | SessionView, session_tokens: int,
+        facts: Mapping[str, Fact],
+    ) -> None:  # fmt: skip
+        listening.hear(
+            Heard(
+                call, self._clock.monotonic_ns(), session.tenant, session.name, session_tokens, session.layout,
+                session.model_fingerprint, facts,
+            )
+        )  # fmt: skip

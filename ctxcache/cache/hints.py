@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ctxcache.cache.deferred import Deferred
+from ctxcache.cache.heard import Call, Fact
 from ctxcache.cache.prefetching import Prefetching
 from ctxcache.cache.queues import Queues
 from ctxcache.cache.readiness import missing_bytes
@@ -98,6 +99,7 @@ class Hints:
         try:
             session = self._state.session(hint.tenant, hint.session_id)
             session.check_range(hint.begin, session.token_count if hint.end is None else hint.end)
+            self._state.accesses.did(Call.HINT, session, **_facts(hint))
             return await self._do(hint, session, deadline_s)
         except SessionNotFound as error:
             return Answer(Outcome.MISSING, error.reason)
@@ -217,6 +219,14 @@ class Hints:
     def _release(self, session: Session) -> None:
         self._state.placement.retention.release(session.uid)
         self.deferred.discard(session.uid)
+
+
+def _facts(hint: Hint) -> dict[str, Fact]:
+    """As recordings have it."""
+    return_in_ms = None if hint.return_in_ns is None else hint.return_in_ns // 10**6
+    spans = {"end": hint.end, "budget_bytes": hint.budget_bytes, "return_in_ms": return_in_ms}
+    said: dict[str, Fact] = {name: value for name, value in spans.items() if value is not None}
+    return {"hint": hint.action.value, "ttl_ms": hint.ttl_ns // 10**6, "priority": hint.priority} | said
 
 
 def _promotes_ahead(policy: Policy) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ctxcache.cache.accesses import READ
 from ctxcache.cache.asked import Asked, Request
+from ctxcache.cache.heard import Call
 from ctxcache.cache.pins import Pins
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
@@ -55,6 +56,8 @@ class Lease:
     client: Client
     pinned: dict[int, int]
     """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
+    dram_token_count: int
+    """Tokens that were in DRAM when it was asked for."""
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
@@ -149,7 +152,7 @@ class Reading:
                 self._missed(request, error)
             raise
         self._renew(lease)
-        self._state.accesses.found(READ, is_empty=not lease.pieces)
+        self._found(lease)
         return lease
 
     def is_held(self, lease_id: int) -> bool:
@@ -172,6 +175,7 @@ class Reading:
             self._state.placement.rested(session)
             self._state.unwritten.look_again(session)
         self._let_go(lease)
+        self._state.accesses.did(Call.RELEASE, lease.view, lease=lease_id)
         self.pins.unpin(lease.client, lease.pinned)
         self._state.seen.lease_s.observe(self.age_s(lease))
 
@@ -208,7 +212,7 @@ class Reading:
                         self._missed(request, error)
                         raise
             self._renew(lease)
-            self._state.accesses.found(READ, is_empty=not lease.pieces)
+            self._found(lease)
             yield lease, chosen, self._rows(lease, chosen)
         finally:
             with suppress(LeaseNotFound):
@@ -278,12 +282,13 @@ class Reading:
         await self.pins.wait_for_room(request.owner, look)
         session = asked.session
         self._state.touch(session)
-        self._count(asked)
+        dram_token_count = self._count(asked)
         self.pins.pin(request.owner, asked.sizes_bytes)
         self._last_id += 1
         lease = Lease(
             self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.owner,
-            asked.sizes_bytes, begun_ns=self._state.clock.monotonic_ns(), on_ssd=asked.left_on_ssd(),
+            asked.sizes_bytes, dram_token_count, begun_ns=self._state.clock.monotonic_ns(),
+            on_ssd=asked.left_on_ssd(),
         )  # fmt: skip
         self._keep(lease)
         self._leases[lease.lease_id] = lease
@@ -294,12 +299,20 @@ class Reading:
     def _renew(self, lease: Lease) -> None:
         lease.deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
 
-    def _count(self, asked: "Asked") -> None:
+    def _count(self, asked: "Asked") -> int:
+        """Return how many of the tokens are in DRAM."""
+        in_dram = sum(p.row_end - p.row_begin for p in asked.pieces if p.segment.dram)
         self._state.counters.read_token_count += asked.end - asked.request.begin
-        self._state.counters.dram_hit_token_count += sum(
-            p.row_end - p.row_begin for p in asked.pieces if p.segment.dram
-        )
+        self._state.counters.dram_hit_token_count += in_dram
         self._state.placement.used(asked.pieces)
+        return in_dram
+
+    def _found(self, lease: Lease) -> None:
+        took_ns = lease.deadline_ns - LEASE_LIFETIME_NS - lease.begun_ns
+        self._state.accesses.found(
+            READ, lease.view, lease=lease.lease_id, begin=lease.begin, tokens=lease.end - lease.begin,
+            dram_tokens=lease.dram_token_count, took_us=took_ns // 1000,
+        )  # fmt: skip
 
     async def _promote(self, lease: Lease) -> None:
         unique = {p.segment.segment_id: p.segment for p in lease.pieces if not lease.is_past(p.segment)}

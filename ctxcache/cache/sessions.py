@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ctxcache.cache.accesses import LOOKUP
+from ctxcache.cache.heard import Call, Fact
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State, record_of
 from ctxcache.core import ranges
@@ -90,9 +91,9 @@ class Sessions:
         try:
             view = self._state.session(tenant, session_id).view()
         except CacheError as error:
-            self._state.accesses.missed(LOOKUP, tenant, session_id, error)
+            self._state.accesses.missed(LOOKUP, tenant, session_id, error, Call.GET)
             raise
-        self._state.accesses.found(LOOKUP, is_empty=not view.token_count)
+        self._state.accesses.found(LOOKUP, view, Call.GET, tokens=view.token_count)
         return view
 
     async def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
@@ -130,6 +131,7 @@ class Sessions:
             self._state.evictable.add(session.uid)
         self._state.touch(session)
         self._state.placement.visited(session)
+        self._state.accesses.did(Call.TOUCH, session, **self._terms(session))
         self._state.unwritten.look_again(session)
         await self._departures.write_down([session])
         return session.view()
@@ -171,11 +173,12 @@ class Sessions:
         self._metadata.check(is_growing=False)
         self._state.touch(session)
         if kept != session.live:
-            self._state.accesses.happened(
-                session, Event.TRUNCATED, detail="by request",
-                token_count=session.token_count - ranges.count(kept),
-            )  # fmt: skip
+            lost_count = session.token_count - ranges.count(kept)
             dead = self._state.unlist(session, session.keep_positions(kept))
+            self._state.accesses.happened(
+                session, Event.TRUNCATED, detail="by request", token_count=lost_count,
+                dropped=[index for begin_end in indexes for index in begin_end],
+            )  # fmt: skip
             self._state.placement.visited(session)
             await self._departures.write_down([session], dead=dead)
         return session.view()
@@ -218,12 +221,14 @@ class Sessions:
     async def flush(self, tenant: str, session_id: str) -> SessionView:
         """Make what is committed durable. Raises SessionNotFound, CapacityExceeded, TierFailure."""
         session = self._state.session(tenant, session_id)
+        self._state.accesses.did(Call.FLUSH, session)
         await self._residency.flush(session)
         return session.view()
 
     async def demote(self, tenant: str, session_id: str) -> SessionView:
         """Flush, and drop from DRAM what nobody holds. Raises SessionNotFound, CapacityExceeded, TierFailure."""
         session = self._state.session(tenant, session_id)
+        self._state.accesses.did(Call.DEMOTE, session)
         await self._residency.demote(session)
         return session.view()
 
@@ -297,9 +302,9 @@ class Sessions:
         except CacheError as error:
             self._state.accesses.missed(LOOKUP, tenant, session_id, error)
             return Found(session_id, reason=error.reason)
-        self._state.accesses.found(LOOKUP, is_empty=not session.live)
         reason = "" if session.live else "EMPTY"
         in_dram = session.dram_token_count
+        self._state.accesses.found(LOOKUP, session, tokens=session.token_count, dram_tokens=in_dram)
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
 
     async def quarantine(self, bad: Collection[Segment]) -> None:
@@ -328,6 +333,13 @@ class Sessions:
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     # -- checks and parts ----------------------------------------------------------------------------
+
+    def _terms(self, session: Session) -> dict[str, Fact]:
+        """For how long it is kept, as recordings have it."""
+        ttl_ns = session.expiration.ttl_ns
+        if ttl_ns is None:
+            ttl_ns = session.expire_time_ns - self._state.clock.now_ns()
+        return {"ttl_ms": ttl_ns // 10**6, "is_pinned": session.is_pinned}
 
     def _ended(self, session: Session, event: Event) -> None:
         self._state.accesses.happened(session, event, token_count=session.token_count)
@@ -380,6 +392,7 @@ class Sessions:
             self._ended(expired, Event.EXPIRED)
         dead = self._state.forget(expired) if expired else []
         self._state.add(session)
+        self._heard_of(session, source)
         if source:
             self._state.placement.visited(source)
             # It may be in use, and go on in DRAM as kin to the new one.
@@ -392,3 +405,11 @@ class Sessions:
                 self._departures.strand(self._state.forget(session))
             raise
         return session.view()
+
+    def _heard_of(self, session: Session, source: Session | None) -> None:
+        terms = self._terms(session)
+        if source is None:
+            self._state.accesses.did(Call.OPEN, session, **terms)
+        else:
+            count = session.token_count
+            self._state.accesses.did(Call.FORK, session, source=source.name, tokens=count, **terms)

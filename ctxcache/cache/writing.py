@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ctxcache.cache.heard import Call
 from ctxcache.cache.pins import Pins
 from ctxcache.cache.reservation import Reservation, Room, Run
 from ctxcache.cache.residency import Residency
@@ -86,6 +87,7 @@ class Writing:
         except BaseException:
             self.release(reservation)
             raise
+        self._state.accesses.did(Call.RESERVE, session, tokens=token_count)
         return reservation
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
@@ -140,6 +142,7 @@ class Writing:
 
     async def flush(self, reservation: Reservation) -> None:
         """Make what was committed durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
+        self._state.accesses.did(Call.FLUSH, reservation.session)
         await self._residency.flush(reservation.session)
 
     def mark_written(self, reservation: Reservation, token_count: int) -> None:
@@ -168,6 +171,7 @@ class Writing:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         reservation.session.is_writing = False
+        self._state.accesses.did(Call.FINISH, reservation.session)
         self._state.placement.rested(reservation.session)
         self._state.evictable.add(reservation.session.uid)
         now_ns, client = self._state.clock.monotonic_ns(), reservation.client
@@ -349,6 +353,7 @@ class Writing:
         reservation.committed = token_count
         self._let_go(reservation)
         self._state.counters.appended_token_count += added
+        self._state.accesses.did(Call.APPEND, session, tokens=added)
         self._state.touch(session)
 
     def _let_go(self, reservation: Reservation) -> None:

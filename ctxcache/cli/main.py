@@ -11,7 +11,20 @@ from typing import Annotated
 
 import typer
 
-from ctxcache.cli import drain, export, hints, import_, leases, models, quotas, sessions, tiers, tokens, top
+from ctxcache.cli import (
+    drain,
+    export,
+    hints,
+    import_,
+    leases,
+    models,
+    quotas,
+    sessions,
+    tiers,
+    tokens,
+    top,
+    trace,
+)
 from ctxcache.cli.backup import BACKUP_EXAMPLES, RESTORE_EXAMPLES, backup, restore_command
 from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, of_tenant, online, watched
@@ -72,6 +85,7 @@ app.add_typer(tiers.app, name="tier")
 app.add_typer(leases.app, name="lease")
 app.add_typer(quotas.app, name="quota")
 app.add_typer(hints.app, name="hint")
+app.add_typer(trace.app, name="trace")
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("drain", epilog=drain.EXAMPLES)(drain.drain)
 app.command("export", epilog=export.EXAMPLES)(export.export)

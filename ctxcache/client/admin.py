@@ -1,11 +1,12 @@
 """Calls for operators, as methods. Worst case: one deadline per call."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from grpc_health.v1 import health_pb2
 
+from ctxcache.client.convert import duration
 from ctxcache.client.wire import Wire
-from ctxcache.v1 import admin_pb2, operations_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, operations_pb2, recording_pb2, session_pb2
 
 
 class AdminCalls:
@@ -97,6 +98,19 @@ class AdminCalls:
         """Have the server take no more work; yields how far it is until nothing is left, without a deadline."""
         with self._wire.errors():
             yield from self._wire.admin.Drain(operations_pb2.DrainRequest())
+
+    def record(self, duration_s: float | None = None) -> Generator[recording_pb2.RecordResponse]:
+        """Yield what the server is asked, without content, until then; an hour unless said otherwise.
+
+        Whoever ends the iteration ends the recording. Raises TooManyRequests, InvalidArgument.
+        """
+        request = recording_pb2.RecordRequest(duration=duration(duration_s))
+        with self._wire.errors():
+            call = self._wire.admin.Record(request)
+            try:
+                yield from call
+            finally:
+                call.cancel()
 
     def undrain(self) -> None:
         """Have the server take work again."""

@@ -14,10 +14,11 @@ from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened, Miss
 from ctxcache.service import convert, validate
 from ctxcache.service.operations import Controls, OperationRpcs
+from ctxcache.service.recorder import recorded
 from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.tiers.base import Refusal, Tier
-from ctxcache.v1 import admin_pb2, operations_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, operations_pb2, recording_pb2, session_pb2
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,11 @@ class About:
     data_directory: str
     listen_addresses: tuple[str, ...]
     arena_prefaulted_bytes: Callable[[], int]
+    placement_policy: str
+
+
+RECORD_DEFAULT_NS = 3600 * 10**9
+RECORD_LIMIT_NS = 7 * 86400 * 10**9
 
 
 class Changes(Protocol):
@@ -214,6 +220,26 @@ class AdminService(OperationRpcs):
                 "backup_made sessions=%d segments=%d bytes=%d left_out=%d duration_s=%.3f",
                 copied.session_count, copied.segment_count, sent_bytes, copied.left_out_session_count, took_s,
             )  # fmt: skip
+
+    async def Record(  # noqa: N802
+        self,
+        request: recording_pb2.RecordRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[recording_pb2.RecordResponse]:
+        """See the proto."""
+        duration_ns = RECORD_DEFAULT_NS
+        if request.HasField("duration"):
+            duration_ns = validate.within(request.duration.ToNanoseconds(), 1, RECORD_LIMIT_NS, "duration")
+        cache, operators = self._cache, self._controls.doors.admissions.operators
+        store = recording_pb2.RecordedStore(
+            version=self._about.version, start_time=convert.timestamp(cache.state.clock.now_ns()),
+            dram_bytes=cache.residency.dram.capacity_bytes, ssd_bytes=cache.residency.ssd.capacity_bytes,
+            session_count=len(cache.state.sessions), placement_policy=self._about.placement_policy,
+        )  # fmt: skip
+        parts = recorded(cache, store, duration_ns=duration_ns, is_over=lambda: operators.is_draining)
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
 
     def _tenant(self, tenant: str) -> admin_pb2.TenantUse:
         state = self._cache.state

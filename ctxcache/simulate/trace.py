@@ -2,20 +2,16 @@
 
 Fields, by name: session_id, arrival_ms, new_input_tokens, output_tokens; optional history_tokens (what the
 session held before the turn, else what its turns add up to) and turn (from 1). Or those of requests without
-sessions (Azure: t_ms, ContextTokens, GeneratedTokens), of `prefixes` (Mooncake) or of `lengths` (L-Eval). Others
-are ignored. Worst case: InvalidTrace, which names file, line and field.
+sessions (Azure: t_ms, ContextTokens, GeneratedTokens), of `prefixes` (Mooncake), of `lengths` (L-Eval), or those of a
+recording of a live store (`recorded`). Others are ignored. Worst case: InvalidTrace, which names file, line and field.
 """
 
-import csv
-import gzip
-import io
-import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ctxcache.simulate import lengths, prefixes
+from ctxcache.simulate import lengths, prefixes, recorded
 from ctxcache.simulate.lengths import Pace
+from ctxcache.simulate.lines import rows_of
 from ctxcache.simulate.prefixes import Conversations
 from ctxcache.simulate.row import InvalidTrace, Row
 from ctxcache.simulate.turn import Turn
@@ -54,11 +50,17 @@ class Trace:
         if not _has(first, lengths.FIELDS):
             if self._pace is not None:
                 first.refuse(None, "arrivals are in it; a rate of sessions is for traces without")
-            yield from self._arriving(first, rows)
+            yield from (
+                self._recorded(first, rows) if _has(first, recorded.FIELDS) else self._arriving(first, rows)
+            )
             return
         if self._pace is None:
             first.refuse(None, "lengths without arrivals: say how many sessions begin a second")
         yield from lengths.asked(_chained(first, rows, lengths.FIELDS), self._pace)
+
+    def _recorded(self, first: Row, rows: Iterator[Row]) -> Iterator[Turn]:
+        recorded.check_header(first)
+        yield from recorded.turns(rows)
 
     def _arriving(self, first: Row, rows: Iterator[Row]) -> Iterator[Turn]:
         """Turns of a format that says when they come, which must be in order."""
@@ -74,42 +76,7 @@ class Trace:
             yield turn
 
     def _rows(self) -> Iterator[Row]:
-        is_json = self.path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
-        line = 0
-        try:
-            with self._open() as lines:
-                for row in self._json_rows(lines) if is_json else self._csv_rows(lines):
-                    line = row.line
-                    yield row
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
-            problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise InvalidTrace.at(self.path, line + 1, None, problem) from error
-
-    def _open(self) -> io.TextIOBase:
-        if self.path.suffix == ".gz":
-            return io.TextIOWrapper(gzip.open(self.path), encoding="utf-8", newline="")
-        return self.path.open(encoding="utf-8", newline="")
-
-    def _csv_rows(self, lines: Iterable[str]) -> Iterator[Row]:
-        reader = csv.reader(lines)
-        names = next(reader, [])
-        # A header alone is checked, too.
-        _format(Row(self.path, 1, dict.fromkeys(names)))
-        for row in reader:
-            if len(row) != len(names):
-                problem = f"{len(row)} fields where the header has {len(names)}"
-                raise InvalidTrace.at(self.path, reader.line_num, None, problem)
-            yield Row(self.path, reader.line_num, dict(zip(names, row, strict=True)))
-
-    def _json_rows(self, lines: Iterable[str]) -> Iterator[Row]:
-        for line, text in enumerate(lines, 1):
-            try:
-                values = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise InvalidTrace.at(self.path, line, None, f"not JSON: {error}") from error
-            if not isinstance(values, dict):
-                raise InvalidTrace.at(self.path, line, None, "not a JSON object")
-            yield Row(self.path, line, values)
+        return rows_of(self.path, _format)
 
 
 def _format(row: Row) -> tuple[tuple[str, ...], Callable[[Row], Turn]]:

@@ -23,59 +23,60 @@ _sym_db = _symbol_database.Default()
 
 
 from ctxcache.v1 import operations_pb2 as ctxcache_dot_v1_dot_operations__pb2
+from ctxcache.v1 import recording_pb2 as ctxcache_dot_v1_dot_recording__pb2
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/admin.proto\x12\x0b\x63txcache.v1\x1a\x1c\x63txcache/v1/operations.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x14\n\x12GetSettingsRequest\"2\n\x08Settings\x12&\n\x08settings\x18\x01 \x03(\x0b\x32\x14.ctxcache.v1.Setting\"?\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\x12\x12\n\ncan_reload\x18\x03 \x01(\x08\"\x17\n\x15ReloadSettingsRequest\":\n\x16ReloadSettingsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x03(\t\x12\x0f\n\x07pending\x18\x02 \x03(\t\":\n\rVerifyRequest\x12\x18\n\x10\x62ytes_per_second\x18\x01 \x01(\x03\x12\x0f\n\x07release\x18\x02 \x01(\x08\"\xb6\x01\n\x0eVerifyResponse\x12\x15\n\rsegment_count\x18\x01 \x01(\x03\x12\x1d\n\x15\x63hecked_segment_count\x18\x02 \x01(\x03\x12\x15\n\rchecked_bytes\x18\x03 \x01(\x03\x12\x14\n\x0crecord_count\x18\x04 \x01(\x03\x12$\n\x03\x62\x61\x64\x18\x05 \x03(\x0b\x32\x17.ctxcache.v1.BadSegment\x12\x1b\n\x13released_slot_count\x18\x06 \x01(\x03\"\xa5\x01\n\nBadSegment\x12\x12\n\nsegment_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08sessions\x18\x03 \x03(\t\x12\x16\n\x0eposition_begin\x18\x04 \x01(\x03\x12\x14\n\x0cposition_end\x18\x05 \x01(\x03\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x07 \x01(\x03\x12\x0f\n\x07problem\x18\x08 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xd1\x01\n\tTierStats\x12\x1f\n\x04tier\x18\x01 \x01(\x0e\x32\x11.ctxcache.v1.Tier\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_count\x18\x05 \x01(\x03\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.ctxcache.v1.PathState\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x1a\n\x12largest_free_bytes\x18\x08 \x01(\x03\"\xde\x06\n\x05Stats\x12\x0f\n\x07version\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x64\x61ta_directory\x18\x03 \x01(\t\x12\x18\n\x10listen_addresses\x18\x04 \x03(\t\x12\x15\n\rsession_count\x18\x05 \x01(\x03\x12\x13\n\x0bmodel_count\x18\x06 \x01(\x03\x12\x15\n\rsegment_count\x18\x07 \x01(\x03\x12\x13\n\x0blease_count\x18\x08 \x01(\x03\x12\x19\n\x11reservation_count\x18\t \x01(\x03\x12%\n\x05tiers\x18\n \x03(\x0b\x32\x16.ctxcache.v1.TierStats\x12\x1c\n\x14\x61ppended_token_count\x18\x0b \x01(\x03\x12\x18\n\x10read_token_count\x18\x0c \x01(\x03\x12\x1c\n\x14\x64ram_hit_token_count\x18\r \x01(\x03\x12\x1d\n\x15\x65xpired_session_count\x18\x0e \x01(\x03\x12\x1d\n\x15\x65victed_session_count\x18\x0f \x01(\x03\x12\x1d\n\x15\x63orrupt_segment_count\x18\x10 \x01(\x03\x12\x1d\n\x15\x66lushed_segment_count\x18\x11 \x01(\x03\x12\x1e\n\x16promoted_segment_count\x18\x12 \x01(\x03\x12\x1e\n\x16\x61rena_prefaulted_bytes\x18\x13 \x01(\x03\x12\x1e\n\x16quarantined_slot_count\x18\x14 \x01(\x03\x12\x19\n\x11quarantined_bytes\x18\x15 \x01(\x03\x12\x13\n\x0b\x64irty_bytes\x18\x16 \x01(\x03\x12\x1b\n\x13\x64\x65layed_write_count\x18\x17 \x01(\x03\x12 \n\x18prefetched_segment_count\x18\x18 \x01(\x03\x12#\n\x1bprefetch_used_segment_count\x18\x19 \x01(\x03\x12%\n\x1dprefetch_unused_segment_count\x18\x1a \x01(\x03\x12#\n\x1bprefetch_late_segment_count\x18\x1b \x01(\x03\x12 \n\x18unadmitted_session_count\x18\x1c \x01(\x03\x12\x14\n\x0cspared_bytes\x18\x1d \x01(\x03\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x13ListTenantsResponse\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.ctxcache.v1.TenantUse\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x82\x02\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rsession_count\x18\x02 \x01(\x03\x12\x12\n\ndram_bytes\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\x12\x12\n\nkept_bytes\x18\x05 \x01(\x03\x12\x1d\n\x15guaranteed_dram_bytes\x18\x06 \x01(\x03\x12\x1c\n\x14guaranteed_ssd_bytes\x18\x07 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0eretained_bytes\x18\t \x01(\x03\x12\x14\n\x0cpinned_bytes\x18\n \x01(\x03\x42\x0e\n\x0c_limit_bytes\"@\n\x0eWhyMissRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\"\xde\x01\n\x10SessionHappening\x12%\n\x05\x65vent\x18\x01 \x01(\x0e\x32\x16.ctxcache.v1.MissEvent\x12.\n\nfirst_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tlast_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x10\n\x08trace_id\x18\x07 \x01(\t\"w\n\x0bRequestMiss\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63\x63\x65ss\x18\x02 \x01(\t\x12\x0e\n\x06result\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x05 \x01(\x03\"\xc0\x02\n\x0fWhyMissResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08is_there\x18\x03 \x01(\x08\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x1b\n\x13\x64urable_token_count\x18\x05 \x01(\x03\x12&\n\x06reason\x18\x06 \x01(\x0e\x32\x16.ctxcache.v1.MissEvent\x12\x31\n\nhappenings\x18\x07 \x03(\x0b\x32\x1d.ctxcache.v1.SessionHappening\x12\x34\n\x10remembered_since\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08trace_id\x18\t \x01(\t\x12(\n\x06misses\x18\n \x03(\x0b\x32\x18.ctxcache.v1.RequestMiss\"$\n\x14\x44\x65moteSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*k\n\tPathState\x12\x1a\n\x16PATH_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPATH_STATE_OPEN\x10\x01\x12\x16\n\x12PATH_STATE_RESTING\x10\x02\x12\x15\n\x11PATH_STATE_FENCED\x10\x03*\x8b\x02\n\tMissEvent\x12\x1a\n\x16MISS_EVENT_UNSPECIFIED\x10\x00\x12\x16\n\x12MISS_EVENT_EVICTED\x10\x01\x12\x16\n\x12MISS_EVENT_EXPIRED\x10\x02\x12\x16\n\x12MISS_EVENT_DELETED\x10\x03\x12\x18\n\x14MISS_EVENT_TRUNCATED\x10\x04\x12\x16\n\x12MISS_EVENT_CORRUPT\x10\x05\x12#\n\x1fMISS_EVENT_FINGERPRINT_MISMATCH\x10\x06\x12\x14\n\x10MISS_EVENT_QUOTA\x10\x07\x12\x16\n\x12MISS_EVENT_TIMEOUT\x10\x08\x12\x15\n\x11MISS_EVENT_DEVICE\x10\t2\xd1\n\n\x0c\x41\x64minService\x12<\n\x08GetStats\x12\x1c.ctxcache.v1.GetStatsRequest\x1a\x12.ctxcache.v1.Stats\x12P\n\x0bListTenants\x12\x1f.ctxcache.v1.ListTenantsRequest\x1a .ctxcache.v1.ListTenantsResponse\x12\x44\n\x07WhyMiss\x12\x1b.ctxcache.v1.WhyMissRequest\x1a\x1c.ctxcache.v1.WhyMissResponse\x12H\n\rDemoteSession\x12!.ctxcache.v1.DemoteSessionRequest\x1a\x14.ctxcache.v1.Session\x12\x43\n\x06Verify\x12\x1a.ctxcache.v1.VerifyRequest\x1a\x1b.ctxcache.v1.VerifyResponse0\x01\x12\x43\n\x06\x42\x61\x63kup\x12\x1a.ctxcache.v1.BackupRequest\x1a\x1b.ctxcache.v1.BackupResponse0\x01\x12\x45\n\x0bGetSettings\x12\x1f.ctxcache.v1.GetSettingsRequest\x1a\x15.ctxcache.v1.Settings\x12Y\n\x0eReloadSettings\x12\".ctxcache.v1.ReloadSettingsRequest\x1a#.ctxcache.v1.ReloadSettingsResponse\x12\x45\n\x0bGetActivity\x12\x1f.ctxcache.v1.GetActivityRequest\x1a\x15.ctxcache.v1.Activity\x12M\n\nListLeases\x12\x1e.ctxcache.v1.ListLeasesRequest\x1a\x1f.ctxcache.v1.ListLeasesResponse\x12P\n\x0bRevokeLease\x12\x1f.ctxcache.v1.RevokeLeaseRequest\x1a .ctxcache.v1.RevokeLeaseResponse\x12S\n\x0c\x45victSession\x12 .ctxcache.v1.EvictSessionRequest\x1a!.ctxcache.v1.EvictSessionResponse\x12P\n\x0b\x44\x65leteModel\x12\x1f.ctxcache.v1.DeleteModelRequest\x1a .ctxcache.v1.DeleteModelResponse\x12H\n\x0cUpdateTenant\x12 .ctxcache.v1.UpdateTenantRequest\x1a\x16.ctxcache.v1.TenantUse\x12\x44\n\nUpdatePath\x12\x1e.ctxcache.v1.UpdatePathRequest\x1a\x16.ctxcache.v1.TierStats\x12>\n\x05\x44rain\x12\x19.ctxcache.v1.DrainRequest\x1a\x18.ctxcache.v1.DrainStatus0\x01\x12\x44\n\x07Undrain\x12\x1b.ctxcache.v1.UndrainRequest\x1a\x1c.ctxcache.v1.UndrainResponse\x12P\n\x0bListEngines\x12\x1f.ctxcache.v1.ListEnginesRequest\x1a .ctxcache.v1.ListEnginesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/admin.proto\x12\x0b\x63txcache.v1\x1a\x1c\x63txcache/v1/operations.proto\x1a\x1b\x63txcache/v1/recording.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x14\n\x12GetSettingsRequest\"2\n\x08Settings\x12&\n\x08settings\x18\x01 \x03(\x0b\x32\x14.ctxcache.v1.Setting\"?\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\x12\x12\n\ncan_reload\x18\x03 \x01(\x08\"\x17\n\x15ReloadSettingsRequest\":\n\x16ReloadSettingsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x03(\t\x12\x0f\n\x07pending\x18\x02 \x03(\t\":\n\rVerifyRequest\x12\x18\n\x10\x62ytes_per_second\x18\x01 \x01(\x03\x12\x0f\n\x07release\x18\x02 \x01(\x08\"\xb6\x01\n\x0eVerifyResponse\x12\x15\n\rsegment_count\x18\x01 \x01(\x03\x12\x1d\n\x15\x63hecked_segment_count\x18\x02 \x01(\x03\x12\x15\n\rchecked_bytes\x18\x03 \x01(\x03\x12\x14\n\x0crecord_count\x18\x04 \x01(\x03\x12$\n\x03\x62\x61\x64\x18\x05 \x03(\x0b\x32\x17.ctxcache.v1.BadSegment\x12\x1b\n\x13released_slot_count\x18\x06 \x01(\x03\"\xa5\x01\n\nBadSegment\x12\x12\n\nsegment_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08sessions\x18\x03 \x03(\t\x12\x16\n\x0eposition_begin\x18\x04 \x01(\x03\x12\x14\n\x0cposition_end\x18\x05 \x01(\x03\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x07 \x01(\x03\x12\x0f\n\x07problem\x18\x08 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xd1\x01\n\tTierStats\x12\x1f\n\x04tier\x18\x01 \x01(\x0e\x32\x11.ctxcache.v1.Tier\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_count\x18\x05 \x01(\x03\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.ctxcache.v1.PathState\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x1a\n\x12largest_free_bytes\x18\x08 \x01(\x03\"\xde\x06\n\x05Stats\x12\x0f\n\x07version\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x64\x61ta_directory\x18\x03 \x01(\t\x12\x18\n\x10listen_addresses\x18\x04 \x03(\t\x12\x15\n\rsession_count\x18\x05 \x01(\x03\x12\x13\n\x0bmodel_count\x18\x06 \x01(\x03\x12\x15\n\rsegment_count\x18\x07 \x01(\x03\x12\x13\n\x0blease_count\x18\x08 \x01(\x03\x12\x19\n\x11reservation_count\x18\t \x01(\x03\x12%\n\x05tiers\x18\n \x03(\x0b\x32\x16.ctxcache.v1.TierStats\x12\x1c\n\x14\x61ppended_token_count\x18\x0b \x01(\x03\x12\x18\n\x10read_token_count\x18\x0c \x01(\x03\x12\x1c\n\x14\x64ram_hit_token_count\x18\r \x01(\x03\x12\x1d\n\x15\x65xpired_session_count\x18\x0e \x01(\x03\x12\x1d\n\x15\x65victed_session_count\x18\x0f \x01(\x03\x12\x1d\n\x15\x63orrupt_segment_count\x18\x10 \x01(\x03\x12\x1d\n\x15\x66lushed_segment_count\x18\x11 \x01(\x03\x12\x1e\n\x16promoted_segment_count\x18\x12 \x01(\x03\x12\x1e\n\x16\x61rena_prefaulted_bytes\x18\x13 \x01(\x03\x12\x1e\n\x16quarantined_slot_count\x18\x14 \x01(\x03\x12\x19\n\x11quarantined_bytes\x18\x15 \x01(\x03\x12\x13\n\x0b\x64irty_bytes\x18\x16 \x01(\x03\x12\x1b\n\x13\x64\x65layed_write_count\x18\x17 \x01(\x03\x12 \n\x18prefetched_segment_count\x18\x18 \x01(\x03\x12#\n\x1bprefetch_used_segment_count\x18\x19 \x01(\x03\x12%\n\x1dprefetch_unused_segment_count\x18\x1a \x01(\x03\x12#\n\x1bprefetch_late_segment_count\x18\x1b \x01(\x03\x12 \n\x18unadmitted_session_count\x18\x1c \x01(\x03\x12\x14\n\x0cspared_bytes\x18\x1d \x01(\x03\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x13ListTenantsResponse\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.ctxcache.v1.TenantUse\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x82\x02\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rsession_count\x18\x02 \x01(\x03\x12\x12\n\ndram_bytes\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\x12\x12\n\nkept_bytes\x18\x05 \x01(\x03\x12\x1d\n\x15guaranteed_dram_bytes\x18\x06 \x01(\x03\x12\x1c\n\x14guaranteed_ssd_bytes\x18\x07 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0eretained_bytes\x18\t \x01(\x03\x12\x14\n\x0cpinned_bytes\x18\n \x01(\x03\x42\x0e\n\x0c_limit_bytes\"@\n\x0eWhyMissRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\"\xde\x01\n\x10SessionHappening\x12%\n\x05\x65vent\x18\x01 \x01(\x0e\x32\x16.ctxcache.v1.MissEvent\x12.\n\nfirst_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tlast_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x10\n\x08trace_id\x18\x07 \x01(\t\"w\n\x0bRequestMiss\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63\x63\x65ss\x18\x02 \x01(\t\x12\x0e\n\x06result\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x05 \x01(\x03\"\xc0\x02\n\x0fWhyMissResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08is_there\x18\x03 \x01(\x08\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x1b\n\x13\x64urable_token_count\x18\x05 \x01(\x03\x12&\n\x06reason\x18\x06 \x01(\x0e\x32\x16.ctxcache.v1.MissEvent\x12\x31\n\nhappenings\x18\x07 \x03(\x0b\x32\x1d.ctxcache.v1.SessionHappening\x12\x34\n\x10remembered_since\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08trace_id\x18\t \x01(\t\x12(\n\x06misses\x18\n \x03(\x0b\x32\x18.ctxcache.v1.RequestMiss\"$\n\x14\x44\x65moteSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*k\n\tPathState\x12\x1a\n\x16PATH_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPATH_STATE_OPEN\x10\x01\x12\x16\n\x12PATH_STATE_RESTING\x10\x02\x12\x15\n\x11PATH_STATE_FENCED\x10\x03*\x8b\x02\n\tMissEvent\x12\x1a\n\x16MISS_EVENT_UNSPECIFIED\x10\x00\x12\x16\n\x12MISS_EVENT_EVICTED\x10\x01\x12\x16\n\x12MISS_EVENT_EXPIRED\x10\x02\x12\x16\n\x12MISS_EVENT_DELETED\x10\x03\x12\x18\n\x14MISS_EVENT_TRUNCATED\x10\x04\x12\x16\n\x12MISS_EVENT_CORRUPT\x10\x05\x12#\n\x1fMISS_EVENT_FINGERPRINT_MISMATCH\x10\x06\x12\x14\n\x10MISS_EVENT_QUOTA\x10\x07\x12\x16\n\x12MISS_EVENT_TIMEOUT\x10\x08\x12\x15\n\x11MISS_EVENT_DEVICE\x10\t2\x96\x0b\n\x0c\x41\x64minService\x12<\n\x08GetStats\x12\x1c.ctxcache.v1.GetStatsRequest\x1a\x12.ctxcache.v1.Stats\x12P\n\x0bListTenants\x12\x1f.ctxcache.v1.ListTenantsRequest\x1a .ctxcache.v1.ListTenantsResponse\x12\x44\n\x07WhyMiss\x12\x1b.ctxcache.v1.WhyMissRequest\x1a\x1c.ctxcache.v1.WhyMissResponse\x12H\n\rDemoteSession\x12!.ctxcache.v1.DemoteSessionRequest\x1a\x14.ctxcache.v1.Session\x12\x43\n\x06Verify\x12\x1a.ctxcache.v1.VerifyRequest\x1a\x1b.ctxcache.v1.VerifyResponse0\x01\x12\x43\n\x06\x42\x61\x63kup\x12\x1a.ctxcache.v1.BackupRequest\x1a\x1b.ctxcache.v1.BackupResponse0\x01\x12\x45\n\x0bGetSettings\x12\x1f.ctxcache.v1.GetSettingsRequest\x1a\x15.ctxcache.v1.Settings\x12Y\n\x0eReloadSettings\x12\".ctxcache.v1.ReloadSettingsRequest\x1a#.ctxcache.v1.ReloadSettingsResponse\x12\x45\n\x0bGetActivity\x12\x1f.ctxcache.v1.GetActivityRequest\x1a\x15.ctxcache.v1.Activity\x12M\n\nListLeases\x12\x1e.ctxcache.v1.ListLeasesRequest\x1a\x1f.ctxcache.v1.ListLeasesResponse\x12P\n\x0bRevokeLease\x12\x1f.ctxcache.v1.RevokeLeaseRequest\x1a .ctxcache.v1.RevokeLeaseResponse\x12S\n\x0c\x45victSession\x12 .ctxcache.v1.EvictSessionRequest\x1a!.ctxcache.v1.EvictSessionResponse\x12P\n\x0b\x44\x65leteModel\x12\x1f.ctxcache.v1.DeleteModelRequest\x1a .ctxcache.v1.DeleteModelResponse\x12H\n\x0cUpdateTenant\x12 .ctxcache.v1.UpdateTenantRequest\x1a\x16.ctxcache.v1.TenantUse\x12\x44\n\nUpdatePath\x12\x1e.ctxcache.v1.UpdatePathRequest\x1a\x16.ctxcache.v1.TierStats\x12>\n\x05\x44rain\x12\x19.ctxcache.v1.DrainRequest\x1a\x18.ctxcache.v1.DrainStatus0\x01\x12\x44\n\x07Undrain\x12\x1b.ctxcache.v1.UndrainRequest\x1a\x1c.ctxcache.v1.UndrainResponse\x12P\n\x0bListEngines\x12\x1f.ctxcache.v1.ListEnginesRequest\x1a .ctxcache.v1.ListEnginesResponse\x12\x43\n\x06Record\x12\x1a.ctxcache.v1.RecordRequest\x1a\x1b.ctxcache.v1.RecordResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ctxcache.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PATHSTATE']._serialized_start=3047
-  _globals['_PATHSTATE']._serialized_end=3154
-  _globals['_MISSEVENT']._serialized_start=3157
-  _globals['_MISSEVENT']._serialized_end=3424
-  _globals['_GETSETTINGSREQUEST']._serialized_start=130
-  _globals['_GETSETTINGSREQUEST']._serialized_end=150
-  _globals['_SETTINGS']._serialized_start=152
-  _globals['_SETTINGS']._serialized_end=202
-  _globals['_SETTING']._serialized_start=204
-  _globals['_SETTING']._serialized_end=267
-  _globals['_RELOADSETTINGSREQUEST']._serialized_start=269
-  _globals['_RELOADSETTINGSREQUEST']._serialized_end=292
-  _globals['_RELOADSETTINGSRESPONSE']._serialized_start=294
-  _globals['_RELOADSETTINGSRESPONSE']._serialized_end=352
-  _globals['_VERIFYREQUEST']._serialized_start=354
-  _globals['_VERIFYREQUEST']._serialized_end=412
-  _globals['_VERIFYRESPONSE']._serialized_start=415
-  _globals['_VERIFYRESPONSE']._serialized_end=597
-  _globals['_BADSEGMENT']._serialized_start=600
-  _globals['_BADSEGMENT']._serialized_end=765
-  _globals['_GETSTATSREQUEST']._serialized_start=767
-  _globals['_GETSTATSREQUEST']._serialized_end=784
-  _globals['_TIERSTATS']._serialized_start=787
-  _globals['_TIERSTATS']._serialized_end=996
-  _globals['_STATS']._serialized_start=999
-  _globals['_STATS']._serialized_end=1861
-  _globals['_LISTTENANTSREQUEST']._serialized_start=1863
-  _globals['_LISTTENANTSREQUEST']._serialized_end=1922
-  _globals['_LISTTENANTSRESPONSE']._serialized_start=1924
-  _globals['_LISTTENANTSRESPONSE']._serialized_end=2011
-  _globals['_TENANTUSE']._serialized_start=2014
-  _globals['_TENANTUSE']._serialized_end=2272
-  _globals['_WHYMISSREQUEST']._serialized_start=2274
-  _globals['_WHYMISSREQUEST']._serialized_end=2338
-  _globals['_SESSIONHAPPENING']._serialized_start=2341
-  _globals['_SESSIONHAPPENING']._serialized_end=2563
-  _globals['_REQUESTMISS']._serialized_start=2565
-  _globals['_REQUESTMISS']._serialized_end=2684
-  _globals['_WHYMISSRESPONSE']._serialized_start=2687
-  _globals['_WHYMISSRESPONSE']._serialized_end=3007
-  _globals['_DEMOTESESSIONREQUEST']._serialized_start=3009
-  _globals['_DEMOTESESSIONREQUEST']._serialized_end=3045
-  _globals['_ADMINSERVICE']._serialized_start=3427
-  _globals['_ADMINSERVICE']._serialized_end=4788
+  _globals['_PATHSTATE']._serialized_start=3076
+  _globals['_PATHSTATE']._serialized_end=3183
+  _globals['_MISSEVENT']._serialized_start=3186
+  _globals['_MISSEVENT']._serialized_end=3453
+  _globals['_GETSETTINGSREQUEST']._serialized_start=159
+  _globals['_GETSETTINGSREQUEST']._serialized_end=179
+  _globals['_SETTINGS']._serialized_start=181
+  _globals['_SETTINGS']._serialized_end=231
+  _globals['_SETTING']._serialized_start=233
+  _globals['_SETTING']._serialized_end=296
+  _globals['_RELOADSETTINGSREQUEST']._serialized_start=298
+  _globals['_RELOADSETTINGSREQUEST']._serialized_end=321
+  _globals['_RELOADSETTINGSRESPONSE']._serialized_start=323
+  _globals['_RELOADSETTINGSRESPONSE']._serialized_end=381
+  _globals['_VERIFYREQUEST']._serialized_start=383
+  _globals['_VERIFYREQUEST']._serialized_end=441
+  _globals['_VERIFYRESPONSE']._serialized_start=444
+  _globals['_VERIFYRESPONSE']._serialized_end=626
+  _globals['_BADSEGMENT']._serialized_start=629
+  _globals['_BADSEGMENT']._serialized_end=794
+  _globals['_GETSTATSREQUEST']._serialized_start=796
+  _globals['_GETSTATSREQUEST']._serialized_end=813
+  _globals['_TIERSTATS']._serialized_start=816
+  _globals['_TIERSTATS']._serialized_end=1025
+  _globals['_STATS']._serialized_start=1028
+  _globals['_STATS']._serialized_end=1890
+  _globals['_LISTTENANTSREQUEST']._serialized_start=1892
+  _globals['_LISTTENANTSREQUEST']._serialized_end=1951
+  _globals['_LISTTENANTSRESPONSE']._serialized_start=1953
+  _globals['_LISTTENANTSRESPONSE']._serialized_end=2040
+  _globals['_TENANTUSE']._serialized_start=2043
+  _globals['_TENANTUSE']._serialized_end=2301
+  _globals['_WHYMISSREQUEST']._serialized_start=2303
+  _globals['_WHYMISSREQUEST']._serialized_end=2367
+  _globals['_SESSIONHAPPENING']._serialized_start=2370
+  _globals['_SESSIONHAPPENING']._serialized_end=2592
+  _globals['_REQUESTMISS']._serialized_start=2594
+  _globals['_REQUESTMISS']._serialized_end=2713
+  _globals['_WHYMISSRESPONSE']._serialized_start=2716
+  _globals['_WHYMISSRESPONSE']._serialized_end=3036
+  _globals['_DEMOTESESSIONREQUEST']._serialized_start=3038
+  _globals['_DEMOTESESSIONREQUEST']._serialized_end=3074
+  _globals['_ADMINSERVICE']._serialized_start=3456
+  _globals['_ADMINSERVICE']._serialized_end=4886
 # @@protoc_insertion_point(module_scope)

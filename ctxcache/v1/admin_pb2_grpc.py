@@ -5,6 +5,7 @@ import warnings
 
 from ctxcache.v1 import admin_pb2 as ctxcache_dot_v1_dot_admin__pb2
 from ctxcache.v1 import operations_pb2 as ctxcache_dot_v1_dot_operations__pb2
+from ctxcache.v1 import recording_pb2 as ctxcache_dot_v1_dot_recording__pb2
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -131,6 +132,11 @@ class AdminServiceStub:
                 '/ctxcache.v1.AdminService/ListEngines',
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesResponse.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/ctxcache.v1.AdminService/Record',
+                request_serializer=ctxcache_dot_v1_dot_recording__pb2.RecordRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_recording__pb2.RecordResponse.FromString,
                 _registered_method=True)
 
 
@@ -293,6 +299,15 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Records what the store is asked, without content: no token, no row, no name. Ends after its duration, or
+        when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
+        One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -385,6 +400,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListEngines,
                     request_deserializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=ctxcache_dot_v1_dot_recording__pb2.RecordRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_recording__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -879,6 +899,33 @@ class AdminService:
             '/ctxcache.v1.AdminService/ListEngines',
             ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
             ctxcache_dot_v1_dot_operations__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/Record',
+            ctxcache_dot_v1_dot_recording__pb2.RecordRequest.SerializeToString,
+            ctxcache_dot_v1_dot_recording__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

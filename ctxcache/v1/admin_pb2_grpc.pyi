@@ -6,6 +6,7 @@ Administration: what operators ask and do."""
 from collections import abc as _abc
 from ctxcache.v1 import admin_pb2 as _admin_pb2
 from ctxcache.v1 import operations_pb2 as _operations_pb2
+from ctxcache.v1 import recording_pb2 as _recording_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
 from grpc import aio as _aio
 import abc as _abc_1
@@ -115,6 +116,11 @@ class AdminServiceStub:
     """Takes work again. Errors: none of its own."""
     ListEngines: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+    Record: _grpc.UnaryStreamMultiCallable[_recording_pb2.RecordRequest, _recording_pb2.RecordResponse]
+    """Records what the store is asked, without content: no token, no row, no name. Ends after its duration, or
+    when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
+    One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -201,6 +207,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Takes work again. Errors: none of its own."""
     ListEngines: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+    Record: _aio.UnaryStreamMultiCallable[_recording_pb2.RecordRequest, _recording_pb2.RecordResponse]  # type: ignore[assignment]
+    """Records what the store is asked, without content: no token, no row, no name. Ends after its duration, or
+    when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
+    One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
@@ -392,5 +403,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.ListEnginesResponse, _abc.Awaitable[_operations_pb2.ListEnginesResponse]]:
         """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+
+    @_abc_1.abstractmethod
+    def Record(
+        self,
+        request: _recording_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_recording_pb2.RecordResponse], _abc.AsyncIterator[_recording_pb2.RecordResponse]]:
+        """Records what the store is asked, without content: no token, no row, no name. Ends after its duration, or
+        when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
+        One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

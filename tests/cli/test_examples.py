@@ -28,6 +28,14 @@ SMALL = {
     "CTXCACHE_METRICS_LISTEN": "",
 }  # fmt: skip
 TRACE = "session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\nb,1000,10,5\na,2000,10,5\n"
+CALLS = """\
+{"format":"ctxcache-recording","version":1,"store":{"dram_bytes":1048576,"ssd_bytes":4194304,"placement_policy":"lru"}}
+{"layout":0,"token_bytes":36,"segment_bytes":12288,"segment_tokens":64,"streams":[[32,1]]}
+{"at_ms":1,"call":"open","session":"0a","tenant":"0b","session_tokens":0,"layout":0,"ttl_ms":60000}
+{"at_ms":2,"call":"append","session":"0a","tenant":"0b","session_tokens":64,"layout":0,"tokens":64}
+{"at_ms":3,"call":"read","session":"0a","tenant":"0b","session_tokens":64,"layout":0,"tokens":64,"dram_tokens":64,"lease":1}
+"""
+"""A recording that was cut off."""
 Path_ = tuple[str, ...]
 
 
@@ -82,6 +90,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("place")
     (found / "trace.csv").write_text(TRACE)
     (found / "ctxcache.toml").write_text('data_directory = "configured"\n')
+    (found / "calls.jsonl").write_text(CALLS)
     (found / "state").mkdir()
     with ServerProcess(found / "state" / "ctxcache") as ended:
         store_session(ended.target, SESSION)
@@ -105,7 +114,7 @@ def test_an_example_works(
     prepare(server.target)
     line = line.replace("/ssd", str(server.data_directory.parent / "ssd"))
     line = line.replace("/var/lib/ctxcache", str(place / "state" / "ctxcache"))
-    line = line.replace("127.0.0.1:7420", server.target)
+    line = line.replace("127.0.0.1:7420", server.target).replace("--duration 1h", "--duration 0.3s")
     line = line.replace("/new", str(tmp_path / "new")).replace("monday", str(tmp_path / "monday"))
     environment = SMALL | {
         "CTXCACHE_TARGET": server.target, "XDG_STATE_HOME": str(place / "state"), "HOME": str(place),

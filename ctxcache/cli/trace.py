@@ -1,0 +1,178 @@
+"""`ctxcache trace`: what a live store is asked, without content: recorded, played against another, made a trace of.
+
+Thin: files, counts and players are `ctxcache.recordings`, imported when a command runs. Worst case: the file's device
+is full or the server goes away; what is recorded up to then stays, and says that it is not whole.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctxcache.cli.call import Call, online
+from ctxcache.cli.examples import examples
+from ctxcache.cli.names import parsed
+from ctxcache.cli.trace_tables import comparison
+from ctxcache.cli.units import human_duration, parse_duration_s
+
+if TYPE_CHECKING:
+    from ctxcache.cli.plain import Plain
+    from ctxcache.recordings.writing import Written
+
+app = typer.Typer(no_args_is_help=True, help="Record what a store is asked, and ask it of another.")
+FileArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", help="A recording, .gz too.", exists=True, dir_okay=False, show_default=False
+    ),
+]
+NewFileArgument = Annotated[
+    Path,
+    typer.Argument(metavar="NEW", help="A file that is made; gzipped if it ends in .gz.", show_default=False),
+]
+
+
+@app.command(
+    "record",
+    epilog=examples("ctxcache trace record hour.jsonl.gz --duration 1h"),
+)
+@online
+def record(
+    call: Call,
+    file: NewFileArgument,
+    duration: Annotated[
+        str, typer.Option("--duration", metavar="TIME", help="Until then, or Ctrl-C.")
+    ] = "1h",
+) -> None:
+    """Record what the server is asked, without content: no token, no row, no name.
+
+    What is read too slowly is lost, counted, and noted in the file; the server never waits.
+    """
+    from ctxcache.recordings.writing import Written, created, write  # noqa: PLC0415  it imports protobuf
+
+    duration_s = parsed(parse_duration_s, duration, "--duration")
+    written = Written()
+    _check_name(file)
+    with call.client() as client, closing(client.record(duration_s)) as parts:
+        # Nobody wants the file of a recording that was refused.
+        first = next(parts)
+        with _usable(file), created(file) as lines, suppress(KeyboardInterrupt):
+            for written in write(chain((first,), parts), lines):
+                _report(written)
+    facts: dict[str, Plain] = {
+        "file": str(file), "calls": written.call_count, "lost_calls": written.lost_count,
+        "elapsed_s": round(written.elapsed_s, 3),
+    }  # fmt: skip
+    lost = f", {written.lost_count} lost" if written.lost_count else ""
+    call.show_facts(facts, f"{file}: {written.call_count} calls in {human_duration(written.elapsed_s)}{lost}")
+
+
+@app.command(
+    "replay",
+    epilog=examples(
+        "ctxcache trace replay calls.jsonl --speed 0",
+        "ctxcache trace replay calls.jsonl --speed 60 --concurrency 4",
+    ),
+)
+@online
+def replay(
+    call: Call,
+    file: FileArgument,
+    speed: Annotated[
+        float,
+        typer.Option("--speed", metavar="TIMES", min=0, help="As fast as recorded; 0: without a pause."),
+    ] = 1.0,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", metavar="N", min=1, max=64, help="Calls at a time, one a session.")
+    ] = 4,
+) -> None:
+    """Ask another store what was recorded, with rows made up of the same sizes, and compare.
+
+    It is for stores that hold nothing else: sessions and models named `replay-...` stay there. Times to live
+    shrink with --speed. One call at a time is exact in the order of calls; more hold each session's.
+    """
+    from ctxcache.recordings.replay import replay as play  # noqa: PLC0415  it imports numpy
+
+    with _progress() as step:
+        outcome = play(
+            file, lambda: call.client(moves_rows=True), speed=speed, concurrency=concurrency, step=step
+        )
+    figures = outcome.figures()
+    call.show_facts(figures, comparison(figures))
+
+
+@app.command("convert", epilog=examples("ctxcache trace convert calls.jsonl turns.jsonl"))
+@online
+def convert(call: Call, file: FileArgument, trace: NewFileArgument) -> None:
+    """Make a trace for `ctxcache simulate` out of a recording, which takes recordings, too.
+
+    It says with which options simulate has that store's sizes.
+    """
+    from ctxcache.recordings.reading import contents  # noqa: PLC0415  --help needs none of it
+    from ctxcache.recordings.writing import created  # noqa: PLC0415
+    from ctxcache.simulate.trace import Trace  # noqa: PLC0415
+
+    _check_name(trace)
+    found, turn_count = contents(file), 0
+    with _usable(trace), created(trace) as lines:
+        for turn in Trace(file):
+            turn_count += 1
+            values = {
+                "session_id": turn.session.decode(), "arrival_ms": round(turn.arrival_s * 1000, 3),
+                "new_input_tokens": turn.input_tokens, "output_tokens": turn.output_tokens,
+                "history_tokens": turn.history_tokens, "turn": turn.number,
+            }  # fmt: skip
+            lines.write(json.dumps(values, separators=(",", ":")) + "\n")
+    options = found.simulate_options()
+    facts: dict[str, Plain] = {
+        "file": str(trace),
+        "turns": turn_count,
+        "lost_calls": found.lost_count,
+        "simulate": list(options),
+    }
+    call.show_facts(facts, f"{trace}: {turn_count} turns\nctxcache simulate {trace} {' '.join(options)}")
+
+
+def _check_name(path: Path) -> None:
+    """What reads it knows by its name what it is."""
+    if not path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+        raise typer.BadParameter(f"{path}: its name does not end in .jsonl or .jsonl.gz", param_hint="NEW")
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """A usage error where the new file cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename != str(path) and error.filename != path:
+            raise
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="NEW") from error
+
+
+def _report(written: "Written") -> None:
+    """For whom waits at a terminal."""
+    if sys.stderr.isatty():
+        lost = f", {written.lost_count} lost" if written.lost_count else ""
+        line = f"{human_duration(written.elapsed_s)}: {written.call_count} calls{lost}; Ctrl-C ends it"
+        sys.stderr.write(f"\r\x1b[K{line}\r")
+        sys.stderr.flush()
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    from rich.console import Console  # noqa: PLC0415  --help draws no bars
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+        task = bars.add_task("reading")
+
+        def step(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total)
+
+        yield step
