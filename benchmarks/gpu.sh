@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, within ten minutes: the kernels' tests and figures, decoding while it is saved, restores
-# beside recomputation. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
+# beside recomputation, and from the SSD tier's files. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
 # the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
 #
 #   bash benchmarks/gpu.sh [DIRECTORY]         # results go there, benchmarks/results by default; PYTHON=...: which one
@@ -33,20 +33,23 @@ if [[ -n ${TINY:-} ]]; then
   kernels=(--tiny)
   saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2)
   restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
+  direct=(--shape tiny --tokens 200 --rounds 2)
 else
   tests=(tests/gpu_worker/kernels)
   kernels=(--tokens 1024,16384 --rounds 9)
   saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 7)
   # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
   restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
-    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 180)
+    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 145)
+  direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
 fi
-step tests 110 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
+step tests 100 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
   --confcutdir tests/gpu_worker/kernels "${tests[@]}"
 step kernels 120 "$python" benchmarks/kernels.py --json "${kernels[@]}"
-# The store's server runs beside these two.
+# The store's server runs beside these.
 step saving 100 "$python" benchmarks/saving.py --json "${saving[@]}"
-step restore 220 "$python" -m benchmarks.restore --json "${restore[@]}"
+step restore 180 "$python" -m benchmarks.restore --json "${restore[@]}"
+step direct 55 "$python" -m benchmarks.direct --json "${direct[@]}"
 mv "$begin-tests.jsonl" "$begin-tests.txt"
-timeout 20 "$python" -m benchmarks.gpu_table "$steps" "$begin"-{kernels,saving,restore}.jsonl || first_failure=${first_failure/#0/$?}
+timeout 20 "$python" -m benchmarks.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct}.jsonl || first_failure=${first_failure/#0/$?}
 exit "$first_failure"

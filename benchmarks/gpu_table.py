@@ -24,6 +24,7 @@ from gpu_worker.planning.baselines import HIDDEN, KV
 _TIMED_OUT = (124, 137)
 _MOST_SHARE = 1.1
 """What is this much faster than its limit is no result: the limit was not one."""
+_MOST_VERIFYING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def lines(rows: Sequence[Row]) -> Iterator[Line]:
-    """The table's lines: steps, ceilings, kernels, saving, restores."""
+    """The table's lines: steps, ceilings, kernels, saving, restores, and those past the store."""
     for row in rows:
         if row.get("what") == "step":
             status = row["status"]
@@ -79,6 +80,7 @@ def lines(rows: Sequence[Row]) -> Iterator[Line]:
                 None if goal is None else over <= goal,
             )
     yield from _restores(rows)
+    yield from _direct(rows)
 
 
 def _kernels(rows: Sequence[Row]) -> Iterator[Line]:
@@ -140,6 +142,19 @@ def _restores(rows: Sequence[Row]) -> Iterator[Line]:
             and row["method"] in (HIDDEN, KV, PLANNED, HIDDEN_INT8)
         ):
             yield _share(row, subject)
+
+
+def _direct(rows: Sequence[Row]) -> Iterator[Line]:
+    for row in (row for row in rows if row.get("what") == "direct"):
+        subject = f"{row['model']} {row['tokens']}, {row['rows']} from SSD by {row['way']}"
+        here = f"{row['median_s'] * 1e3:.1f} ms, {row['of_store']:.2f} of the store's"
+        cost = row["verifying"]
+        if cost is None:
+            yield Line("direct", subject, here)
+        else:
+            yield Line(
+                "direct", subject, f"{here}; verifying {cost:+.1%}", "<= +5 %", cost <= _MOST_VERIFYING
+            )
 
 
 def _share(row: Row, subject: str) -> Line:

@@ -42,6 +42,7 @@ SHAPES: Mapping[str, tuple[type[PretrainedConfig], Mapping[str, Any]]] = {
     ),
     "llama-2-13b": (LlamaConfig, _llama(5120, 40, 40, 40, 13824)),
     "qwen2.5-7b": (Qwen2Config, _llama(3584, 28, 28, 4, 18944, 152064)),
+    "smollm2-135m": (LlamaConfig, _llama(576, 30, 9, 3, 1536, 1024)),
     "tiny": (LlamaConfig, _llama(64, 4, 4, 4, 128, 256)),
     "tiny-opt": (
         OPTConfig,

@@ -6,7 +6,9 @@ rows are returned as good.
 """
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +84,9 @@ class FiledRows(SessionRows):
 
     def runs(self, begin: int, end: int) -> list[Run]:
         """Where tokens [begin, end) lie, in order."""
-        return [run.cut(begin, end) for run in self._runs if run.token_begin < end and begin < run.token_end]
+        first = bisect_right(self._runs, begin, key=lambda run: run.token_end)
+        last = bisect_left(self._runs, end, key=lambda run: run.token_begin)
+        return [run.cut(begin, end) for run in self._runs[first:last]]
 
     def copy(self, stream: Stream, run: Run, into: Bytes) -> None:
         """Copy a run's rows into [n, row_bytes], contiguous, and verify those that come from a file.
@@ -109,6 +113,15 @@ class FiledRows(SessionRows):
             found = np.frombuffer(rows, np.uint8).reshape(-1, into.shape[1])
             np.copyto(into, found[run.row_begin : run.row_end])
 
+    def copy_rows(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous; see `copy`. Reads side by side."""
+        self.files.spread(
+            [
+                partial(self.copy, stream, run, into[run.token_begin - begin : run.token_end - begin])
+                for run in self.runs(begin, end)
+            ]
+        )
+
     def array(self, stream: Stream, *, out: Bytes | None = None) -> Bytes:
         """See SessionRows."""
         whole = np.empty((self.token_count, self.row_bytes(stream)), np.uint8) if out is None else out
@@ -116,8 +129,8 @@ class FiledRows(SessionRows):
         if not whole.flags.c_contiguous:
             np.copyto(whole, self.array(stream))
             return whole
-        for run in self._runs:
-            self.copy(stream, run, whole[run.token_begin - self.begin : run.token_end - self.begin])
+        self._check_stream(stream)
+        self.copy_rows(stream, self.begin, self.end, whole)
         self.check()
         return whole
 

@@ -9,8 +9,10 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO
 
 import numpy as np
@@ -18,6 +20,8 @@ import numpy as np
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 
+THREADS_PER_PATH = 4
+"""Reads in flight, as the server has them."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -71,9 +75,27 @@ class SsdFiles:
                 raise TierFailure(path=file.path, problem=f"read of {where}: {error.strerror}") from error
             done += count
 
+    def spread(self, reads: Sequence[Callable[[], None]]) -> None:
+        """Carry out reads side by side; returns, or raises the first one's error, when all have ended."""
+        if len(reads) <= 1:
+            for read in reads:
+                read()
+            return
+        begun = [self._threads.submit(read) for read in reads[1:]]
+        try:
+            reads[0]()
+        finally:
+            wait(begun)
+        for each in begun:
+            each.result()
+
     def check_place(self, path_index: int, offset_bytes: int, size_bytes: int) -> None:
         """Raise TierFailure for a place that no file has."""
         self._at(path_index, offset_bytes, size_bytes)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS_PER_PATH * len(self._files), "ctxcache-ssd")
 
     def _at(self, path_index: int, offset_bytes: int, size_bytes: int) -> _File:
         if not 0 <= path_index < len(self._files):

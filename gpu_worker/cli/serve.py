@@ -9,12 +9,14 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gpu_worker.cli import options as given
+from gpu_worker.direct.path import Wanted
 from gpu_worker.sidecar.settings import MIB, Settings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -64,6 +66,7 @@ def serve(
         float, typer.Option(help="Share of what comes without a trace that is traced.")
     ] = _DEFAULTS.trace_ratio,
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda:0.")] = _DEFAULTS.device,
+    direct: Annotated[Wanted, typer.Option(help="How to read what lies on SSD, at best.")] = _DEFAULTS.direct,
     directory: given.Directory = None,
     ring_mib: Annotated[
         int, typer.Option(help="Memory that restores are staged in, in MiB.", min=1)
@@ -97,7 +100,7 @@ def serve(
     settings = Settings(
         store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
         store_key=store_key, listen=listen, metrics_listen=metrics_listen,
-        trace_endpoint=trace_endpoint, trace_ratio=trace_ratio, device=device, profile_directory=given.profile_directory(directory),
+        trace_endpoint=trace_endpoint, trace_ratio=trace_ratio, device=device, direct=direct, profile_directory=given.profile_directory(directory),
         ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
         max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,
         longest_restore_s=longest_restore_s, store_timeout_s=store_timeout_s,
@@ -106,13 +109,11 @@ def serve(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     from gpu_worker.sidecar import server  # noqa: PLC0415  --help needs none of it
 
-    asyncio.run(
-        server.serve(settings, lambda metrics_address: _announce(settings, metrics_address), _end_stuck)
-    )
+    asyncio.run(server.serve(settings, partial(_announce, settings), _end_stuck))
     sys.stderr.write("ctxcache: stopped: no engine's memory is mapped any more\n")
 
 
-def _announce(settings: Settings, metrics_address: str) -> None:
+def _announce(settings: Settings, metrics_address: str, direct_path: str) -> None:
     facts = {
         "pid": os.getpid(),
         "listen": f"unix:{settings.socket}",
@@ -120,6 +121,7 @@ def _announce(settings: Settings, metrics_address: str) -> None:
         "metrics_address": metrics_address,
         "store": settings.store,
         "device": settings.device,
+        "direct_path": direct_path,
     }
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()

@@ -3,6 +3,8 @@
 Worst case: a machine without a GPU, on which lanes are threads and the copying lane has nothing to do.
 """
 
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,10 @@ class Host(Device):
         return HostLane(name)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """See Device."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        """See Device. On a page, where files can be read into it around the page cache."""
+        memory = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        begin = -memory.data_ptr() % mmap.PAGESIZE
+        return memory[begin : begin + size_bytes]
 
     def device_buffer(self, size_bytes: int) -> Tensor:
         """See Device."""

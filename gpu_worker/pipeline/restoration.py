@@ -15,13 +15,14 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ctxcache.errors import CacheError, InvalidArgument
+from ctxcache.format.layout import SEGMENT_TOKENS
 from gpu_worker.errors import LaneStuck, RestoreCancelled
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.lane import Event, Lane, Work
 from gpu_worker.pipeline.ring import Ring
 from gpu_worker.pipeline.schedule import Part, Schedule
-from gpu_worker.pipeline.source import Source
+from gpu_worker.pipeline.source import Landing, Source
 from gpu_worker.pipeline.states import LayerState, LayerStates
 from gpu_worker.pipeline.target import Target
 from gpu_worker.planning.profile import Stage
@@ -157,6 +158,9 @@ class Restoration:
         """Tokens that one buffer takes."""
         row_bytes = self._source.row_bytes(part.stream)
         tokens = min(self._batch_tokens, self._rings.staging.size_bytes // row_bytes)
+        if tokens > SEGMENT_TOKENS:
+            # A chunk that is cut would be read twice.
+            tokens -= tokens % SEGMENT_TOKENS
         if not tokens:
             problem = f"{self._rings.staging.size_bytes} B hold no row of {row_bytes} B"
             raise InvalidArgument(field="slot_bytes", problem=problem)
@@ -189,6 +193,9 @@ class Restoration:
         self._states.fill(part.layer)
         row_bytes = self._source.row_bytes(part.stream)
         first, last = (begin, end) if self._share is None else self._share(begin, end)
+        if self._rings.landing is not None and isinstance(self._source, Landing):
+            self._land(self._source, self._rings.landing, part, (begin, end), (first, last))
+            return
         slot = self._rings.staging.take(self.deadline)
         try:
             rows = slot[: (last - first) * row_bytes].view(last - first, row_bytes)
@@ -201,6 +208,27 @@ class Restoration:
             self._carry(part, (begin, end), slot, rows)
         except BaseException:
             self._rings.staging.drop(slot)
+            raise
+
+    def _land(
+        self, source: Landing, landing: Ring, part: Part, tokens: tuple[int, int], mine: tuple[int, int]
+    ) -> None:
+        """Have rows come straight onto the device; the copying lane, which has nothing to copy, verifies them."""
+        first, last = mine
+        row_bytes = source.row_bytes(part.stream)
+        place = landing.take(self.deadline)
+        try:
+            rows = place[: (last - first) * row_bytes].view(last - first, row_bytes)
+            begin_ns = time.perf_counter_ns()
+            verify = source.land(part.stream, first, last, rows)
+            self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
+            if self._share is not None:
+                source.check()
+            verified = self._submit(self._lanes.copy, verify)
+            self._events.append((Stage.COPY, verified))
+            landing.bind(place, self._project(part, tokens, rows, verified))
+        except BaseException:
+            landing.drop(place)
             raise
 
     def _carry(self, part: Part, tokens: tuple[int, int], slot: Tensor, rows: Tensor) -> None:

@@ -5,13 +5,16 @@ copies; what was copied is then not used.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from torch import Tensor
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
+from ctxcache.client.leased_rows import LeasedRows
 from ctxcache.format.streams import Stream
 from gpu_worker.errors import ShapeMismatch
 
@@ -36,6 +39,23 @@ class Source(Protocol):
         ...
 
 
+Verify = Callable[[], None]
+"""Raises unless what has landed is right; on a lane of the device, which it may wait for."""
+
+
+@runtime_checkable
+class Landing(Source, Protocol):
+    """A source whose rows need no memory of the host."""
+
+    def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
+        """Bring rows [begin, end) into [end - begin, row_bytes] on the device, to be verified there.
+
+        They are there when it returns, and right when what it returns has not raised. Raises what reading raises; then
+        nothing comes into that memory any more.
+        """
+        ...
+
+
 class LeasedSource:
     """Rows that the store's client reads: under a lease in place, or by stream as they arrive."""
 
@@ -47,15 +67,16 @@ class LeasedSource:
         self._begins: list[int] = []
 
     def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See Source. What the client verifies is verified when a stream is first asked for."""
+        """See Source. What the client verifies again is verified as it is copied."""
+        if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
+            _check_range(stream, begin, end, self._rows.token_count)
+            self._rows.copy_verified(stream, begin, end, into)
+            return
         if stream != self._stream:
             self._pieces = list(self._rows.pieces(stream))
             self._begins = [0, *accumulate(map(len, self._pieces))]
             self._stream = stream
-        if not 0 <= begin <= end <= self._begins[-1]:
-            raise ShapeMismatch(
-                what=f"{stream} rows", expected=f"up to {self._begins[-1]}", actual=f"[{begin}, {end})"
-            )
+        _check_range(stream, begin, end, self._begins[-1])
         at = begin
         index = bisect_right(self._begins, begin) - 1
         while at < end:
@@ -77,3 +98,8 @@ class LeasedSource:
         """See Source. A lease is kept until the copies under it have ended: its owner gives it back."""
         if not self._rows.is_local:
             self._rows.close()
+
+
+def _check_range(stream: Stream, begin: int, end: int, count: int) -> None:
+    if not 0 <= begin <= end <= count:
+        raise ShapeMismatch(what=f"{stream} rows", expected=f"up to {count}", actual=f"[{begin}, {end})")

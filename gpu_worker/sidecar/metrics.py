@@ -4,15 +4,17 @@ Reads what the event loop owns from another thread, by copies. Worst case: a scr
 behind by one. Without TLS and without a login: names no session, no engine and no model.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ctxcache.errors import AddressUnusable, InvalidConfiguration
+from ctxcache.errors import AddressUnusable, CorruptSegment, InvalidConfiguration, TierFailure
 from ctxcache.observe.metric import Kind
+from gpu_worker.direct.path import DirectPath, Live
 from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
 from gpu_worker.sidecar.metric_table import METRICS, TABLE
@@ -26,14 +28,29 @@ class _Value(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
+class Direct(Protocol):
+    """What direct storage says of itself."""
+
+    read_bytes: int
+    failures: Counter[str]
+
+    @property
+    def live(self) -> Live:
+        """The path that is used."""
+
+
 class WorkerCollector(Collector):
     """What a worker has done, and what is under way."""
 
     def __init__(
-        self, counts: Counts, rooms: Iterable[tuple[str, Room]], attached: Callable[[], Attached]
+        self,
+        counts: Counts,
+        rooms: Iterable[tuple[str, Room]],
+        attached: Callable[[], Attached],
+        direct: Direct,
     ) -> None:
         """`rooms`: by what is under way in them."""
-        self._counts, self._rooms, self._attached = counts, tuple(rooms), attached
+        self._counts, self._rooms, self._attached, self._direct = counts, tuple(rooms), attached, direct
 
     def collect(self) -> Iterable[Metric]:
         """Every metric, as it is now."""
@@ -43,7 +60,7 @@ class WorkerCollector(Collector):
             )
             for metric in TABLE.metrics
         }
-        for value in (*self._done(), *self._under_way()):
+        for value in (*self._done(), *self._from_files(), *self._under_way()):
             name = f"ctxcache_worker_{value.name}"
             families[name if name in METRICS else f"{name}_total"].add_metric(value.labels, value.value)
         return families.values()
@@ -64,6 +81,14 @@ class WorkerCollector(Collector):
                 yield _Value("stage_seconds", value, (stage, of))
         for how, count in dict(counts.ended_attachments).items():
             yield _Value("ended_attachments", count, (how,))
+
+    def _from_files(self) -> Iterator[_Value]:
+        for path in DirectPath:
+            yield _Value("direct_path", path is self._direct.live.path, (path.value,))
+        yield _Value("direct_read_bytes", self._direct.read_bytes)
+        failures = dict.fromkeys((TierFailure.reason, CorruptSegment.reason), 0) | dict(self._direct.failures)
+        for reason, count in failures.items():
+            yield _Value("direct_failures", count, (reason,))
 
     def _under_way(self) -> Iterator[_Value]:
         for what, room in self._rooms:

@@ -11,17 +11,18 @@ import torch
 
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.filed_rows import FiledRows
 from ctxcache.errors import ModelFingerprintMismatch, TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
+from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.parallel.gathering import Gathering
 from gpu_worker.parallel.rounds import Alone, SharedRound, taking_part
 from gpu_worker.parallel.share import Share
 from gpu_worker.parallel.stage_target import StageTarget
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method
 from gpu_worker.planning.planner import Plan
@@ -58,7 +59,7 @@ class Outcome:
 
 
 def restore(
-    client: Client, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
+    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
     outcome: Outcome, on_layer: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Restore all that is asked for, or raise why it cannot be had; nothing is written once this has returned.
@@ -68,14 +69,14 @@ def restore(
     RanksDisagree for one rank of several.
     """
     if attachment.ranks is None:
-        _restore(client, pipelines, attachment, asked, control, outcome, on_layer, Alone())
+        _restore(client, direct, pipelines, attachment, asked, control, outcome, on_layer, Alone())
         return
     with taking_part(attachment.ranks, asked.restore_id, control.deadline) as together:
-        _restore(client, pipelines, attachment, asked, control, outcome, on_layer, together)
+        _restore(client, direct, pipelines, attachment, asked, control, outcome, on_layer, together)
 
 
 def _restore(
-    client: Client, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
+    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
     outcome: Outcome, on_layer: Callable[[int], None], together: Alone | SharedRound,
 ) -> None:  # fmt: skip
     model, share = attachment.model, attachment.model.share
@@ -97,7 +98,7 @@ def _restore(
     control.check()
     streams: set[Stream] = {*schedule.streams(), *([TOKENS] if asked.token_ids else [])}
     generation = session.generation if isinstance(together, SharedRound) else asked.generation
-    with client.read(session, streams=streams, end=asked.end, if_generation_match=generation) as rows:
+    with direct.read(session, streams=streams, end=asked.end, if_generation_match=generation) as rows:
         _check_tokens(rows, asked.token_ids)
         outcome.read_bytes = _read_bytes(schedule, rows, share)
         compute = model.compute(torch.arange(asked.end))
@@ -107,12 +108,11 @@ def _restore(
         if isinstance(together, SharedRound) and share.tensor_ranks > 1:
             together.connect(pipelines.device)
             compute = gathering = Gathering(compute, together)
-        with pipelines.lent() as pipeline:
+        with direct.source(rows) as source, pipelines.lent() as pipeline:
             begun: list[Restoration] = []
 
             def begin() -> Callable[[], None]:
                 attachment.memory.check()
-                source = LeasedSource(rows)
                 begun.append(
                     pipeline.start(
                         schedule, source, target, compute, deadline=control.deadline,
@@ -123,6 +123,9 @@ def _restore(
 
             control.write(begin)
             _follow(begun[0], share, on_layer, together)
+    if isinstance(rows, FiledRows):
+        # Says nothing of reading from the arena, which the plan is for.
+        return
     observed_s = begun[0].observed_s()
     outcome.observed_s = observed_s if gathering is None else gathering.apart(observed_s)
     model.observe(plan, outcome.observed_s)

@@ -25,6 +25,7 @@ from ctxcache.client.tls import ClientTls
 from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
 from ctxcache.observe.tracing import open_spans
 from ctxcache.spans import NO_SPANS, Spans
+from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import Edge
@@ -62,8 +63,9 @@ class Worker:
         self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
         models = Models(device, settings.profile_directory)
         self._attachments = Attachments(settings, self._client, models, Opener(device, self._descriptors))
+        self._direct = DirectStorage(self._client, device, settings.direct)
         self._service = WorkerService(
-            settings, self._client, self._pipelines, self._attachments, on_stuck, spans=spans
+            settings, self._client, self._direct, self._pipelines, self._attachments, on_stuck, spans=spans
         )
         self._metrics: MetricsServer | None = None
         self._health = health.aio.HealthServicer()
@@ -73,6 +75,11 @@ class Worker:
     def metrics_address(self) -> str:
         """Where metrics are served, `host:port`; empty where they are not."""
         return self._metrics.address if self._metrics else ""
+
+    @property
+    def direct_path(self) -> str:
+        """How what lies on SSD is read."""
+        return self._direct.live.path
 
     async def start(self) -> None:
         """Listen. Raises AddressUnusable, InvalidConfiguration."""
@@ -123,7 +130,7 @@ class Worker:
             ("restores", self._service.restores), ("saves", self._service.saves),
             ("attachments", self._attachments.room),
         )  # fmt: skip
-        return WorkerCollector(self._service.counts, rooms, self._attachments.seen)
+        return WorkerCollector(self._service.counts, rooms, self._attachments.seen, self._direct)
 
     def _stop_metrics(self) -> None:
         if self._metrics is not None:
@@ -163,9 +170,9 @@ class _Claimed:
 
 
 async def serve(
-    settings: Settings, on_ready: Callable[[str], None], on_stuck: Callable[[LaneStuck], None]
+    settings: Settings, on_ready: Callable[[str, str], None], on_stuck: Callable[[LaneStuck], None]
 ) -> None:
-    """Run until SIGTERM or SIGINT; `on_ready` is told the metrics' address. Raises as `Worker.start` does."""
+    """Run until SIGTERM or SIGINT; `on_ready` is told the metrics' address and how SSD is read. Raises as `Worker.start` does."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -174,7 +181,7 @@ async def serve(
         worker = Worker(settings, on_stuck, spans=_spans(settings, files))
         await worker.start()
         try:
-            on_ready(worker.metrics_address)
+            on_ready(worker.metrics_address, worker.direct_path)
             await ended.wait()
         finally:
             await worker.stop()

@@ -20,6 +20,7 @@ from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.status import message_of
 from ctxcache.v1 import model_pb2
 from ctxcache.v1.session_pb2 import Session
+from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.planning.adaptive import stage_seconds
@@ -50,11 +51,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """See proto/gpu_worker/v1/worker.proto."""
 
     def __init__(
-        self, settings: Settings, client: Client, pipelines: Pipelines, attachments: Attachments,
+        self, settings: Settings, client: Client, direct: DirectStorage, pipelines: Pipelines, attachments: Attachments,
         on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS,
     ) -> None:  # fmt: skip
         """`on_stuck` ends the process: memory of an engine may be written to by nobody knows whom."""
-        self._settings, self._client, self._pipelines = settings, client, pipelines
+        self._settings, self._client, self._direct, self._pipelines = settings, client, direct, pipelines
         self._attachments, self._on_stuck, self._spans = attachments, on_stuck, spans
         self.counts = Counts()
         self.restores = Room("restores under way", settings.max_concurrent_restores)
@@ -153,7 +154,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
         restore = self._traced("restore", asked.end - asked.begin, restoring.restore)
         work = loop.run_in_executor(
-            self._restorers, restore, self._client, self._pipelines, attachment, asked, running.control,
+            self._restorers, restore, self._client, self._direct, self._pipelines, attachment, asked, running.control,
             outcome, tell,
         )  # fmt: skip
 
@@ -286,6 +287,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             restored_token_count=counts.restored_tokens, read_bytes=counts.read_bytes,
             saved_count=counts.saved, saved_token_count=counts.saved_tokens,
             failed_save_counts=counts.failed_saves,
+            direct_path=self._direct.live.path, direct_reason=self._direct.live.reason,
+            direct_read_bytes=self._direct.read_bytes, direct_failed_counts=self._direct.failures,
             attachments=[
                 worker_pb2.AttachmentStats(
                     attachment_id=each.attachment_id, engine=each.engine,

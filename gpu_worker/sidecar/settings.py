@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.errors import InvalidConfiguration
+from gpu_worker.direct.path import Wanted
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -43,6 +44,8 @@ class Settings:
     """Share of what comes without a trace that is traced; callers decide about the rest."""
     device: str = "cpu"
     """Where to compute, and where engines' caches lie: `cpu` or `cuda:0`."""
+    direct: Wanted = Wanted.AUTO
+    """How to read what lies on SSD, at best. See docs/direct_storage.md."""
     profile_directory: Path | None = None
     """Where `ctxcache worker profile` keeps its files; none: plans are by datasheet until measured."""
     ring_bytes: int = 64 * MIB

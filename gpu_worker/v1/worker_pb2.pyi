@@ -669,6 +669,26 @@ class Stats(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class DirectFailedCountsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     VERSION_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -680,6 +700,10 @@ class Stats(_message.Message):
     SAVED_COUNT_FIELD_NUMBER: _builtins.int
     SAVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     FAILED_SAVE_COUNTS_FIELD_NUMBER: _builtins.int
+    DIRECT_PATH_FIELD_NUMBER: _builtins.int
+    DIRECT_REASON_FIELD_NUMBER: _builtins.int
+    DIRECT_READ_BYTES_FIELD_NUMBER: _builtins.int
+    DIRECT_FAILED_COUNTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the worker."""
     store: _builtins.str
@@ -696,6 +720,12 @@ class Stats(_message.Message):
     """Saves that were committed."""
     saved_token_count: _builtins.int
     """Tokens that they appended."""
+    direct_path: _builtins.str
+    """How sessions are read that lie only on SSD: `gds`, `kvikio-compat`, `posix`, or `off` for through the store."""
+    direct_reason: _builtins.str
+    """Why that way, for people; may change."""
+    direct_read_bytes: _builtins.int
+    """Bytes of rows that restores took from the SSD tier's files."""
     @_builtins.property
     def attachments(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachmentStats]:
         """Engines that are attached."""
@@ -707,6 +737,10 @@ class Stats(_message.Message):
     @_builtins.property
     def failed_save_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Saves that failed, by reason."""
+
+    @_builtins.property
+    def direct_failed_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Restores that gave the files up, by reason: the store read for them, or they were misses."""
 
     def __init__(
         self,
@@ -722,10 +756,14 @@ class Stats(_message.Message):
         saved_count: _builtins.int = ...,
         saved_token_count: _builtins.int = ...,
         failed_save_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        direct_path: _builtins.str = ...,
+        direct_reason: _builtins.str = ...,
+        direct_read_bytes: _builtins.int = ...,
+        direct_failed_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "device", b"device", "failed_save_counts", b"failed_save_counts", "missed_counts", b"missed_counts", "read_bytes", b"read_bytes", "restored_count", b"restored_count", "restored_token_count", b"restored_token_count", "saved_count", b"saved_count", "saved_token_count", b"saved_token_count", "store", b"store", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "device", b"device", "direct_failed_counts", b"direct_failed_counts", "direct_path", b"direct_path", "direct_read_bytes", b"direct_read_bytes", "direct_reason", b"direct_reason", "failed_save_counts", b"failed_save_counts", "missed_counts", b"missed_counts", "read_bytes", b"read_bytes", "restored_count", b"restored_count", "restored_token_count", b"restored_token_count", "saved_count", b"saved_count", "saved_token_count", b"saved_token_count", "store", b"store", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """Reading rows: in place under a lease, and by stream."""
 
+import contextlib
 import gc
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES, Connect, FarSide
 
 from ctxcache.client import Client
+from ctxcache.client.leased_rows import LeasedRows
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -108,6 +110,28 @@ def test_damaged_bytes_in_the_arena_are_refused(connect: Connect, far_side: FarS
         with pytest.raises(CorruptSegment):
             rows.array(HIDDEN)
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 10), (0, 4), (1, 3), (3, 9), (4, 8), (9, 10), (5, 5)])
+def test_rows_are_verified_as_they_are_copied(
+    connect: Connect, far_side: FarSide, begin: int, end: int
+) -> None:
+    """Whatever part of a chunk it is; a flipped bit is found where its chunk is copied, and nowhere else."""
+    far_side.add(NAME, 10)
+    expected = far_side.rows[NAME][HIDDEN][begin:end]
+    into = np.zeros_like(expected)
+    with connect(access="local", verify="always").read(NAME) as rows:
+        assert isinstance(rows, LeasedRows)
+        rows.copy_verified(HIDDEN, begin, end, into)
+        np.testing.assert_array_equal(into, expected)
+    far_side.flips_arena_bytes = True
+
+    with connect(access="local", verify="always").read(NAME) as rows:
+        assert isinstance(rows, LeasedRows)
+        with pytest.raises(CorruptSegment) if begin < 4 else contextlib.nullcontext():
+            rows.copy_verified(HIDDEN, begin, end, into)
+        with pytest.raises(InvalidArgument):
+            rows.copy_verified(Stream(7, HIDDEN.kind), 0, 1, into)
 
 
 def test_bytes_of_another_session_are_refused(connect: Connect, far_side: FarSide) -> None:

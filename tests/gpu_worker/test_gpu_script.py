@@ -25,7 +25,7 @@ def python(tmp_path: Path) -> Path:
         f"""#!{sys.executable}
 import os, runpy, sys
 told = " ".join(sys.argv[1:3])
-step = next((key for key in ("pytest", "kernels", "saving", "benchmarks.restore", "gpu_table") if key in told), "")
+step = next((key for key in ("pytest", "kernels", "saving", "benchmarks.restore", "benchmarks.direct", "gpu_table") if key in told), "")
 if step == "gpu_table":
     sys.argv = sys.argv[2:]
     runpy.run_module("benchmarks.gpu_table", run_name="__main__")
@@ -52,8 +52,8 @@ def test_all_steps_run_and_the_table_has_them(python: Path, tmp_path: Path) -> N
     """Exit status 0."""
     done = run(python, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert [each in done.stdout for each in ("tests", "kernels", "saving", "restore")] == [True] * 4
-    assert done.stdout.count("done, ") == 4
+    assert [each in done.stdout for each in ("tests", "kernels", "saving", "restore", "direct")] == [True] * 5
+    assert done.stdout.count("done, ") == 5
 
 
 def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_step_that_fails_hides_no_other(python: Path, tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "failed with 3" in done.stdout
     assert "failed with 4" in done.stdout
-    assert done.stdout.count("done, ") == 2
+    assert done.stdout.count("done, ") == 3
     assert "restore, batch 16" in done.stdout
 
 
@@ -79,7 +79,7 @@ def test_all_limits_together_are_within_ten_minutes() -> None:
     limits = [int(each) for each in re.findall(r"^step \w+ (\d+) ", text, re.MULTILINE)]
     grace_s = int(re.findall(r"--kill-after=(\d+)", text)[0])
     table_s = int(re.findall(r"timeout (\d+) ", text)[0])
-    assert len(limits) == 4
+    assert len(limits) == 5
     assert sum(limits) + len(limits) * grace_s + table_s <= 600
     budget_s = int(re.findall(r"--budget-s (\d+)", text)[0])
     assert budget_s < limits[3]
@@ -110,6 +110,19 @@ def test_what_is_met_and_what_is_not() -> None:
         ("1.20x", False),
         ("0.84", False),
     ]
+
+
+def test_what_verifying_costs_has_a_goal() -> None:
+    """Of each path beside itself; what is not verified has none."""
+    row = {
+        "what": "direct", "model": "a", "tokens": 64, "rows": "kv", "median_s": 0.01, "of_store": 0.9, "verifying": None,
+    }  # fmt: skip
+    found = figures(
+        {**row, "way": "gds, not verified"},
+        {**row, "way": "gds", "verifying": 0.05},
+        {**row, "way": "posix", "verifying": 0.06},
+    )
+    assert [line.is_met for line in found.values()] == [None, True, False]
 
 
 def restore(**others: object) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ctxcache.client.rows import Piece
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import StateKind, Stream
 from ctxcache.v1.session_pb2 import Session
+from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.rows import pack_rows
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
@@ -106,7 +107,8 @@ async def _service(engine: PagedEngine, rows: HeldRows, weights: Path) -> Any:  
     client: Any = OneSession(engine, rows)
     settings, pipelines = Settings(), Pipelines(CPU, 1 << 20)
     attachments = Attachments(settings, client, Models(CPU, None), Opener(CPU, DescriptorSocket("")))
-    service = WorkerService(settings, client, pipelines, attachments, on_stuck=_stuck)
+    direct = DirectStorage(client, CPU)
+    service = WorkerService(settings, client, direct, pipelines, attachments, on_stuck=_stuck)
     attachment = await attachments.attach(engine.hello(write_weights("llama", weights)))
     request = worker_pb2.RestoreRequest(
         attachment_id=attachment.attachment_id, restore_id="this", session="sessions/one",

@@ -6,9 +6,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import torch
 from alert_worker import WORKER_ALERTS
 from attached import saved_case, until
 from dashboard_json import names_in, queries
@@ -21,6 +23,7 @@ from server_process import ServerProcess
 from worker_process import WorkerProcess, examples_of, mortal_engine
 
 from ctxcache.errors import AddressUnusable, CacheError, InvalidConfiguration, TooManyRequests
+from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
@@ -99,7 +102,13 @@ def test_by_default_nobody_listens(worker: WorkerProcess) -> None:
 
 
 def _collector() -> WorkerCollector:
-    return WorkerCollector(Counts(), [("restores", Room("restores", 1))], lambda: Attached(0, 0.0))
+    return _collector_of(Counts(), Room("restores", 1))
+
+
+def _collector_of(counts: Counts, room: Room) -> WorkerCollector:
+    store: Any = None  # nobody asks it
+    direct = DirectStorage(store, torch.device("cpu"))
+    return WorkerCollector(counts, [("restores", room)], lambda: Attached(0, 0.0), direct)
 
 
 def test_it_listens_no_more_when_it_is_stopped() -> None:
@@ -139,7 +148,7 @@ def test_a_sample_is_of_a_metric_of_the_table() -> None:
     counts.predicted_s["copy"] = 1.0
 
     seen = set()
-    for family in WorkerCollector(counts, [("restores", room)], lambda: Attached(0, 0.0)).collect():
+    for family in _collector_of(counts, room).collect():
         for sample in family.samples:
             seen.add(sample.name)
             assert tuple(sample.labels) == METRICS[sample.name].labels

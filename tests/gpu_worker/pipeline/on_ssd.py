@@ -1,0 +1,169 @@
+"""Saved sessions of tiny models that lie only on a real store's SSD, and devices that read its files, or pretend to."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+import torch
+from sessions import Session
+from slow_pipelines import poisoned_target, schedule_of
+from torch import Tensor
+from transformers import Cache
+
+from ctxcache.client import Client
+from ctxcache.format.packing import PACKINGS, unpacked
+from ctxcache.format.streams import TOKENS, StateKind, Stream
+from ctxcache.v1 import session_pb2
+from gpu_worker.direct import storage as storage_module
+from gpu_worker.direct.kvikio_files import DeviceFiles
+from gpu_worker.direct.path import KvikioFound, Wanted
+from gpu_worker.direct.storage import DirectStorage
+from gpu_worker.model_spec import model_spec
+from gpu_worker.packed_rows import pack
+from gpu_worker.pipeline.cache_target import CacheTarget
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.pipeline import Pipeline
+from gpu_worker.rows import pack_rows
+
+CPU = torch.device("cpu")
+PATIENCE_S = 30.0
+FIRST_TOKENS = 70
+"""Appended first: the segment behind them is short."""
+
+
+def save(
+    client: Client, session: Session, session_id: str, kinds: Sequence[StateKind]
+) -> session_pb2.Session:
+    """Have the store keep all rows of these kinds, appended in two parts, on SSD only."""
+    packed = [kind for kind in kinds if kind in PACKINGS]
+    spec = model_spec(session.adapter.model, model_id=f"direct-{session_id}"[:60], packed_kinds=packed)
+    model = client.register_model(spec)
+    streams = [Stream(layer, kind) for layer in range(len(session.adapter.layers)) for kind in kinds]
+    rows = {TOKENS: session.token_ids.to(torch.int32).numpy().view(np.uint8).reshape(-1, 4)}
+    for one in (each for each in spec.resolve(streams) if each.stream != TOKENS):
+        part = session.rows[Stream(one.stream.layer, unpacked(one.stream.kind))]
+        data = (
+            pack(part, one.stream.kind).numpy().tobytes()
+            if one.stream.kind in PACKINGS
+            else pack_rows(part, one)
+        )
+        rows[one.stream] = np.frombuffer(data, np.uint8).reshape(session.token_count, -1)
+    kept = client.create_session(model.name, session_id=session_id, layout=list(rows))
+    for begin, end in ((0, FIRST_TOKENS), (FIRST_TOKENS, session.token_count)):
+        parts = {stream: part[begin:end] for stream, part in rows.items()}
+        kept = client.append(kept, parts, durability=session_pb2.DURABILITY_DISK)
+        leave(client, kept.name)
+    return client.get_session(kept.name)
+
+
+def leave(client: Client, name: str) -> None:
+    """Have a session on SSD only."""
+    end_s = monotonic() + PATIENCE_S
+    while client.get_session(name).dram_bytes:
+        assert monotonic() < end_s
+        client.demote(name)
+
+
+class FakeReading:
+    """A read that has ended, well or not."""
+
+    def __init__(self, outcome: Callable[[], int]) -> None:
+        self._outcome = outcome
+
+    def get(self) -> int:
+        """See kvikio_files.Reading."""
+        return self._outcome()
+
+
+class FakeFiles:
+    """Files read into the memory of a device that is the host, as kvikio would: the driver edge alone is faked.
+
+    `fault`: what its `fault_at`-th read does.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._files = [os.open(path, os.O_RDONLY) for path in paths]
+        self.read_count = 0
+        self.fault, self.fault_at = "", 0
+
+    def begin(self, path_index: int, offset_bytes: int, into: Tensor) -> FakeReading:
+        """See kvikio_files.DeviceFiles."""
+        number, self.read_count = self.read_count, self.read_count + 1
+        data = os.pread(self._files[path_index], into.nbytes, offset_bytes)
+        into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        fault = self.fault if number == self.fault_at else ""
+        if fault == "flipped":
+            into[len(into) // 2] ^= 1
+        if fault == "raises":
+            return FakeReading(_raise)
+        return FakeReading(lambda: len(data) - (fault == "short"))
+
+    def close(self) -> None:
+        """Close them."""
+        for file in self._files:
+            os.close(file)
+
+
+def _raise() -> int:
+    raise RuntimeError("planted")
+
+
+def direct_by(
+    client: Client, way: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[DirectStorage, list[FakeFiles]]:
+    """Direct storage by the store, POSIX, or a device of which the driver is faked; and what it opened."""
+    if way != "gds":
+        return DirectStorage(client, CPU, Wanted.POSIX if way == "posix" else Wanted.OFF), []
+    monkeypatch.setattr(
+        storage_module, "probe_kvikio", lambda _device: KvikioFound("", is_gds=True, version="fake")
+    )
+    opened: list[FakeFiles] = []
+
+    def open_files(paths: Sequence[str], *, is_gds: bool) -> DeviceFiles:
+        assert is_gds
+        opened.append(FakeFiles(paths))
+        return opened[-1]
+
+    monkeypatch.setattr(storage_module, "KvikioFiles", open_files)
+    return DirectStorage(client, CPU), opened
+
+
+def restored(
+    direct: DirectStorage, pipeline: Pipeline, session: Session, kept: session_pb2.Session, plan: str,
+    *, target: CacheTarget | None = None, meanwhile: Callable[[], None] | None = None,
+) -> Cache:  # fmt: skip
+    """The session restored from the store. `meanwhile` is called when the first layer is there. Raises why it was not."""
+    target = target or poisoned_target(session)
+    schedule = schedule_of(session, target, plan)
+    compute = Modules(session.adapter, session.positions)
+    with (
+        direct.read(kept, streams=schedule.streams()) as rows,
+        direct.source(rows) as source,
+        pipeline.start(
+            schedule,
+            source,
+            target,
+            compute,
+            deadline=Deadline.after_s(PATIENCE_S),
+            token_ids=session.token_ids,
+        ) as restoration,
+    ):
+        restoration.wait(0)
+        if meanwhile is not None:
+            meanwhile()
+        restoration.wait_all()
+    return target.cache
+
+
+def flip(path: Path, offset_bytes: int) -> None:
+    """Damage a byte of a file."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(offset_bytes)
+        byte = file.read(1)[0]
+        file.seek(offset_bytes)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file.fileno())

@@ -1,0 +1,278 @@
+"""Restores of sessions that lie only on SSD: the same by every path, and a miss or the store's rows when files fail."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from on_ssd import direct_by, flip, leave, restored, save
+from server_process import ServerProcess
+from sessions import Session, contents, saved_session
+from slow_pipelines import SMALL, poisoned_target, slowed
+
+from ctxcache.client import Client
+from ctxcache.client.filed_rows import FiledRows
+from ctxcache.errors import CorruptSegment, LeaseNotFound, Unavailable
+from ctxcache.format.layout import SEGMENT_TOKENS
+from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.direct.landing import Landed
+from gpu_worker.direct.path import DirectPath
+from gpu_worker.direct.storage import DirectStorage
+from gpu_worker.pipeline.pipeline import Settings
+
+WAYS = ("posix", "gds")
+CHUNKS = Settings(slot_bytes=1 << 16, slot_count=2, batch_tokens=SEGMENT_TOKENS, is_poisoned=True)
+"""Buffers of whole chunks."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A store with two SSD paths."""
+    root = tmp_path_factory.mktemp("store")
+    with ServerProcess(root / "data", "--ssd-directories", f"{root}/ssd0,{root}/ssd1") as running:
+        yield running
+
+
+def saved(kind: StateKind = StateKind.KV, name: str = "llama") -> tuple[Session, str]:
+    """A session of the model, and the plan that restores it from that kind."""
+    session = saved_session(name)
+    return session, f"{kind.name.lower()}:0-2"
+
+
+def files_of(client: Client) -> tuple[Path, ...]:
+    """The store's files."""
+    files = client.ssd_files()
+    assert files is not None
+    return tuple(map(Path, files.paths))
+
+
+def is_same(found: object, expected: object) -> bool:
+    """Whether two caches hold the same, bit for bit."""
+    return all(
+        torch.equal(mine, theirs)
+        for layer in range(3)
+        for mine, theirs in zip(contents(found, layer), contents(expected, layer), strict=True)  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", StateKind.KV), ("llama", StateKind.HIDDEN), ("deepseek", StateKind.LATENT),
+        ("llama", StateKind.HIDDEN_INT8), ("llama", StateKind.KV_INT4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_unified", [True, False])
+def test_every_path_restores_the_same(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, name: str, kind: StateKind, *, is_unified: bool
+) -> None:  # fmt: skip
+    """By the store, from files into the host's memory, and into a device's; short segments, two SSD paths, small buffers."""
+    session, plan = saved(kind, name)
+    kept = save(client, session, session_id, [kind])
+    ways = ["posix", "gds", "store"] if not is_unified else ["posix", "store"]
+    caches = {}
+    for way in ways:
+        direct, opened = direct_by(client, way, monkeypatch)
+        with slowed("compute", is_unified=is_unified, settings=SMALL if is_unified else CHUNKS) as pipeline:
+            caches[way] = restored(direct, pipeline, session, kept, plan)
+        assert not direct.failures
+        assert (direct.read_bytes > 0) == (way != "store")
+        assert (client.get_session(kept.name).dram_bytes > 0) == (way == "store")
+        if way == "gds":
+            assert direct.live.path is DirectPath.GDS
+            assert sum(files.read_count for files in opened) > 0
+
+    assert all(is_same(cache, caches["store"]) for cache in caches.values())
+
+
+@pytest.mark.parametrize("fault", ["raises", "short"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_device_that_cannot_read_leaves_it_to_the_store(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, fault: str, at: int
+) -> None:
+    """Counted, and right all the same; the next restore tries again."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, opened = direct_by(client, "gds", monkeypatch)
+    with slowed(settings=CHUNKS) as pipeline:
+        expected = restored(direct, pipeline, session, kept, plan)
+        opened[0].read_count, opened[0].fault, opened[0].fault_at = 0, fault, at
+        found = restored(direct, pipeline, session, kept, plan)
+        assert direct.failures == {"TIER_FAILURE": 1}
+        leave(client, kept.name)
+        again = restored(direct, pipeline, session, kept, plan)
+
+    assert direct.failures == {"TIER_FAILURE": 1}
+    assert is_same(found, expected)
+    assert is_same(again, expected)
+
+
+def test_a_file_that_cannot_be_read_leaves_it_to_the_store(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str
+) -> None:
+    """An I/O error of the host's own reads."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, _ = direct_by(client, "posix", monkeypatch)
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with slowed(settings=CHUNKS) as pipeline:
+        expected = restored(direct, pipeline, session, kept, plan)
+        monkeypatch.setattr(os, "preadv", broken)
+        found = restored(direct, pipeline, session, kept, plan)
+
+    assert direct.failures == {"TIER_FAILURE": 1}
+    assert is_same(found, expected)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_bytes_that_are_wrong_on_the_device_are_a_miss(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, at: int
+) -> None:
+    """Nothing is computed from them, however late they are verified; the store reads next, and finds no damage."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, opened = direct_by(client, "gds", monkeypatch)
+    with slowed("copy", settings=CHUNKS) as pipeline:
+        expected = restored(direct, pipeline, session, kept, plan)
+        opened[0].read_count, opened[0].fault, opened[0].fault_at = 0, "flipped", at
+        target = poisoned_target(session)
+        with pytest.raises(CorruptSegment):
+            restored(direct, pipeline, session, kept, plan, target=target)
+        if at == 0:
+            assert all(bool(half.isnan().all()) for layer in range(3) for half in target.tensors(layer))
+        again = restored(direct, pipeline, session, kept, plan)
+        assert client.get_session(kept.name).dram_bytes > 0
+
+    assert direct.failures == {"CORRUPT_SEGMENT": 1}
+    assert is_same(again, expected)
+
+
+def test_the_check_would_see_bytes_that_were_not_verified(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str
+) -> None:
+    """The planted bug: without verifying, the flipped byte is in the cache."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, opened = direct_by(client, "gds", monkeypatch)
+    monkeypatch.setattr(Landed, "verify", lambda _landed: None)
+    with slowed(settings=CHUNKS) as pipeline:
+        expected = restored(direct, pipeline, session, kept, plan)
+        opened[0].read_count, opened[0].fault = 0, "flipped"
+
+        assert not is_same(restored(direct, pipeline, session, kept, plan), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", ["header", "row"])
+def test_damage_on_the_device_ends_the_session_there(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, way: str, place: str
+) -> None:
+    """A miss with the reason, by whoever finds it; and the store, which is made to look, ends the session before it."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, _ = direct_by(client, way, monkeypatch)
+    stream = Stream(1, StateKind.KV)
+    with direct.read(kept, streams=[stream]) as rows:
+        assert isinstance(rows, FiledRows)
+        (run,) = rows.runs(SEGMENT_TOKENS + 1, SEGMENT_TOKENS + 2)
+        assert run.slot is not None
+        chunk = run.slot.chunk(stream)
+    offset = run.offset_bytes + 300 if place == "header" else chunk.offset_bytes + 5
+    flip(files_of(client)[chunk.path_index], offset)
+
+    with slowed(settings=CHUNKS) as pipeline:
+        reasons = []
+        for _ in range(2):
+            if client.get_session(kept.name).token_count < session.token_count:
+                break
+            with pytest.raises(CorruptSegment) as caught:
+                restored(direct, pipeline, session, kept, plan)
+            reasons.append(caught.value.reason)
+
+    assert 1 <= len(reasons) <= 2
+    assert client.get_session(kept.name).token_count == SEGMENT_TOKENS
+    assert direct.failures == {"CORRUPT_SEGMENT": 1}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lease_that_ends_meanwhile_is_a_miss(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, way: str
+) -> None:
+    """Past its deadline, which nobody but this side knows yet."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, _ = direct_by(client, way, monkeypatch)
+    held: list[FiledRows] = []
+    read = DirectStorage.read
+
+    def kept_rows(self: DirectStorage, *given: object, **named: object) -> object:
+        rows = read(self, *given, **named)  # type: ignore[arg-type]
+        assert isinstance(rows, FiledRows)
+        held.append(rows)
+        return rows
+
+    def end() -> None:
+        held[0]._hold.deadline_ns = 0
+
+    monkeypatch.setattr(DirectStorage, "read", kept_rows)
+    with slowed("compute", "copy", "read", settings=CHUNKS) as pipeline, pytest.raises(LeaseNotFound):
+        restored(direct, pipeline, session, kept, plan, meanwhile=end)
+
+
+def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its files are there and can be read; whose they will be, nobody knows. Started again, it is all there."""
+    session, plan = saved()
+    with ServerProcess(tmp_path / "data") as server:
+        with Client(server.unix_target, timeout_s=5) as client:
+            kept = save(client, session, "killed", [StateKind.KV])
+            direct, _ = direct_by(client, "gds", monkeypatch)
+            with (
+                slowed("compute", "copy", "read", settings=CHUNKS) as pipeline,
+                pytest.raises((LeaseNotFound, Unavailable)),
+            ):
+                restored(direct, pipeline, session, kept, plan, meanwhile=server.kill9)
+        server.start()
+        with Client(server.unix_target, timeout_s=5) as client, slowed(settings=CHUNKS) as pipeline:
+            direct, _ = direct_by(client, "posix", monkeypatch)
+            restored(direct, pipeline, session, kept, plan)
+            assert direct.read_bytes > 0
+
+
+def test_files_that_cannot_be_opened_are_said(
+    client: Client, server: ServerProcess, monkeypatch: pytest.MonkeyPatch, session_id: str
+) -> None:
+    """The path is off, with the reason, and the store reads."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    path = files_of(client)[0]
+    hidden = path.rename(path.with_name("hidden"))
+    try:
+        with Client(server.unix_target) as fresh, slowed(settings=CHUNKS) as pipeline:
+            direct, _ = direct_by(fresh, "posix", monkeypatch)
+            restored(direct, pipeline, session, kept, plan)
+            assert direct.live.path is DirectPath.OFF
+            assert direct.live.reason == f"{path}: No such file or directory"
+            assert direct.read_bytes == 0
+    finally:
+        hidden.rename(path)
+
+
+def test_a_driver_that_cannot_open_the_files_is_given_up(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str
+) -> None:
+    """By POSIX from then on, and said so."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    direct, _ = direct_by(client, "gds", monkeypatch)
+    monkeypatch.undo()
+    with slowed(settings=CHUNKS) as pipeline:
+        restored(direct, pipeline, session, kept, plan)
+
+    assert direct.live.path is DirectPath.POSIX
+    assert "kvikio" in direct.live.reason
+    assert direct.failures == {"TIER_FAILURE": 1}
+    assert direct.read_bytes > 0

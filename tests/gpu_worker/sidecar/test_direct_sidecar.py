@@ -1,0 +1,76 @@
+"""The sidecar on sessions that lie only on SSD: a worker that reads the store's files, for one engine and for ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from attached import PATIENCE_S, Case, saved_case
+from server_process import ServerProcess
+from worker_process import WorkerProcess
+
+from ctxcache.client import Client
+from gpu_worker.sidecar.client import WorkerClient
+
+
+@pytest.fixture(scope="module")
+def direct_client(
+    store: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[WorkerProcess, WorkerClient]]:
+    """A worker that was told to read files, and a connection to it."""
+    options = ("--direct", "posix", "--directory", "/nonexistent")
+    with (
+        WorkerProcess(tmp_path_factory.mktemp("worker"), store.target, *options) as running,
+        WorkerClient(running.path) as connected,
+    ):
+        yield running, connected
+
+
+def leave(store: ServerProcess, name: str) -> None:
+    """Have a session on SSD only."""
+    end_s = monotonic() + PATIENCE_S
+    with Client(store.target) as client:
+        while client.get_session(name).dram_bytes:
+            assert monotonic() < end_s
+            client.demote(name)
+
+
+def dram_bytes(store: ServerProcess, case: Case) -> int:
+    """What the store has of the session in memory."""
+    with Client(store.target) as client:
+        return client.get_session(case.session).dram_bytes
+
+
+def test_an_engine_is_restored_from_the_stores_files(
+    store: ServerProcess, direct_client: tuple[WorkerProcess, WorkerClient], weights: Path, session_id: str
+) -> None:
+    """As from its memory, which stays as it is; the worker says by which path, and counts."""
+    running, client = direct_client
+    with saved_case(client, weights, session_id) as case:
+        leave(store, case.session)
+        before = client.stats().direct_read_bytes
+        result = case.restore()
+
+        assert result.is_restored, result
+        assert case.is_as_saved()
+        assert dram_bytes(store, case) == 0
+        stats = client.stats()
+        assert stats.direct_path == "posix" == running.ready["direct_path"]
+        assert stats.direct_reason == "asked for"
+        assert stats.direct_read_bytes - before == result.read_bytes > 0
+        assert not stats.direct_failed_counts
+    assert "direct_storage path=posix" in running.stderr_path.read_text()
+
+
+def test_by_default_a_worker_without_a_gpu_reads_through_the_store(
+    store: ServerProcess, client: WorkerClient, weights: Path, session_id: str
+) -> None:
+    """Where it stays for the next one."""
+    with saved_case(client, weights, session_id) as case:
+        leave(store, case.session)
+
+        assert case.restore().is_restored
+        assert case.is_as_saved()
+        assert dram_bytes(store, case) > 0
+        assert client.stats().direct_path == "off"
+        assert client.stats().direct_read_bytes == 0
