@@ -9,13 +9,11 @@ import contextlib
 import gc
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
@@ -37,7 +35,6 @@ from ctxcache.errors import (
     CorruptMetadata,
     InvalidConfiguration,
 )
-from ctxcache.frames import MESSAGE_LIMIT_BYTES
 from ctxcache.lessons import Lessons
 from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import Sources, read
@@ -46,6 +43,7 @@ from ctxcache.observe.moment import Moment
 from ctxcache.observe.pages import pages_of
 from ctxcache.observe.recording import Recording
 from ctxcache.observe.tracing import open_spans
+from ctxcache.ports import Ports
 from ctxcache.rebuild import rebuild
 from ctxcache.reload import Reloaded, Reloading
 from ctxcache.service.admin import About, AdminService
@@ -66,7 +64,6 @@ from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
 from ctxcache.service.tls import load_tls
 from ctxcache.service.turns import Turns
-from ctxcache.service.unix_path import remove_stale
 from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
 from ctxcache.upkeep import Upkeep
@@ -87,18 +84,8 @@ from ctxcache.v1 import (
 
 log = logging.getLogger(__name__)
 
-PING_INTERVAL_MS = 5000
-"""Least time between two pings of an idle client; one that asks more often is cut off."""
 OPERATORS_LIMIT = 64
 """Operators' calls that run at a time."""
-CONNECTION_STREAMS_LIMIT = 1024
-"""Rpcs that one connection may have open, admitted or not; further ones wait at the client."""
-OPTIONS = (
-    # Two servers must not share a port without knowing.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
-    ("grpc.max_concurrent_streams", CONNECTION_STREAMS_LIMIT),
-)
 SERVICES = (
     session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
@@ -158,8 +145,7 @@ class Server:
             times=self._rpc_times,
             spans=cache.state.spans,
         )
-        options = (*OPTIONS, *_keepalive(settings.keepalive_s))
-        self._grpc = grpc.aio.server(interceptors=[edge], options=options)
+        self._ports = Ports(edge, self._tls, silence_s=settings.keepalive_s, is_open=identification.is_open)
         self._upkeep: asyncio.Task[None] | None = None
         self._watches: list[asyncio.Task[None]] = []
         path = control_path(settings)
@@ -267,7 +253,9 @@ class Server:
             self._doors.close_for_good()
             patience_s = self.settings.drain_timeout_s
             await asyncio.gather(
-                self._grpc.stop(patience_s), self._control.stop(patience_s), self._bulk.drain(patience_s)
+                self._ports.server.stop(patience_s),
+                self._control.stop(patience_s),
+                self._bulk.drain(patience_s),
             )
             for task in filter(None, (self._upkeep, *self._watches)):
                 task.cancel()
@@ -290,11 +278,10 @@ class Server:
             await self._metrics.stop()
             self._bulk.close()
             await self._control.stop(0)
-            # Addresses may be bound by now: grpc lets go of them at the end of a server, once it has begun.
-            await self._grpc.start()
-            await self._grpc.stop(None)
+            # Addresses may be bound by now.
+            await self._ports.give_up()
             raise
-        await self._grpc.start()
+        await self._ports.server.start()
         self._lag.start()
         self._recording.start()
         self._doors.open()
@@ -309,7 +296,7 @@ class Server:
             self.storage.arena.prefault()
 
     async def _open_doors(self) -> None:
-        self.addresses = tuple(self._bind(address) for address in targets(self.settings))
+        self.addresses = tuple(self._ports.bind(address) for address in targets(self.settings))
         if not self.addresses:
             raise InvalidConfiguration(
                 source="listen", problem="neither a TCP address nor a Unix socket is set"
@@ -348,69 +335,27 @@ class Server:
         is_local = is_loopback(self.metrics_address)
         return wanted == "on" or (wanted == "auto" and self._identification.is_open and is_local)
 
-    def _bind(self, target: str) -> str:
-        is_unix = target.startswith("unix:")
-        try:
-            if is_unix:
-                # By itself gRPC takes the path of a server that lives.
-                remove_stale(target.removeprefix("unix:"))
-            if self._tls and not is_unix:
-                port = self._grpc.add_secure_port(target, self._tls.credentials)
-            else:
-                # gRPC does not say who is at the other end of a Unix socket; its mode lets in nobody else.
-                with _private() if is_unix and not self._identification.is_open else nullcontext():
-                    port = self._grpc.add_insecure_port(target)
-        except OSError as error:
-            raise AddressUnusable(address=target, problem=error.strerror or str(error)) from error
-        except RuntimeError as error:
-            raise AddressUnusable(address=target, problem="it is in use or not ours to use") from error
-        return target if is_unix else f"{target.rpartition(':')[0]}:{port}"
-
     def _add_services(self) -> None:
         about = About(
             __version__, self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses,
             lambda: self.storage.arena.prefaulted_bytes, self.settings.placement_policy,
         )  # fmt: skip
-        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), self._grpc)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), self._grpc)
+        served = self._ports.server
+        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), served)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), served)
         local_clients = self._admissions.local_clients
         arena_service = ArenaService(self._cache, self._arena, local_clients, self._local_turns)
-        arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, self._grpc)
+        arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, served)
         bulk_service = BulkService(self._bulk, self._cache.state.clock)
-        bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, self._grpc)
+        bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
         hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
-        hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, self._grpc)
+        hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
         controls = Controls(self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold)
         admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, served)
         names = (*SERVICES, SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
-
-
-@contextmanager
-def _private() -> Iterator[None]:
-    """What is made within the block is for this user alone."""
-    before = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-def _keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:
-    """Find out peers behind a cut cable, and let clients find out us."""
-    silence_ms = int(silence_s * 1000)
-    return (
-        ("grpc.keepalive_time_ms", silence_ms),
-        ("grpc.keepalive_timeout_ms", silence_ms // 2),
-        # A keep-alive ping that follows any other ping waits as long as that one would: a minute by itself.
-        ("grpc.http2.ping_timeout_ms", silence_ms // 2),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        # gRPC's own limit of one ping in five minutes would cut off clients that do the same.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", min(silence_ms, PING_INTERVAL_MS)),
-    )
+        reflection.enable_server_reflection(names, served)
 
 
 async def _load(cache: Cache) -> None:

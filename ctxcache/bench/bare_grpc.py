@@ -21,7 +21,7 @@ from ctxcache.bench.content import Bytes
 from ctxcache.bench.row import NoPeer
 from ctxcache.client.wire import CHANNEL_OPTIONS
 from ctxcache.malloc import keep_freed_memory
-from ctxcache.server import OPTIONS
+from ctxcache.ports import OPTIONS
 
 MESSAGE_BYTES = 1 << 20
 _SERVICE = "ctxcache.bench.Bare"
