@@ -212,6 +212,28 @@ async def test_a_tail_is_read_while_no_flush_moves_it(
     assert await rig.read("a") == expected(tokens + more)
 
 
+async def test_a_tail_that_has_grown_is_copied_again(
+    rig: MemoryRig, tmp_path: Path, restore: Restore
+) -> None:
+    """Where the session lost a segment that was to come, and is looked at anew."""
+    writer = Writer(1)
+    tokens, more = writer.make(2 * SEGMENT_TOKENS + 10), writer.make(5)
+    await stored(rig, "a", tokens)
+    messages = iter(range(100))
+
+    async def between() -> None:
+        # After the model's and the tail's.
+        if next(messages) == 1:
+            await rig.truncate("a", (0, SEGMENT_TOKENS))
+            await rig.append("a", more, is_durable=True)
+
+    copied = await backed_up(rig, tmp_path / "it", between)
+    other = await restore(tmp_path / "it")
+
+    assert await other.read("a") == expected(tokens[SEGMENT_TOKENS:] + more)
+    assert copied.segment_count == 3
+
+
 async def test_what_is_bad_is_cut_as_a_read_would(tmp_path: Path) -> None:
     """The backup has what is before it."""
     rig = DiskRig(tmp_path / "source")
