@@ -190,10 +190,10 @@ class TooManyRequests(CacheError):
 
 
 class Draining(CacheError):
-    """The server is shutting down and takes no new work."""
+    """The server takes no new work: it drains, or ends."""
 
     reason = "DRAINING"
-    template = "the server is shutting down"
+    template = "the server takes no new work: it drains, or ends"
 
 
 # -- bytes are not what they must be -------------------------------------------------------------------
