@@ -1,7 +1,7 @@
 """The file that an export goes to and the one that an import comes from, or a pipe in its place: `-`.
 
 A new file is filled under another name, synced, and gets its own when it is whole. Worst case: a process that is killed
-leaves FILE.partial, which the next export to FILE uses up.
+leaves .FILE.ctxcache-partial, which the next export to FILE uses up.
 """
 
 import errno
@@ -67,7 +67,7 @@ def destination(path: str, *, is_forced: bool) -> Iterator[int]:
         return
     final = Path(path)
     _check_new(final, is_forced=is_forced)
-    partial = final.with_name(f"{final.name}.partial")
+    partial = final.with_name(f".{final.name}.ctxcache-partial")
     fd = _claim(partial, path)
     try:
         yield fd

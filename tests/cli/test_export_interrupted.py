@@ -209,7 +209,7 @@ def test_what_a_killed_export_leaves_is_used_up(tmp_path: Path) -> None:
     )
     killed = subprocess.run([sys.executable, "-c", script, str(file)], timeout=TIMEOUT_S, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert [path.name for path in tmp_path.iterdir()] == ["x.partial"]
+    assert [path.name for path in tmp_path.iterdir()] == [".x.ctxcache-partial"]
 
     with destination(str(file), is_forced=False) as fd:
         assert os.fstat(fd).st_size == 0
