@@ -1,0 +1,85 @@
+"""Workers and engines that die while a restore holds its lease and writes: the store has its room back, the worker its memory."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attached import Later, saved_case, until
+from paged_engine import PROMPT_TOKENS, PagedEngine, running_engine, write_weights
+from server_process import ServerProcess
+from worker_process import WorkerProcess, mortal_engine
+
+from ctxcache.client import Client
+from ctxcache.errors import Unavailable
+from gpu_worker.sidecar.client import WorkerClient
+
+HELD = """
+import os, sys, threading
+from gpu_worker.pipeline.source import LeasedSource
+fill = LeasedSource.fill
+def held(source, stream, begin, end, into):
+    while stream.layer == 1 and not os.path.exists({path!r}):
+        threading.Event().wait(0.005)
+    fill(source, stream, begin, end, into)
+LeasedSource.fill = held
+from gpu_worker.cli.app import app
+app()
+"""
+"""A worker whose restores read their second layer when a file is there."""
+
+
+class _HeldWorker(WorkerProcess):
+    def __init__(self, directory: Path, store: str) -> None:
+        super().__init__(directory, store, "--directory", "/nonexistent")
+        self.may_go_on = directory / "go on"
+        self._command[2] = HELD.format(path=str(self.may_go_on))
+
+
+@pytest.fixture
+def held(store: ServerProcess, tmp_path: Path) -> Iterator[_HeldWorker]:
+    """One beside the store."""
+    with _HeldWorker(tmp_path, store.target) as running:
+        yield running
+
+
+def _is_mapped(worker: WorkerProcess, engine: PagedEngine) -> bool:
+    return engine.cache.name in Path(f"/proc/{worker.process.pid}/maps").read_text()
+
+
+def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(
+    held: _HeldWorker, store: ServerProcess, weights: Path, session_id: str, tmp_path: Path
+) -> None:
+    """An engine: its attachment at once, its memory and lease when nothing uses them any more. Then the worker: all that it had."""
+    with (
+        Client(store.target) as admin,
+        WorkerClient(held.path) as client,
+        saved_case(client, weights, session_id) as case,
+        running_engine("llama") as other,
+    ):
+        until(lambda: not list(admin.list_leases()))
+        hello = other.hello(write_weights("llama", weights), engine="mortal")
+        (tmp_path / "hello").write_bytes(hello.SerializeToString())
+        with mortal_engine(held.path, tmp_path / "hello", case.session, PROMPT_TOKENS) as mortal:
+            assert mortal.stdin is not None
+            assert mortal.stdout is not None
+            assert mortal.stdout.readline() == "attached\n"
+            mortal.stdin.write("go on\n")
+            mortal.stdin.flush()
+            until(lambda: len(list(admin.list_leases())) == 1)
+            mortal.kill()
+            mortal.wait()
+        until(lambda: [each.engine for each in client.stats().attachments] == ["engine"])
+        assert _is_mapped(held, other)
+        held.may_go_on.touch()
+        until(lambda: not _is_mapped(held, other) and not list(admin.list_leases()))
+        held.may_go_on.unlink()
+
+        later = Later(case.restore)
+        until(lambda: len(list(admin.list_leases())) == 1)
+        held.signal(signal.SIGKILL)
+
+        with pytest.raises(Unavailable):
+            later.result()
+        until(lambda: not list(admin.list_leases()))
+        assert case.attached.ended.wait(30)
