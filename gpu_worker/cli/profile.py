@@ -19,7 +19,9 @@ def profile(
         Path, typer.Argument(help="A local transformers model directory.", exists=True, file_okay=False)
     ],
     name: Annotated[str, typer.Option(help="The model's name.", show_default="its directory's")] = "",
-    lengths: Annotated[str, typer.Option(help="Tokens to measure at.", metavar="TOKENS,...")] = "64,256,1024",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens to measure at.", metavar="TOKENS,...")
+    ] = "1,64,256,1024",
     ssd_directory: Annotated[
         Path | None, typer.Option(help="Measure reading here.", exists=True, file_okay=False)
     ] = None,
@@ -72,5 +74,5 @@ def _lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         found = (0,)
     if found[0] < 1:
-        raise InvalidArgument(field="--lengths", problem=f"{text!r} is not a list such as 64,256,1024")
+        raise InvalidArgument(field="--lengths", problem=f"{text!r} is not a list such as 1,64,256,1024")
     return found

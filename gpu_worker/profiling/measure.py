@@ -28,7 +28,8 @@ from gpu_worker.profiling.stopwatch import Stopwatch
 from gpu_worker.recompute import recompute_layers
 from gpu_worker.restore import Restorer
 
-LENGTHS = (64, 256, 1024, 2048)
+LENGTHS = (1, 64, 256, 1024, 2048)
+"""From one token on: before the first length a profile is level, and what short sessions take would pass for drift."""
 Points = dict[tuple[Stage, LayerShape], list[tuple[int, float]]]
 """(tokens, seconds) of each stage and sort of layer."""
 

@@ -24,7 +24,7 @@ from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import NO_LIMIT, Place, Stage
 from gpu_worker.planning.shape import LayerKind
 from gpu_worker.profiling.bandwidth import copy_bytes_per_s, read_bytes_per_s
-from gpu_worker.profiling.measure import measure
+from gpu_worker.profiling.measure import LENGTHS, measure
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
 from gpu_worker.profiling.stopwatch import Stopwatch
@@ -51,6 +51,16 @@ def _measured(name: str, ssd_directory: Path | None = None) -> Measured:
         transfer_bytes=SIZE_BYTES,
         stopwatch=Stopwatch(CPU, 2, _ticks()),
     )
+
+
+def test_a_profile_begins_at_one_token() -> None:
+    """Before its first length a profile is level: what short sessions take would be far from it, and pass for drift."""
+    measured = measure(
+        adapt(build("llama")), name="llama", hardware="a machine", lengths=[each for each in LENGTHS if each <= 64],
+        transfer_bytes=SIZE_BYTES, stopwatch=Stopwatch(CPU, 2, _ticks()),
+    )  # fmt: skip
+
+    assert {curve.points[0][0] for curve in measured.profile.curves.values()} == {1}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek", "opt"])
