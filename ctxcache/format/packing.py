@@ -5,6 +5,7 @@ alone. Worst case: none here, what cannot be packed is refused by who packs (doc
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from ctxcache.format.streams import StateKind
@@ -44,17 +45,7 @@ class Packing(NamedTuple):
 
     def layout(self, element_count: int) -> PackedLayout:
         """Lay out rows of so many elements. Raises ValueError for none, an odd number, or more than 32,768."""
-        if not 0 < element_count <= MOST_ELEMENTS or element_count % 2:
-            raise ValueError(
-                f"rows of {element_count} elements are not packed: an even number up to {MOST_ELEMENTS}"
-            )
-        groups, kept = -(-element_count // self.group_size), min(self.outlier_count, element_count)
-        outliers = _align(element_count * self.bits // _BITS_PER_BYTE, _OUTLIER_ALIGN_BYTES)
-        scales = outliers + 4 * kept
-        zeros = scales + 2 * groups
-        places = zeros + 2 * groups
-        end = _align(places + 2 * kept, ROW_ALIGN_BYTES)
-        return PackedLayout(element_count, groups, kept, outliers, scales, zeros, places, end)
+        return _layout(element_count, self.bits, self.group_size, self.outlier_count)
 
     def row_bytes(self, element_count: int) -> int:
         """Bytes of one token's row of so many elements. Raises ValueError, as `layout` does."""
@@ -73,6 +64,21 @@ PACKINGS: Mapping[StateKind, Packing] = {
 def unpacked(kind: StateKind) -> StateKind:
     """What rows of `kind` are once their elements are wide again."""
     return PACKINGS[kind].unpacked if kind in PACKINGS else kind
+
+
+@lru_cache(maxsize=256)
+def _layout(element_count: int, bits: int, group_size: int, outlier_count: int) -> PackedLayout:
+    if not 0 < element_count <= MOST_ELEMENTS or element_count % 2:
+        raise ValueError(
+            f"rows of {element_count} elements are not packed: an even number up to {MOST_ELEMENTS}"
+        )
+    groups, kept = -(-element_count // group_size), min(outlier_count, element_count)
+    outliers = _align(element_count * bits // _BITS_PER_BYTE, _OUTLIER_ALIGN_BYTES)
+    scales = outliers + 4 * kept
+    zeros = scales + 2 * groups
+    places = zeros + 2 * groups
+    end = _align(places + 2 * kept, ROW_ALIGN_BYTES)
+    return PackedLayout(element_count, groups, kept, outliers, scales, zeros, places, end)
 
 
 def _align(size_bytes: int, align_bytes: int) -> int:
