@@ -6,6 +6,7 @@ Worst case: a store that does not answer; the stream hears of the end at once, t
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 
 from ctxcache.errors import CacheError
 from gpu_worker.errors import RestoreTooLate
@@ -36,6 +37,7 @@ class Running:
 
     def over(self, error: CacheError | None) -> None:
         """Its thread has ended; nothing is written any more."""
+        _forget_frames(error)
         self._events.put_nowait(End(error))
         self.ended.set_result(None)
 
@@ -55,3 +57,11 @@ class Running:
             # Once it writes, the pipeline itself ends it by its deadline, and says so when it has come to rest.
             self.stop(RestoreTooLate(what="the session"))
             return await self._events.get()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """What an error has passed shows the engine's memory, which is unmapped when nothing does."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from importlib.metadata import version
-from traceback import clear_frames
 from typing import Any, ParamSpec, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -162,12 +161,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         def over(done: "asyncio.Future[None]") -> None:
             self.restores.give_back()
             attachment.over(restore_id, running)
-            error = self._known(done.exception())
-            if error is not None:
-                # The frames that it passed show the engine's memory, which is unmapped when nothing does.
-                clear_frames(error.__traceback__)
-                error.__traceback__ = None
-            running.over(error)
+            running.over(self._known(done.exception()))
 
         work.add_done_callback(over)
 
