@@ -93,7 +93,7 @@ def test_plan_as_json_has_every_layer() -> None:
         (("plan", "llama-2-7b", *A100, "--hold", "", "--no-recompute"), "not held and cannot be recomputed"),
         (("plan", "llama-2-7b", "--profile", "no-such.json"), "no-such.json is no file"),
         (("layout", "llama-2-7b", *A100, "--returns", "often"), "'often' is not a list such as 1024x3"),
-        (("profile", ".", "--lengths", "0,5"), "'0,5' is not a list such as 64,256,1024"),
+        (("profile", ".", "--lengths", "0,5"), "'0,5' is not a list such as 1,64,256,1024"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], problem: str) -> None:
