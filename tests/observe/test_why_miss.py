@@ -127,7 +127,7 @@ TRACES = [f"00-{i:032x}-00f067aa0ba902b7-01" for i in range(1, 5)]
 
 
 async def test_a_request_that_names_its_trace_is_remembered(tmp_path: Path) -> None:
-    """What it missed by each way to ask, and what it did to others; over gRPC and in a local client's batch."""
+    """What it looked up in vain, and what it did to others."""
     async with observed(tmp_path) as (_, client, _clock):
         await client.create("cut")
         await client.append("cut", 1, 0, 10)
@@ -145,6 +145,24 @@ async def test_a_request_that_names_its_trace_is_remembered(tmp_path: Path) -> N
             ),
             metadata=_in(TRACES[1]),
         )
+        cut, looked, nothing = [await _of_request(client, trace) for trace in (*TRACES[:2], TRACES[3])]
+        happened = (await _why(client, "cut")).happenings
+        elsewhere = await _of_request(client, TRACES[1], tenant="other")
+
+    assert [(one.session, one.access, one.result, one.count) for one in looked.misses] == [
+        ("sessions/never", "lookup", "never_stored", 2),
+        ("sessions/other", "lookup", "never_stored", 1),
+        ("sessions/cut", "lookup", "fingerprint_mismatch", 1),
+    ]
+    assert (looked.name, looked.is_there, looked.token_count) == ("sessions/cut", True, 4)
+    assert [one.trace_id for one in happened] == [_id(TRACES[0]), _id(TRACES[1])]
+    for one in (cut, nothing, elsewhere):
+        assert (one.name, list(one.misses)) == ("", [])
+
+
+async def test_a_local_clients_batch_names_a_trace_of_its_own(tmp_path: Path) -> None:
+    """One that names none is of no trace, whatever was named before it."""
+    async with observed(tmp_path) as (_, client, _clock):
         way = GrpcWay(client.arena.Access())
         acquire = arena_pb2.AcquireLease(session="sessions/gone", model_fingerprint=client.fingerprint)
         operations = [arena_pb2.Operation(acquire_lease=acquire)]
@@ -155,22 +173,9 @@ async def test_a_request_that_names_its_trace_is_remembered(tmp_path: Path) -> N
             await way.write(batch)
             assert await way.read()
         way.die()
-        cut, looked, leased, nothing = [
-            await _of_request(client, trace) for trace in (TRACES[0], TRACES[1], TRACES[2], TRACES[3])
-        ]
-        happened = (await _why(client, "cut")).happenings
-        elsewhere = await _of_request(client, TRACES[1], tenant="other")
+        leased = await _of_request(client, TRACES[2])
 
-    assert [(one.session, one.access, one.result, one.count) for one in looked.misses] == [
-        ("sessions/never", "lookup", "never_stored", 2),
-        ("sessions/other", "lookup", "never_stored", 1),
-        ("sessions/cut", "lookup", "fingerprint_mismatch", 1),
-    ]
-    assert (looked.name, looked.is_there, looked.token_count) == ("sessions/cut", True, 4)
     assert [(one.session, one.access, one.count) for one in leased.misses] == [("sessions/gone", "read", 1)]
-    assert [one.trace_id for one in happened] == [_id(TRACES[0]), _id(TRACES[1])]
-    for one in (cut, nothing, elsewhere):
-        assert (one.name, list(one.misses)) == ("", [])
 
 
 @pytest.mark.parametrize(
