@@ -6,6 +6,7 @@ Bounded: what waits for the reader is what `Listening` keeps and one part of it.
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby
 
@@ -20,6 +21,8 @@ INTERVAL_S = 0.25
 CALLS_PER_PART = 256
 """A millisecond of the event loop."""
 KEY_BYTES = 32
+HASHES = 1 << 14
+"""Kept, of the sessions and tenants heard of last."""
 _KINDS = {call: recording_pb2.RecordedKind.Value(f"RECORDED_KIND_{call.name}") for call in Call}
 
 
@@ -30,6 +33,7 @@ class Recorder:
         """`begun_ns`: of the monotonic clock."""
         self._begun_ns = begun_ns
         self._key = os.urandom(KEY_BYTES)
+        self._hash = lru_cache(HASHES)(self._hashed)
         self._layouts: dict[tuple[bytes, int, int], int] = {}
         """Numbers of those that were told; no more than models and what of them is stored."""
 
@@ -63,7 +67,7 @@ class Recorder:
             layouts.append(_layout(number, layout))
         return number
 
-    def _hash(self, tenant: str, name: str) -> int:
+    def _hashed(self, tenant: str, name: str) -> int:
         digest = blake2b(f"{tenant}\0{name}".encode(), digest_size=8, key=self._key)
         return int.from_bytes(digest.digest(), "little")
 
