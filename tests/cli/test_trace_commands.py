@@ -88,6 +88,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             await_line(path, '"delete"')
             again = ctxcache("--target", server.target, "trace", "record", str(directory / "again.jsonl"))
             taken = ctxcache("--target", server.target, "trace", "record", str(directory / "again.txt"))
+        # What it says of the end it says when it has noticed.
+        server.terminate()
         audited = [line for line in server.stderr.splitlines() if "method=Record" in line]
 
     assert (again.exit_code, taken.exit_code) == (ExitCode.UNAVAILABLE, ExitCode.USAGE)
