@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from sessions import RELATIVE_BOUND, relative_errors, saved_session
-from slow_pipelines import is_equal, restored, slowed
+from sessions import RELATIVE_BOUND, contents, relative_errors, saved_session
+from slow_pipelines import is_equal, poisoned_target, restored, slowed, start
 from tiny_models import CONFIGS
 from transformers import StaticCache
 
@@ -15,6 +15,17 @@ def test_saved_rows_restore_bit_for_bit(name: str, *, is_unified: bool) -> None:
     session = saved_session(name, torch.bfloat16)
 
     with slowed(is_unified=is_unified) as pipeline:
+        cache = restored(pipeline, session)
+
+    assert is_equal(cache, session)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "deepseek"])
+def test_fp16_rows_restore_bit_for_bit(name: str) -> None:
+    """The third type that engines keep their caches in."""
+    session = saved_session(name, torch.float16)
+
+    with slowed() as pipeline:
         cache = restored(pipeline, session)
 
     assert is_equal(cache, session)
@@ -45,3 +56,31 @@ def test_static_cache_takes_a_restored_session(name: str, plan: str) -> None:
 
     assert cache is static
     assert session.continue_on(cache) == session.expected_ids
+
+
+@pytest.mark.parametrize("room", [82, 83])
+def test_a_static_cache_may_have_no_room_to_spare(room: int) -> None:
+    """As many tokens as were saved, and one more: each is where it was."""
+    session = saved_session("llama")
+    static = StaticCache(config=session.adapter.model.config, max_cache_len=room)
+
+    with slowed() as pipeline:
+        cache = restored(pipeline, session, cache=static)
+
+    assert session.token_count == 82
+    assert int(cache.get_seq_length()) == 82
+    for layer in range(3):
+        for mine, theirs in zip(contents(cache, layer), contents(session.kept_cache, layer), strict=True):
+            assert torch.equal(mine[:, :, :82], theirs)
+
+
+def test_layers_may_be_waited_for_in_any_order() -> None:
+    """The last one first, by an engine that asks as it likes: each is whole when it is said to be."""
+    session = saved_session("llama")
+    target = poisoned_target(session)
+
+    with slowed("compute") as pipeline, start(pipeline, session, target) as restoration:
+        for layer in (2, 0, 1, 2):
+            restoration.wait(layer)
+            for mine, theirs in zip(target.tensors(layer), contents(session.kept_cache, layer), strict=True):
+                assert torch.equal(mine, theirs)
