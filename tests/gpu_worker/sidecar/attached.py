@@ -11,6 +11,7 @@ from time import monotonic
 from paged_engine import PROMPT_TOKENS, PagedEngine, conversation, running_engine, write_weights
 from server_process import ServerProcess
 
+from ctxcache.client import Client
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
@@ -69,6 +70,15 @@ def saved_case(
             )  # fmt: skip
             engine.poison()
             yield Case(engine, attached, session.name, token_ids)
+
+
+def leave(store: ServerProcess, name: str) -> None:
+    """Have a session on SSD only."""
+    end_s = monotonic() + PATIENCE_S
+    with Client(store.target) as client:
+        while client.get_session(name).dram_bytes:
+            assert monotonic() < end_s
+            client.demote(name)
 
 
 @contextmanager

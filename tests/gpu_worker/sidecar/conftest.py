@@ -37,6 +37,19 @@ def worker(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
+@pytest.fixture(scope="session")
+def direct_client(
+    store: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[WorkerProcess, WorkerClient]]:
+    """A worker that was told to read the store's files, and a connection to it."""
+    options = ("--direct", "posix", "--directory", "/nonexistent")
+    with (
+        WorkerProcess(tmp_path_factory.mktemp("direct"), store.target, *options) as running,
+        WorkerClient(running.path) as connected,
+    ):
+        yield running, connected
+
+
 @pytest.fixture
 def client(worker: WorkerProcess) -> Iterator[WorkerClient]:
     """An engine's connection to it; whoever ended it leaves it to be started again."""

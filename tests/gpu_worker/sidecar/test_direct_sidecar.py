@@ -1,38 +1,13 @@
-"""The sidecar on sessions that lie only on SSD: a worker that reads the store's files, for one engine and for ranks."""
+"""The sidecar on sessions that lie only on SSD: a worker that reads the store's files. test_ranked_engine.py has ranks."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 
-import pytest
-from attached import PATIENCE_S, Case, saved_case
+from attached import Case, leave, saved_case
 from server_process import ServerProcess
 from worker_process import WorkerProcess
 
 from ctxcache.client import Client
 from gpu_worker.sidecar.client import WorkerClient
-
-
-@pytest.fixture(scope="module")
-def direct_client(
-    store: ServerProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[WorkerProcess, WorkerClient]]:
-    """A worker that was told to read files, and a connection to it."""
-    options = ("--direct", "posix", "--directory", "/nonexistent")
-    with (
-        WorkerProcess(tmp_path_factory.mktemp("worker"), store.target, *options) as running,
-        WorkerClient(running.path) as connected,
-    ):
-        yield running, connected
-
-
-def leave(store: ServerProcess, name: str) -> None:
-    """Have a session on SSD only."""
-    end_s = monotonic() + PATIENCE_S
-    with Client(store.target) as client:
-        while client.get_session(name).dram_bytes:
-            assert monotonic() < end_s
-            client.demote(name)
 
 
 def dram_bytes(store: ServerProcess, case: Case) -> int:

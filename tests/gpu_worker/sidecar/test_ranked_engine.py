@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from attached import BLOCKS, Later, saved_case
+from attached import BLOCKS, Later, leave, saved_case
 from paged_engine import BLOCK_COUNT, BLOCK_TOKENS, PROMPT_TOKENS, SharedMemory, conversation, write_weights
+from server_process import ServerProcess
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.sidecar.client import AttachedEngine, WorkerClient
@@ -41,13 +42,24 @@ def hello_of(
     return found
 
 
+@pytest.mark.parametrize("reads_files", [False, True])
 @pytest.mark.parametrize("is_tensor_parallel", [True, False])
 def test_ranks_restore_one_session_together(
-    client: WorkerClient, weights: Path, tmp_path: Path, *, is_tensor_parallel: bool
-) -> None:
-    """Each rank's cache has its heads of its layers, as the engine's own cache does; a miss is all ranks' miss."""
+    request: pytest.FixtureRequest, store: ServerProcess, weights: Path, tmp_path: Path, *, is_tensor_parallel: bool, reads_files: bool
+) -> None:  # fmt: skip
+    """Each rank's cache has its heads of its layers, as the engine's own cache does; a miss is all ranks' miss.
+
+    From the store's memory, and from its files.
+    """
+    name = f"ranked-{is_tensor_parallel}-{reads_files}"
+    client: WorkerClient = (
+        request.getfixturevalue("direct_client")[1] if reads_files else request.getfixturevalue("client")
+    )
     with ExitStack() as stack:
-        case = stack.enter_context(saved_case(client, weights, f"ranked-{is_tensor_parallel}"))
+        case = stack.enter_context(saved_case(client, weights, name))
+        if reads_files:
+            leave(store, case.session)
+        before = client.stats().direct_read_bytes
         whole = case.engine.hello(write_weights("llama", weights))
         head_count, layer_count = case.engine.heads, len(whole.kv_cache.layers)
         memories, attached = [], []
@@ -71,6 +83,7 @@ def test_ranks_restore_one_session_together(
         results = [each.result() for each in both]
 
         assert [(result.is_restored, result.reason) for result in results] == [(True, "")] * 2
+        assert (client.stats().direct_read_bytes > before) == reads_files
         case.engine.put(conversation("llama")[2], BLOCKS, PROMPT_TOKENS)
         expected = torch.stack(case.engine.rows(BLOCKS, PROMPT_TOKENS)).view(
             layer_count, 2, PROMPT_TOKENS, head_count, -1
