@@ -1,6 +1,7 @@
 """What all tests may use. Lying here, it also makes `server_process` importable from every test."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from server_process import ServerProcess
 # Without a GPU kernels run in Triton's interpreter, which must be chosen before anybody imports Triton, as torch does.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A background job of a shell is deaf to Ctrl-C, and so would be what it starts: programs under test are not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
