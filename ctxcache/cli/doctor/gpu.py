@@ -49,7 +49,7 @@ def reads_into_gpu() -> Finding:
             NAME_READS,
             "kvikio is not installed",
             POSIX,
-            "install kvikio and nvidia-cufile for GPUDirect Storage",
+            "pip install 'ctxcache[direct]', for GPUDirect Storage",
         )
     answer = _output((sys.executable, "-c", KVIKIO_PROBE))
     if not answer:
