@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +30,12 @@ import typer
 from benchmarks.restoring.bed import SAVED_KINDS, Bed
 from benchmarks.restoring.ceilings import ceilings
 from benchmarks.restoring.figures import compared, storage
-from benchmarks.restoring.models import SHAPES, Subject, random_model, real_model
+from benchmarks.restoring.models import SHAPES, Subject, subjects
 from benchmarks.restoring.plot import plot
 from benchmarks.restoring.rounds import Rounds
 from benchmarks.restoring.table import show
 from gpu_worker.demo.embedded_store import embedded_store
-from gpu_worker.demo.machine import physical_core_count, this_machine
+from gpu_worker.demo.machine import physical_core_count
 from gpu_worker.families import adapt
 from gpu_worker.planning.known_models import MODEL_NAMES
 from gpu_worker.profiling.measure import measure
@@ -86,7 +85,7 @@ def main(
     token_count = lengths[-1] + new_tokens
     begin = time.monotonic()
     rows = []
-    for subject in _subjects(shapes, model, ids, where, twin=twin, layers=layers, token_count=token_count):
+    for subject in subjects(shapes, model, ids, where, twin=twin, layers=layers, token_count=token_count):
         for row in _measured(subject, lengths, new_tokens, rounds, ssd_tokens, directory, begin + budget_s):
             rows.append(row)
             if as_json:
@@ -101,32 +100,14 @@ def main(
         )
 
 
-def _subjects(
-    shapes: str, model: Path | None, ids: Path | None, device: torch.device, *, twin: bool, layers: int, token_count: int
-) -> Iterator[Subject]:  # fmt: skip
-    """One at a time in memory."""
-    for name in filter(None, shapes.split(",")):
-        yield random_model(name, device, layers=layers, token_count=token_count)
-    if shapes:
-        return
-    # What it needs besides is not there on every machine with a GPU.
-    from gpu_worker.demo.models import mha_twin, smollm2  # noqa: PLC0415
-
-    path = model or smollm2()
-    yield real_model(mha_twin(path) if twin else path, device, ids=ids, token_count=token_count)
-
-
 def _measured(
     subject: Subject, lengths: list[int], new_tokens: int, rounds: int, ssd_tokens: int, directory: Path | None, until: float
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     model, adapter = subject.model, adapt(subject.model)
     shape = model_shape(adapter, subject.name)
     is_cuda = model.device.type == "cuda"
-    facts: dict[str, Any] = {
-        "model": subject.name, "layers": subject.layers, "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if is_cuda else this_machine().title, "weights": "random" if subject.is_random else "real",
-        "command": shlex.join(["python", "-m", "benchmarks.restore", *sys.argv[1:]]), "date": datetime.now(UTC).date().isoformat(), "count_of_rounds": rounds,
-    }  # fmt: skip
+    command = shlex.join(["python", "-m", "benchmarks.restore", *sys.argv[1:]])
+    facts = subject.facts(command) | {"count_of_rounds": rounds}
     if subject.name in MODEL_NAMES:
         yield {"what": "storage", **storage(subject.name)}
     room = [

@@ -1,4 +1,4 @@
-"""The bed of benchmarks/restore.py: one model, one store, sessions, and one restore after another that is checked.
+"""The bed of benchmarks/restore.py and skew.py: one model, one store, sessions, and one restore after another that is checked.
 
 Restores run through the engine's own parts: lease, schedule, pipeline, layer gate. Each is compared with the cache
 that recomputation left and with its logits; a difference beyond the bounds is the case's `problem`. Worst case: a
@@ -91,14 +91,18 @@ class Taken:
 
 
 @dataclass
-class _Reference:
-    """What recomputation left: cache, token ids, the new ones and the last one's logits."""
+class Saved:
+    """A context's sessions in the store, and what recomputation left: cache, token ids, the new ones and the last one's logits.
+
+    `stored` are its rows, needed for sessions of streams that were not asked for yet.
+    """
 
     cache: DynamicCache
     token_ids: list[int]
     new_ids: list[int]
     logits: Tensor
     stored: dict[Stream, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    sessions: dict[frozenset[Stream], str] = field(default_factory=dict)
 
 
 class Bed:
@@ -122,8 +126,8 @@ class Bed:
             self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=Settings()
         )
         self._stack.callback(self._restorer.close)
-        self._reference: _Reference | None = None
-        self._sessions: dict[frozenset[Stream], str] = {}
+        self._saved: list[Saved] = []
+        self._current: Saved | None = None
         # On a GPU one pass is causal attention without a mask, which is the fastest.
         self._piece_tokens = PREFILL_PIECE_TOKENS if model.device.type == "cpu" else 1 << 20
 
@@ -136,40 +140,46 @@ class Bed:
     # -- sessions ----------------------------------------------------------------------------------
 
     def save(self, token_ids: Sequence[int], new_ids: Sequence[int]) -> None:
-        """Run the history once, keep its cache, and save all kinds of rows of it; sessions before are deleted."""
-        for name in self._sessions.values():
-            self._client.delete_session(name)
-        self._sessions = {}
-        reference = _Reference(
-            DynamicCache(config=self.model.config), list(token_ids), list(new_ids), torch.empty(0)
-        )
-        streams = [Stream(layer, kind) for layer in range(len(self.adapter.layers)) for kind in WIDE_KINDS]
+        """As `add`, with this context alone: sessions before are deleted."""
+        for saved in self._saved:
+            for name in saved.sessions.values():
+                self._client.delete_session(name)
+        self._saved = []
+        self.add(token_ids, new_ids)
+
+    def add(self, token_ids: Sequence[int], new_ids: Sequence[int]) -> Saved:
+        """Run the history once, keep its cache, and save all kinds of rows of it; the context is in use then."""
+        saved = Saved(DynamicCache(config=self.model.config), list(token_ids), list(new_ids), torch.empty(0))
+        layers = range(len(self.adapter.layers))
 
         def put(layer: int, kind: StateKind, rows: Tensor) -> None:
-            reference.stored[Stream(layer, kind)].append(rows)
+            saved.stored[Stream(layer, kind)].append(rows)
 
-        with Capture(self.adapter, streams, put):
-            self._prefill(reference.cache, token_ids)
-        reference.logits = self._prefill(reference.cache, new_ids)
-        self._reference = reference
-        self._session(
-            frozenset(
-                Stream(layer, kind) for layer in range(len(self.adapter.layers)) for kind in SAVED_KINDS
-            )
-        )
+        with Capture(self.adapter, [Stream(layer, kind) for layer in layers for kind in WIDE_KINDS], put):
+            self._prefill(saved.cache, token_ids)
+        saved.logits = self._prefill(saved.cache, new_ids)
+        self._saved.append(saved)
+        self.use(saved)
+        self._session(frozenset(Stream(layer, kind) for layer in layers for kind in SAVED_KINDS))
+        return saved
+
+    def use(self, saved: Saved) -> None:
+        """What is run from here on is of this context."""
+        self._current = saved
 
     @property
-    def _known(self) -> _Reference:
-        if self._reference is None:
+    def _known(self) -> Saved:
+        if self._current is None:
             raise RuntimeError("nothing was saved")
-        return self._reference
+        return self._current
 
     def _session(self, streams: frozenset[Stream]) -> str:
         """The session of exactly these streams, durable."""
-        if streams in self._sessions:
-            return self._sessions[streams]
+        sessions = self._known.sessions
+        if streams in sessions:
+            return sessions[streams]
         session = self._client.create_session(self._model_name, layout=[TOKENS, *sorted(streams)])
-        self._sessions[streams] = session.name
+        sessions[streams] = session.name
         ids = np.array(self._known.token_ids, "<i4").view(np.uint8).reshape(-1, 4)
         rows = {TOKENS: ids} | {
             spec.stream: np.frombuffer(self._packed(spec), np.uint8).reshape(len(ids), -1)
@@ -195,26 +205,38 @@ class Bed:
             name = self._session(streams)
             self._client.demote_session(name)
             return name
+        sessions = self._known.sessions
         return next(
             name
-            for held, name in self._sessions.items()
-            if streams <= held and len(held) == max(map(len, self._sessions))
+            for held, name in sessions.items()
+            if streams <= held and len(held) == max(map(len, sessions))
         )
 
     # -- measuring ---------------------------------------------------------------------------------
 
     def run(self, case: Case, planner: AdaptivePlanner | None = None) -> Taken:
         """Restore and continue, once; `planner` learns what the stages took."""
+        return self.restore(case, planner)[0]
+
+    def restore(self, case: Case, planner: AdaptivePlanner | None = None) -> tuple[Taken, Cache]:
+        """As `run`, and the cache: of the history and the new tokens."""
         return self._recompute() if case.plan is None else self._restore(case, case.plan, planner)
 
-    def _recompute(self) -> Taken:
+    def go_on(self, cache: Cache) -> tuple[Taken, Cache]:
+        """Continue a history whose cache is still here, of whichever restore; nothing is read."""
+        begin_s = self._now_s()
+        logits = self._prefill(cache, self._known.new_ids)
+        int(logits.argmax())
+        return self._compared(cache, logits, time.perf_counter() - begin_s, 0.0, 0.0)
+
+    def _recompute(self) -> tuple[Taken, Cache]:
         known, cache = self._known, DynamicCache(config=self.model.config)
         begin_s = self._now_s()
         logits = self._prefill(cache, [*known.token_ids, *known.new_ids])
         int(logits.argmax())
         return self._compared(cache, logits, time.perf_counter() - begin_s, 0.0, 0.0)
 
-    def _restore(self, case: Case, plan: Plan, planner: AdaptivePlanner | None) -> Taken:
+    def _restore(self, case: Case, plan: Plan, planner: AdaptivePlanner | None) -> tuple[Taken, Cache]:
         known, choice = self._known, Choice(None, plan)
         name = self._placed(choice, case.place)
         client = self._verifying if case.start == VERIFIED else self._client
@@ -249,7 +271,7 @@ class Bed:
 
     def _compared(
         self, cache: Cache, logits: Tensor, ttft_s: float, restore_s: float, lease_s: float
-    ) -> Taken:
+    ) -> tuple[Taken, Cache]:
         known = self._known
         errors = [
             _error(found, right)
@@ -258,7 +280,7 @@ class Bed:
         ]
         found, right = logits.float().log_softmax(-1), known.logits.float().log_softmax(-1)
         kl_nats = float((right.exp() * (right - found)).sum().abs())
-        return Taken(ttft_s, restore_s, lease_s, max(errors), kl_nats)
+        return Taken(ttft_s, restore_s, lease_s, max(errors), kl_nats), cache
 
 
 def halves(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""The models of benchmarks/restore.py: real ones from directories, and shapes with random weights."""
+"""The models of benchmarks/restore.py and skew.py: real ones from directories, and shapes with random weights."""
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
 )
+
+from gpu_worker.demo.machine import this_machine
 
 MOST_TOKENS = 32768
 
@@ -63,6 +66,30 @@ class Subject:
     layers: str
     is_random: bool
     token_ids: list[int]
+
+    def facts(self, command: str) -> dict[str, Any]:
+        """What each row of its results says of model, machine and run."""
+        is_cuda = self.model.device.type == "cuda"
+        return {
+            "model": self.name, "layers": self.layers, "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name() if is_cuda else this_machine().title,
+            "weights": "random" if self.is_random else "real", "command": command, "date": datetime.now(UTC).date().isoformat(),
+        }  # fmt: skip
+
+
+def subjects(
+    shapes: str, model: Path | None, ids: Path | None, device: torch.device, *, twin: bool, layers: int, token_count: int
+) -> Iterator[Subject]:  # fmt: skip
+    """One at a time in memory: each of `shapes`, or else a real one, SmolLM2-135M if none is named."""
+    for name in filter(None, shapes.split(",")):
+        yield random_model(name, device, layers=layers, token_count=token_count)
+    if shapes:
+        return
+    # What it needs besides is not there on every machine with a GPU.
+    from gpu_worker.demo.models import mha_twin, smollm2  # noqa: PLC0415
+
+    path = model or smollm2()
+    yield real_model(mha_twin(path) if twin else path, device, ids=ids, token_count=token_count)
 
 
 def random_model(name: str, device: torch.device, *, layers: int, token_count: int) -> Subject:

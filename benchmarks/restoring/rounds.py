@@ -49,7 +49,7 @@ class Rounds:
         """Rows of one length."""
         bed, history = self._bed, len(token_ids)
         bed.save(token_ids, new_ids)
-        known = self._calibrated(profile, history, len(new_ids))
+        known = calibrated(bed, profile, history, len(new_ids))
         places = (Place.DRAM, Place.SSD) if with_ssd else (Place.DRAM,)
         named: dict[tuple[str, str, str], Case] = {(RECOMPUTE, "", ""): Case(None)}
         for place in places:
@@ -81,16 +81,6 @@ class Rounds:
                 | self._figures(case, taken[key])
             )
 
-    def _calibrated(self, profile: Profile, history: int, new_tokens: int) -> Profile:
-        """The machine as stages of the pipeline turn out to take."""
-        bed = self._bed
-        planner = AdaptivePlanner(bed.shape, profile, engine=_ENGINE, bounds=_QUICK)
-        for _ in range(CALIBRATIONS):
-            for name in (KV, HIDDEN, NAIVE_HYBRID, HIDDEN_INT8):
-                each = plans(bed.shape, planner.profile, history, new_tokens, Place.DRAM)[name]
-                bed.run(Case(each, Place.DRAM, WHOLE), planner)
-        return planner.profile
-
     def _figures(self, case: Case, taken: Sequence[Taken]) -> Row:
         limits = bounds(self._bed.model.dtype, is_exact=case.is_exact)
         problem = next((each.problem(limits) for each in taken if each.problem(limits)), "")
@@ -115,6 +105,16 @@ class Rounds:
             "share_of_limit": spread([limit_s / seconds for seconds in rounds["restore_s"]]),
             "checksum_share": work.copied_bytes / self._ceilings.checksum_bytes_per_s / spread(rounds["restore_s"])["median"],
         }  # fmt: skip
+
+
+def calibrated(bed: Bed, profile: Profile, history: int, new_tokens: int) -> Profile:
+    """The machine as stages of the pipeline turn out to take, by restores of the context in use."""
+    planner = AdaptivePlanner(bed.shape, profile, engine=_ENGINE, bounds=_QUICK)
+    for _ in range(CALIBRATIONS):
+        for name in (KV, HIDDEN, NAIVE_HYBRID, HIDDEN_INT8):
+            each = plans(bed.shape, planner.profile, history, new_tokens, Place.DRAM)[name]
+            bed.run(Case(each, Place.DRAM, WHOLE), planner)
+    return planner.profile
 
 
 def starts(name: str, place: Place) -> tuple[str, ...]:
