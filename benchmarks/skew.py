@@ -2,7 +2,7 @@
 """Time to first token with the engine's last caches kept in front of the store, by skew of the requests (HCache, section 6.4).
 
     python -m benchmarks.skew --model DIR --ids IDS.json.gz --history 224 --sessions 100 --kept 15 --skews 0,1,2 --json
-    python -m benchmarks.skew --shapes llama-2-7b --layers 8 --device cuda --history 4096 --sessions 20 --kept 3 --json
+    python -m benchmarks.skew --shapes llama-2-7b --layers 8 --device cuda --history 1024 --sessions 20 --kept 3 --json    # 9 GB of DRAM, as much disk
     python -m benchmarks.skew --shapes tiny --history 96 --sessions 8 --kept 2 --requests 10 --rounds 2    # in seconds; figures mean nothing
     python -m benchmarks.skew --plot docs/skew.png FILE...                                                 # no measurement
 
