@@ -41,7 +41,8 @@ from tests.faults.rows import first_difference, rows_of
 from tests.server_process import COMMAND_LINE, ServerProcess
 
 CALL_TIMEOUT_S = 30.0
-AS_SLOW_AS_ASKED = {f"/ctxcache.v1.AdminService/{name}": 0.1 for name in ("Verify", "Drain", "Backup")}
+AS_LONG = ("Verify", "Drain", "Backup", "Record")
+AS_SLOW_AS_ASKED = {f"/ctxcache.v1.AdminService/{name}": 0.1 for name in AS_LONG}
 """Rpcs that take as long as a field of theirs says, or others do, and how long we wait, in seconds: a byte per second is a rate."""
 REFUSES_OTHERS = {"/ctxcache.v1.AdminService/Drain": "/ctxcache.v1.AdminService/Undrain"}
 """Rpcs after which others are refused, as they should be, and what ends that: never among the others."""
