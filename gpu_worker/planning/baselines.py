@@ -4,8 +4,9 @@ For layers that are not alike, the formulas get the average layer. Worst case: a
 store or the engine does not allow, which is left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import Assignment
@@ -16,7 +17,7 @@ from gpu_worker.planning.closed_forms import (
     kvpr_split,
     naive_hybrid_schedule,
 )
-from gpu_worker.planning.option import LayerOptions, Option
+from gpu_worker.planning.option import LayerOptions, Option, Piece
 
 RECOMPUTE, KV, HIDDEN = "recompute", "kv", "hidden"
 NAIVE_HYBRID, HCACHE, KVPR = "naive hybrid", "hcache", "kvpr"
@@ -25,31 +26,50 @@ SplitAt = Callable[[int, int], Option | None]
 """(layer, tokens from hidden rows) -> the layer split there."""
 
 
+class _Ways(NamedTuple):
+    """What the papers take of one layer: hidden states, or rows of any other kind, which count as K/V."""
+
+    hidden: Option | None
+    kv: Option | None
+    recompute: Piece | None
+
+
 def baselines(
     layers: Sequence[LayerOptions], history: int, split_at: SplitAt | None
 ) -> Mapping[str, Assignment]:
     """Return the assignments by name; `split_at` is None where the engine does not split layers."""
+    ways = _ways(layers)
     found = {
-        RECOMPUTE: _assignment(layers, Schedule(len(layers), 0, 0)),
-        KV: _assignment(layers, Schedule(0, 0, len(layers))),
-        HIDDEN: _assignment(layers, Schedule(0, len(layers), 0)),
+        RECOMPUTE: _assignment(ways, Schedule(len(layers), 0, 0)),
+        KV: _assignment(ways, Schedule(0, 0, len(layers))),
+        HIDDEN: _assignment(ways, Schedule(0, len(layers), 0)),
     }
-    times = _times(layers)
+    times = _times(ways)
     if times is not None and found[RECOMPUTE]:
-        found[NAIVE_HYBRID] = _assignment(layers, naive_hybrid_schedule(len(layers), times))
-        found[HCACHE] = _assignment(layers, hcache_schedule(len(layers), times))
-    found[KVPR] = split_everywhere(layers, history, split_at)
+        found[NAIVE_HYBRID] = _assignment(ways, naive_hybrid_schedule(len(layers), times))
+        found[HCACHE] = _assignment(ways, hcache_schedule(len(layers), times))
+    if times is not None and split_at is not None and history:
+        found[KVPR] = _all_split(len(layers), history, split_at, times)
     return {name: assignment for name, assignment in found.items() if assignment is not None}
 
 
-def _assignment(layers: Sequence[LayerOptions], schedule: Schedule) -> Assignment | None:
-    if any(layer.recompute is None for layer in layers[: schedule.recomputed]):
+def split_everywhere(
+    layers: Sequence[LayerOptions], history: int, split_at: SplitAt | None
+) -> Assignment | None:
+    """Return every layer split at KVPR's token; None where that cannot be."""
+    if split_at is None or not history:
         return None
-    methods = [Method.HIDDEN] * schedule.hidden + [Method.KV] * schedule.kv
-    options = [
-        _option(layer, method) for layer, method in zip(layers[schedule.recomputed :], methods, strict=True)
-    ]
-    return Assignment(schedule.recomputed, tuple(_all(options))) if all(options) else None
+    times = _times(_ways(layers))
+    return None if times is None else _all_split(len(layers), history, split_at, times)
+
+
+def _ways(layers: Sequence[LayerOptions]) -> list[_Ways]:
+    kinds = {id(layer): layer for layer in layers}
+    known = {
+        key: _Ways(_option(layer, Method.HIDDEN), _option(layer, Method.KV), layer.recompute)
+        for key, layer in kinds.items()
+    }
+    return [known[id(layer)] for layer in layers]
 
 
 def _option(layer: LayerOptions, method: Method) -> Option | None:
@@ -62,36 +82,39 @@ def _option(layer: LayerOptions, method: Method) -> Option | None:
     )
 
 
-def _all(options: Sequence[Option | None]) -> Iterator[Option]:
-    return (option for option in options if option is not None)
+def _assignment(ways: Sequence[_Ways], schedule: Schedule) -> Assignment | None:
+    recomputed, kv = schedule.recomputed, schedule.recomputed + schedule.hidden
+    if any(way.recompute is None for way in ways[:recomputed]):
+        return None
+    return _assigned(
+        recomputed, [*(way.hidden for way in ways[recomputed:kv]), *(way.kv for way in ways[kv:])]
+    )
 
 
-def _times(layers: Sequence[LayerOptions]) -> LayerTimes | None:
+def _assigned(recomputed_count: int, options: Sequence[Option | None]) -> Assignment | None:
+    """None where a layer has no such option."""
+    found = tuple(option for option in options if option is not None)
+    return Assignment(recomputed_count, found) if len(found) == len(options) else None
+
+
+def _times(ways: Sequence[_Ways]) -> LayerTimes | None:
     """The average layer, where all hold both kinds; reading and copying count as one stream."""
-    pairs = [(_option(layer, Method.HIDDEN), _option(layer, Method.KV)) for layer in layers]
-    both = [(hidden.pieces[0], rows.pieces[0]) for hidden, rows in pairs if hidden and rows]
-    if len(both) < len(layers):
+    both = [(way.hidden.pieces[0], way.kv.pieces[0]) for way in ways if way.hidden and way.kv]
+    if len(both) < len(ways):
         return None
     return LayerTimes(
         hidden_io_s=fmean(max(hidden.read_s, hidden.copy_s) for hidden, _ in both),
         kv_io_s=fmean(max(rows.read_s, rows.copy_s) for _, rows in both),
         hidden_compute_s=fmean(hidden.compute_s for hidden, _ in both),
-        token_compute_s=fmean(layer.recompute.compute_s if layer.recompute else 0.0 for layer in layers),
+        token_compute_s=fmean(way.recompute.compute_s if way.recompute else 0.0 for way in ways),
     )
 
 
-def split_everywhere(
-    layers: Sequence[LayerOptions], history: int, split_at: SplitAt | None
-) -> Assignment | None:
-    """Return every layer split at KVPR's token; None where that cannot be."""
-    times = _times(layers) if split_at is not None and history else None
-    if split_at is None or times is None:
-        return None
+def _all_split(layer_count: int, history: int, split_at: SplitAt, times: LayerTimes) -> Assignment | None:
     split = kvpr_split(
         history,
         activation_s=times.hidden_io_s / history,
         recompute_s=times.hidden_compute_s / history,
         kv_s=times.kv_io_s / history,
     )
-    options = [split_at(layer, split) for layer in range(len(layers))]
-    return Assignment(0, tuple(_all(options))) if all(options) else None
+    return _assigned(0, [split_at(layer, split) for layer in range(layer_count)])

@@ -6,8 +6,9 @@ any of its choices. That is the Lagrangian dual of the relaxed problem in which 
 at will. Worst case: a bound that is too low, which costs steps, never a wrong plan.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from gpu_worker.planning.block import Block, State
@@ -32,34 +33,43 @@ class Bound(NamedTuple):
         return self.read * seconds[0] + self.copy * seconds[1] + self.compute * seconds[2]
 
 
-def least_end_s(bounds: Sequence[Bound], state: State, layer: int) -> float:
-    """Return the seconds before which the pipeline cannot end when layers from `layer` on are left."""
+def least_end_s(bounds: Sequence[Bound], state: State, layer: int, too_late_s: float = math.inf) -> float:
+    """Return the seconds before which the pipeline cannot end when layers from `layer` on are left.
+
+    From `too_late_s` on any bound will do: the first that is no earlier is returned.
+    """
     free_read, free_copy, free_compute = state
     least = 0.0
     for read, copy, compute, rest_s in bounds:
         end_s = read * free_read + copy * free_copy + compute * free_compute + rest_s[layer]
-        least = max(least, end_s)
+        if end_s > least:
+            least = end_s
+            if least >= too_late_s:
+                break
     return least
 
 
 def bounds(choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int]) -> tuple[Bound, ...]:
-    """Return bounds for layers with these choices each; a layer without any counts nothing.
+    """Return bounds for layers with these choices each, the tightest from the start first.
 
-    Weights are those that tell the first `option_counts` choices of a layer apart.
+    Weights are those that tell the first `option_counts` choices of a layer apart. A layer without choices
+    counts nothing.
     """
-    kinds = {id(blocks): blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
-    return tuple(Bound(*weights, _rest(choices, weights)) for weights in _all_weights(list(kinds.values())))
+    options = {id(blocks): blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
+    kinds = {id(blocks): blocks for blocks in choices}
+    layers = [id(blocks) for blocks in choices]
+    found = (Bound(*weights, _rest(layers, kinds, weights)) for weights in _all_weights(options.values()))
+    return tuple(sorted(found, key=lambda bound: -bound.rest_s[0]))
 
 
-def _rest(choices: Sequence[tuple[Block, ...]], weights: Weights) -> list[float]:
+def _rest(layers: Sequence[int], kinds: Mapping[int, tuple[Block, ...]], weights: Weights) -> list[float]:
+    least = {
+        kind: min((_work(block, weights) for block in blocks), default=0.0) for kind, blocks in kinds.items()
+    }
     # The last layer's work ends only after it went through the streams behind.
-    rest = [min((_way(block, weights) for block in choices[-1]), default=0.0)]
-    least: dict[int, float] = {}
-    for blocks in reversed(choices[:-1]):
-        if id(blocks) not in least:
-            least[id(blocks)] = min((_work(block, weights) for block in blocks), default=0.0)
-        rest.append(rest[-1] + least[id(blocks)])
-    return [*reversed(rest), 0.0]
+    last = min((_way(block, weights) for block in kinds[layers[-1]]), default=0.0)
+    from_last = accumulate((least[kind] for kind in reversed(layers[:-1])), initial=last)
+    return [*reversed(list(from_last)), 0.0]
 
 
 def _work(block: Block, weights: Weights) -> float:
@@ -71,7 +81,7 @@ def _way(block: Block, weights: Weights) -> float:
     return read * block.read_to_compute_s + copy * block.copy_to_compute_s + compute * block.compute_s
 
 
-def _all_weights(kinds: Sequence[tuple[Block, ...]]) -> list[Weights]:
+def _all_weights(kinds: Collection[tuple[Block, ...]]) -> list[Weights]:
     streams: list[Weights] = [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
     if any(block.read_s for blocks in kinds for block in blocks):
         streams.append((1.0, 0.0, 0.0))

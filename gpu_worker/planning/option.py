@@ -82,7 +82,7 @@ def layer_options(
     if layer.kind is LayerKind.SHARED or not history:
         nothing = Option((Piece(None, history, history),))
         return LayerOptions((nothing,), (), (), recompute)
-    maker = _Maker(layer, holding, history, profile, _methods(layer, engine))
+    maker = _Maker.of(layer, holding, history, profile, engine)
     begin = layer.needed_from(history)
     whole = [maker.whole(method, begin, history) for method in maker.methods]
     options = tuple(
@@ -105,7 +105,7 @@ def split_option(
     """Return the layer split at a token: hidden rows before it, K and V behind it; None where it cannot be."""
     if layer.kind not in _SPLIT_KINDS:
         return None
-    maker = _Maker(layer, holding, history, profile, _methods(layer, engine))
+    maker = _Maker.of(layer, holding, history, profile, engine)
     begin = layer.needed_from(history)
     if maker.hidden(begin, history) is None or maker.rows(begin, history) is None:
         return None
@@ -163,6 +163,21 @@ class _Maker:
     history: int
     profile: Profile
     methods: tuple[Method, ...]
+    hidden_methods: tuple[Method, ...]
+    """From the layer's inputs, those with the smallest rows first."""
+    row_methods: tuple[Method, ...]
+    """From K and V or latents, likewise."""
+
+    @classmethod
+    def of(
+        cls, layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: Engine
+    ) -> "_Maker":
+        held = {kind for kind, _ in holding.kinds}
+        methods = tuple(method for method in _methods(layer, engine) if method.kind in held)
+        by_size = sorted(methods, key=lambda method: layer.row_bytes(method.kind))
+        hidden = tuple(method for method in by_size if method.unpacked is Method.HIDDEN)
+        rows = tuple(method for method in by_size if method.unpacked is not Method.HIDDEN)
+        return cls(layer, holding, history, profile, methods, hidden, rows)
 
     def whole(self, method: Method, begin: int, end: int) -> Piece | None:
         """Tokens [begin, end) by one method."""
@@ -177,16 +192,14 @@ class _Maker:
 
     def hidden(self, begin: int, end: int) -> Piece | None:
         """From the layer's inputs, by the smallest rows of them."""
-        return self._smallest(begin, end, is_hidden=True)
+        return self._first_held(self.hidden_methods, begin, end)
 
     def rows(self, begin: int, end: int) -> Piece | None:
         """From K and V or latents, by the smallest rows of them."""
-        return self._smallest(begin, end, is_hidden=False)
+        return self._first_held(self.row_methods, begin, end)
 
-    def _smallest(self, begin: int, end: int, *, is_hidden: bool) -> Piece | None:
-        fitting = [each for each in self.methods if (each.unpacked is Method.HIDDEN) == is_hidden]
-        fitting.sort(key=lambda method: self.layer.row_bytes(method.kind))
-        pieces = (self.whole(method, begin, end) for method in fitting)
+    def _first_held(self, methods: tuple[Method, ...], begin: int, end: int) -> Piece | None:
+        pieces = (self.whole(method, begin, end) for method in methods)
         return next((piece for piece in pieces if piece), None)
 
     def _linear(self, method: Method, end: int) -> Piece | None:

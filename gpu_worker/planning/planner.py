@@ -241,14 +241,13 @@ def _splitter(request: Request) -> SplitAt | None:
     if not request.engine.can_split or not request.history:
         return None
 
-    known: dict[object, Option | None] = {}
+    known: dict[tuple[int, int, int], Option | None] = {}
 
     def split_at(layer: int, cut: int) -> Option | None:
         shape, held = request.model.layers[layer], request.holding.layers[layer]
-        if (shape, held, cut) not in known:
-            known[shape, held, cut] = split_option(
-                shape, held, request.history, request.profile, request.engine, cut
-            )
-        return known[shape, held, cut]
+        key = (id(shape), id(held), cut)
+        if key not in known:
+            known[key] = split_option(shape, held, request.history, request.profile, request.engine, cut)
+        return known[key]
 
     return split_at

@@ -15,7 +15,8 @@ from gpu_worker.planning.bound import Bound
 
 Picks = tuple[tuple[int, int], ...]
 """(pick, layers in a row that take it), first layer first."""
-Way = tuple[Picks, Block]
+Way = tuple[Picks, Block, bool]
+"""The picks, what they do to the streams, and whether one of them is a split."""
 
 
 class _Kind(NamedTuple):
@@ -77,7 +78,7 @@ class Run:
         for first_count in self._range(count, slack, first, last):
             counts = {split: 1, last: count - first_count, first: first_count}
             picks = tuple((pick, counts[pick]) for pick in order if counts[pick])
-            yield picks, self.block(picks)
+            yield picks, self.block(picks), split is not None
 
     def _power(self, pick: int, count: int) -> Block:
         return self.blocks[pick] if count == 1 else self.powers[pick][count]
@@ -120,7 +121,7 @@ def runs_of(
 
 
 def _kind(blocks: tuple[Block, ...], option_count: int, limits: Sequence[Bound]) -> _Kind:
-    ways = [(((pick, 1),), block) for pick, block in enumerate(blocks)]
+    ways = [(((pick, 1),), block, pick >= option_count) for pick, block in enumerate(blocks)]
     return _Kind(
         orders=_orders(blocks, option_count),
         costs=tuple(tuple(bound.cost(block) for block in blocks) for bound in limits),

@@ -9,10 +9,12 @@ apart. The most promising are kept, and the solution says that it is not exact, 
 """
 
 import math
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from gpu_worker.planning.block import NOTHING, START, Block, State
@@ -54,17 +56,27 @@ class Solution:
 
 
 class _Way(NamedTuple):
-    """A way through the layers up to some layer; `picks` are those since `before`."""
+    """A way through the layers before `layer`; `picks` are those since `before`. A root has none before it.
 
+    No plan that goes on from here ends before `bound_s`.
+    """
+
+    bound_s: float
+    layer: int
     state: State
     has_split: bool
     recomputed_count: int
     picks: Picks
     before: "_Way | None"
 
+    @property
+    def end_s(self) -> float:
+        """When its last computation is done."""
+        return self.state[-1]
 
-_Root = tuple[float, int, _Way]
-"""(bound, first layer that is open, the way there): recomputation and nothing else."""
+
+_BOUND_S = attrgetter("bound_s")
+_STATE_AND_SPLIT = attrgetter("state", "has_split")
 
 
 def solve(
@@ -91,6 +103,7 @@ class _Search:
         self._choices = [blocks[id(layer)] for layer in layers]
         option_counts = [len(layer.options) for layer in layers]
         self._bounds = bounds(self._choices, option_counts)
+        self._bound_s = partial(least_end_s, self._bounds)
         self._runs = runs_of(self._choices, option_counts, self._bounds)
         self._best: _Way | None = None
         self._best_s = math.inf
@@ -100,21 +113,22 @@ class _Search:
     def run(self) -> Solution | None:
         """Search once."""
         roots = sorted(self._roots())
-        for _, begin, root in roots[:2]:
-            self._descend(root, begin)
+        for root in roots[:2]:
+            self._descend(root)
         splits = sorted(self._split_roots())
-        entering: dict[int, list[_Root]] = defaultdict(list)
-        for start in chain(roots, splits):
-            entering[start[1]].append(start)
+        # By run, and behind the last one what needs none.
+        entering: list[list[_Way]] = [[] for _ in range(len(self._runs) + 1)]
+        ends = [run.end for run in self._runs]
+        for root in sorted(chain(roots, splits)):
+            entering[bisect_right(ends, root.layer)].append(root)
         front: list[_Way] = []
         for i, run in enumerate(self._runs):
-            starts = sorted(each for begin in range(run.begin, run.end) for each in entering[begin])
-            front = self._through(run, front, starts, len(self._runs) - i)
-        for _, _, root in entering[len(self._layers)]:
+            front = self._through(run, front, entering[i], len(self._runs) - i)
+        for root in entering[-1]:
             self._finish(root)
         if self._best is None:
             return None
-        return self._solution(self._best, min(root[0] for root in (*roots[:1], *splits[:1])))
+        return self._solution(self._best, min(root.bound_s for root in (*roots[:1], *splits[:1])))
 
     # -- where plans begin -------------------------------------------------------------------------
 
@@ -132,13 +146,13 @@ class _Search:
         """Layers that must be recomputed, since the last of them has no choice."""
         return max((i + 1 for i, blocks in enumerate(self._choices) if not blocks), default=0)
 
-    def _roots(self) -> Iterator[_Root]:
+    def _roots(self) -> Iterator[_Way]:
         first = self._first()
         for count, state, _ in self._prefixes():
             if count >= first:
-                yield self._bound_s(state, count), count, _Way(state, False, count, (), None)  # noqa: FBT003
+                yield _Way(self._bound_s(state, count), count, state, False, count, (), None)  # noqa: FBT003
 
-    def _split_roots(self) -> Iterator[_Root]:
+    def _split_roots(self) -> Iterator[_Way]:
         """Roots whose last layer is recomputed in part; only those that may beat what is known."""
         first = self._first()
         least: dict[int, list[float]] = {}
@@ -148,91 +162,106 @@ class _Search:
             frontier = self._layers[count].frontier
             if id(frontier) not in least:
                 least[id(frontier)] = [min(map(bound.cost, frontier)) for bound in self._bounds]
-            ends = (
-                bound.cost(begun) + cost + bound.rest_s[count + 1]
+            if all(
+                bound.cost(begun) + cost + bound.rest_s[count + 1] < self._best_s
                 for bound, cost in zip(self._bounds, least[id(frontier)], strict=True)
-            )
-            if max(ends) < self._best_s:
+            ):
                 yield from self._split_at(count, begun, frontier)
 
-    def _split_at(self, count: int, begun: State, frontier: Sequence[Block]) -> Iterator[_Root]:
+    def _split_at(self, count: int, begun: State, frontier: Sequence[Block]) -> Iterator[_Way]:
         for pick, block in enumerate(frontier, len(self._choices[count])):
             state = block.after(begun)
             bound_s = self._bound_s(state, count + 1)
             if bound_s < self._best_s:
-                yield bound_s, count + 1, _Way(state, True, count, ((pick, 1),), None)  # noqa: FBT003
+                yield _Way(bound_s, count + 1, state, True, count, ((pick, 1),), None)  # noqa: FBT003
 
-    def _descend(self, way: _Way, begin: int) -> None:
+    def _descend(self, way: _Way) -> None:
         """Follow the bounds down from one way, like layers in their better order: a first end to beat."""
+        at: _Way | None = way
         for run in self._runs:
-            start = max(begin, run.begin)
-            if start < run.end:
-                if not run.option_count:
-                    return
-                way = self._descend_run(way, run, start)
-        self._finish(way)
+            if at is not None and at.layer < run.end:
+                at = self._descend_run(at, run)
+        if at is not None:
+            self._finish(at)
 
-    def _descend_run(self, way: _Way, run: Run, start: int) -> _Way:
+    def _descend_run(self, way: _Way, run: Run) -> _Way | None:
+        """None where the best end known cannot be beaten that way."""
         state, taken = way.state, [0] * run.option_count
-        for layer in range(start, run.end):
-            nexts = [block.after(state) for block in run.blocks[: run.option_count]]
-            ends = [self._bound_s(after, layer + 1) for after in nexts]
-            pick = ends.index(min(ends))
+        options = run.blocks[: run.option_count]
+        for layer in range(way.layer, run.end):
+            found = self._most_promising(options, state, layer + 1)
+            if found is None:
+                return None
+            pick, state = found
             taken[pick] += 1
-            state = nexts[pick]
         picks = run.sorted(taken)
-        return _Way(run.block(picks).after(way.state), way.has_split, way.recomputed_count, picks, way)
+        if run.end - way.layer > 1:
+            state = run.block(picks).after(way.state)
+        return _Way(way.bound_s, run.end, state, way.has_split, way.recomputed_count, picks, way)
+
+    def _most_promising(self, options: Sequence[Block], state: State, layer: int) -> tuple[int, State] | None:
+        """The option behind which, before `layer`, the bound is least, and the state there; None: none may be best."""
+        least_s, found = self._best_s, None
+        for pick, block in enumerate(options):
+            after = block.after(state)
+            bound_s = self._bound_s(after, layer, least_s)
+            if bound_s < least_s:
+                least_s, found = bound_s, (pick, after)
+        return found
 
     # -- through the layers ------------------------------------------------------------------------
 
-    def _through(self, run: Run, front: list[_Way], roots: list[_Root], runs_left: int) -> list[_Way]:
+    def _through(self, run: Run, front: list[_Way], roots: list[_Way], runs_left: int) -> list[_Way]:
         """Return the ways past a run; none behind the last one."""
         found: list[_Way] = []
         is_last = run.end == len(self._layers)
-        for begin, way in chain(((run.begin, way) for way in front), self._entering(roots)):
-            may_split = not way.has_split and self._may_split(way, begin)
-            for picks, block in run.ways(way.state, begin, self._bounds, self._best_s, may_split=may_split):
+        for way in chain(front, self._entering(roots)):
+            may_split = not way.has_split and self._may_split(way)
+            for picks, block, is_split in run.ways(
+                way.state, way.layer, self._bounds, self._best_s, may_split=may_split
+            ):
                 self._step_count += 1
                 state = block.after(way.state)
-                has_split = way.has_split or picks_split(picks, run.option_count)
-                if is_last and state.compute_s < self._best_s:
-                    self._finish(_Way(state, has_split, way.recomputed_count, picks, way))
-                elif not is_last and self._bound_s(state, run.end) < self._best_s:
-                    found.append(_Way(state, has_split, way.recomputed_count, picks, way))
-        return self._kept(_undominated(found), run.end, runs_left)
+                bound_s = state[-1] if is_last else self._bound_s(state, run.end, self._best_s)
+                if bound_s >= self._best_s:
+                    continue
+                has_split = way.has_split or is_split
+                after = _Way(bound_s, run.end, state, has_split, way.recomputed_count, picks, way)
+                if is_last:
+                    self._finish(after)
+                else:
+                    found.append(after)
+        return self._kept(_undominated(found), runs_left)
 
-    def _entering(self, roots: list[_Root]) -> Iterator[tuple[int, _Way]]:
+    def _entering(self, roots: list[_Way]) -> Iterator[_Way]:
         """Where plans begin here, the most promising first; only that one when there were too many steps."""
-        for i, (bound_s, begin, way) in enumerate(roots):
-            if bound_s >= self._best_s:
+        for i, root in enumerate(roots):
+            if root.bound_s >= self._best_s:
                 return
             if i and self._step_count >= self._step_limit:
-                self._dropped_s = min(self._dropped_s, bound_s)
+                self._dropped_s = min(self._dropped_s, root.bound_s)
                 return
-            yield begin, way
+            yield root
 
-    def _may_split(self, way: _Way, layer: int) -> bool:
+    def _may_split(self, way: _Way) -> bool:
         if self._step_count < self._step_limit:
             return True
-        if self._layers[layer].splits:
-            self._dropped_s = min(self._dropped_s, self._bound_s(way.state, layer))
+        if self._layers[way.layer].splits:
+            self._dropped_s = min(self._dropped_s, way.bound_s)
         return False
 
-    def _kept(self, front: list[_Way], layer: int, runs_left: int) -> list[_Way]:
+    def _kept(self, front: list[_Way], runs_left: int) -> list[_Way]:
         steps_left = max(0, self._step_limit - self._step_count)
         limit = max(LEAST_FRONT, steps_left // runs_left)
         if len(front) <= limit:
             return front
-        front.sort(key=lambda way: self._bound_s(way.state, layer))
-        self._dropped_s = min(self._dropped_s, self._bound_s(front[limit].state, layer))
+        front.sort(key=_BOUND_S)
+        self._dropped_s = min(self._dropped_s, front[limit].bound_s)
         return front[:limit]
 
-    def _bound_s(self, state: State, layer: int) -> float:
-        return least_end_s(self._bounds, state, layer)
-
     def _finish(self, way: _Way) -> None:
-        if way.state.compute_s < self._best_s:
-            self._best, self._best_s = way, way.state.compute_s
+        if way.end_s < self._best_s:
+            self._best, self._best_s = way, way.end_s
 
     def _solution(self, way: _Way, floor_s: float) -> Solution:
         parts: list[Picks] = []
@@ -250,28 +279,26 @@ class _Search:
         )
 
 
-def picks_split(picks: Picks, option_count: int) -> bool:
-    """Whether one of the picks is a split."""
-    return any(pick >= option_count for pick, _ in picks)
-
-
 def _spelled(picks: Iterable[tuple[int, int]]) -> Iterator[int]:
     return (pick for pick, count in picks for _ in range(count))
 
 
 def _undominated(ways: list[_Way]) -> list[_Way]:
     """Drop every way that another one beats or equals on all streams, with the split no less open."""
-    ways.sort(key=lambda way: (way.state, way.has_split))
+    if len(ways) <= 1:
+        return ways
+    ways.sort(key=_STATE_AND_SPLIT)
     kept: list[_Way] = []
-    if all(way.state.read_s == ways[0].state.read_s for way in ways):
+    if ways[0].state[0] == ways[-1].state[0]:
         # Ascending by when copies end: only the least computation so far decides.
-        least = {False: math.inf, True: math.inf}
+        least_s = unsplit_least_s = math.inf
         for way in ways:
-            if way.state.compute_s < least[way.has_split]:
+            end_s = way.end_s
+            if end_s < (least_s if way.has_split else unsplit_least_s):
                 kept.append(way)
-                least[True] = min(least[True], way.state.compute_s)
+                least_s = min(least_s, end_s)
                 if not way.has_split:
-                    least[False] = way.state.compute_s
+                    unsplit_least_s = end_s
         return kept
     for way in ways:
         if not any(_beats(other, way) for other in reversed(kept)):
@@ -280,8 +307,4 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
 
 
 def _beats(one: _Way, other: _Way) -> bool:
-    return (
-        one.state.copy_s <= other.state.copy_s
-        and one.state.compute_s <= other.state.compute_s
-        and one.has_split <= other.has_split
-    )
+    return one.state[1] <= other.state[1] and one.end_s <= other.end_s and one.has_split <= other.has_split

@@ -9,7 +9,8 @@ from brute_force import Instance, Layer, Seconds, any_order_least_s, block, inst
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.planning.block import NOTHING, START, Block, State, in_order, step
+from gpu_worker.planning.block import NOTHING, START, Block, in_order, step
+from gpu_worker.planning.bound import bounds, least_end_s
 from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT, Choices, Solution, solve
 from gpu_worker.planning.timeline import Step, simulate
 
@@ -73,7 +74,22 @@ def test_block_is_the_pipeline_condensed(steps: list[Seconds]) -> None:
     """A block of many steps does to the streams what the steps do one by one."""
     whole = simulate(Step(0, "", *seconds) for seconds in steps).steps[-1]
 
-    assert block(tuple(steps)).after(START) == State(whole.read_end_s, whole.copy_end_s, whole.compute_end_s)
+    assert block(tuple(steps)).after(START) == (whole.read_end_s, whole.copy_end_s, whole.compute_end_s)
+
+
+@given(st.lists(_STEPS, min_size=2, max_size=3), _STEPS, st.integers(0, 60).map(float))
+def test_bound_stops_only_where_it_is_too_late(
+    choices: list[Seconds], state: Seconds, too_late_s: float
+) -> None:
+    """Whoever asks whether a way ends in time gets the answer of all bounds, and below that their number."""
+    blocks = tuple(block((seconds,)) for seconds in choices)
+    limits = bounds([blocks] * 3, [len(blocks)] * 3)
+    whole_s = least_end_s(limits, state, 1)
+    hasty_s = least_end_s(limits, state, 1, too_late_s)
+
+    assert (hasty_s < too_late_s) == (whole_s < too_late_s)
+    assert hasty_s <= whole_s
+    assert hasty_s == whole_s or hasty_s >= too_late_s
 
 
 @given(_STEPS, st.integers(0, 9))
