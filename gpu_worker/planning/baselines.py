@@ -98,9 +98,9 @@ def _assigned(recomputed_count: int, options: Sequence[Option | None]) -> Assign
 
 
 def _times(ways: Sequence[_Ways]) -> LayerTimes | None:
-    """The average layer, where all hold both kinds; reading and copying count as one stream."""
+    """The average layer, where all hold both kinds and one has a state; reading and copying count as one stream."""
     both = [(way.hidden.pieces[0], way.kv.pieces[0]) for way in ways if way.hidden and way.kv]
-    if len(both) < len(ways):
+    if len(both) < len(ways) or not any(rows.method for _, rows in both):
         return None
     return LayerTimes(
         hidden_io_s=fmean(max(hidden.read_s, hidden.copy_s) for hidden, _ in both),

@@ -177,6 +177,17 @@ def test_layers_without_state_of_their_own_are_skipped() -> None:
         found.restore_plan()
 
 
+@pytest.mark.parametrize("can_recompute", [False, True])
+def test_layers_that_all_share_are_planned(can_recompute: bool) -> None:  # noqa: FBT001  # a case of the test
+    """A pipeline stage may own none with a state: then there is nothing to restore, nor anything to split."""
+    model = ModelShape("shared", (shared_layer(known_model("llama-3-8b").layers[0]),) * 2)
+    asked = request(model, 1024, engine=Engine(can_recompute=can_recompute, can_split=True))
+
+    assert plan(asked).end_s == 0
+    assert plan(asked).methods == (None, None)
+    assert compare(asked)["kv"] == 0
+
+
 def test_only_what_is_held_is_planned() -> None:
     """With K/V alone no layer comes from hidden states, and the reason says so."""
     found = plan(request("llama-2-7b", 4096, kinds=KV_ONLY, engine=Engine(can_recompute=False)))
