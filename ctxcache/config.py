@@ -161,6 +161,7 @@ class Settings(BaseSettings):
     flush_timeout_s: float = _knob("flush_timeout_s")
     trace_endpoint: str = _knob("trace_endpoint")
     trace_ratio: float = _knob("trace_ratio")
+    fault_injection: bool = _knob("fault_injection")
     log_level: Literal["debug", "info", "warning", "error"] = _knob("log_level")
     log_format: Literal["text", "json"] = _knob("log_format")
 

@@ -172,6 +172,13 @@ class IncompleteAppend(CacheError):
     template = "{stream} holds {row_count} rows of the {token_count} to commit"
 
 
+class FaultsNotEnabled(CacheError):
+    """A fault was to be injected into a server that was not started for that."""
+
+    reason = "FAULTS_NOT_ENABLED"
+    template = "no faults here: the server was started without fault_injection"
+
+
 # -- there is no room --------------------------------------------------------------------------------
 
 

@@ -350,7 +350,9 @@ class Server:
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
         hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
-        controls = Controls(self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold)
+        controls = Controls(
+            self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults
+        )
         admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, served)

@@ -42,6 +42,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.PositionsNotRelocatable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SessionTooFragmented: grpc.StatusCode.FAILED_PRECONDITION,
     errors.IncompleteAppend: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.FaultsNotEnabled: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TooManyRequests: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,

@@ -9,14 +9,19 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from ctxcache.clock import SystemClock
 from ctxcache.config import Settings
 from ctxcache.data_directory import FIRST_NUMBERED_FORMAT, DataDirectory, check_not_restoring
 from ctxcache.errors import DataDirectoryUnusable, TierFailure
 from ctxcache.first_order import check_first_order
 from ctxcache.format.layout import align
+from ctxcache.injection.faults import Faults
+from ctxcache.injection.metadata import SlowMetadata
+from ctxcache.injection.ssd import FaultySsdFiles
 from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
@@ -30,12 +35,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The places, open."""
+    """The places, open. `faults` None: nobody may inject any."""
 
     directory: DataDirectory
     arena: DramArena
     ssd: SsdFiles
     metadata: RocksDbMetadata
+    faults: Faults | None = None
 
 
 def ssd_directories_of(settings: Settings) -> tuple[Path, ...]:
@@ -49,6 +55,9 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration, CapacityExceeded,
     TierFailure.
     """
+    faults = Faults(SystemClock()) if settings.fault_injection else None
+    if faults:
+        log.warning("fault_injection_on data_directory=%s", settings.data_directory)
     named = ssd_directories_of(settings)
     check_not_restoring(settings.data_directory)
     check_not_orphaned(settings.data_directory, named)
@@ -60,13 +69,14 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     # The arena first: what it refuses leaves no large file behind.
     arena = _open_arena(settings, directory)
     files.callback(arena.close)
-    ssd = SsdFiles(_ssd_paths(settings, ordered))
+    paths = _ssd_paths(settings, ordered)
+    ssd = FaultySsdFiles(paths, faults) if faults else SsdFiles(paths)
     files.callback(ssd.close)
     directory.upgrade()
     write_down(directory.path, directory.instance_id, ordered)
-    metadata = _open_metadata(directory, ordered)
+    metadata = _open_metadata(directory, ordered, faults)
     files.callback(metadata.close)
-    return Storage(directory, arena, ssd, metadata)
+    return Storage(directory, arena, ssd, metadata, faults)
 
 
 def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
@@ -93,11 +103,14 @@ def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]
     return paths
 
 
-def _open_metadata(data: DataDirectory, ssd_directories: Sequence[Path]) -> RocksDbMetadata:
+def _open_metadata(
+    data: DataDirectory, ssd_directories: Sequence[Path], faults: Faults | None
+) -> RocksDbMetadata:
     with ExitStack() as opened:
         witness = Witness(ssd_directories, data.instance_id)
         opened.callback(witness.close)
         catalog = Catalog(ssd_directories[0] / "catalog", data.instance_id)
-        metadata = RocksDbMetadata(data.metadata_path, witness=witness, catalog=catalog)
+        store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
+        metadata = store(data.metadata_path, witness=witness, catalog=catalog)
         opened.pop_all()
     return metadata

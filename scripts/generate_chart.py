@@ -30,6 +30,7 @@ SET_BY_CHART = {
     "arena_size_bytes", "arena_huge_pages", "ssd_size_bytes", "ssd_directories", "insecure_listen", "token_hashes",
     "tls_certificate", "tls_key", "tls_client_ca",
 }  # fmt: skip
+NEVER_IN_A_CLUSTER = {"fault_injection"}
 QUANTITY = r"^[0-9.]+([KMGTPE]i?)?$"
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 NAME = r"^[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?$"
@@ -158,7 +159,11 @@ def _property(value: Value) -> dict[str, Any]:
     if value.path == "store.settings":
         found |= {
             "additionalProperties": False,
-            "properties": {name: _setting(knob) for name, knob in KNOBS.items() if name not in SET_BY_CHART},
+            "properties": {
+                name: _setting(knob)
+                for name, knob in KNOBS.items()
+                if name not in SET_BY_CHART | NEVER_IN_A_CLUSTER
+            },
         }
     if value.children:
         found["additionalProperties"] = False

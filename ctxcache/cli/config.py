@@ -105,6 +105,8 @@ def doubts(settings: "Settings") -> list[str]:
     found = []
     if settings.insecure_listen:
         found.append("insecure_listen: whoever reaches the port may do everything")
+    if settings.fault_injection:
+        found.append("fault_injection: operators may make devices fail, which is for tests alone")
     if settings.tls_certificate and not (settings.tls_client_ca or settings.token_hashes):
         found.append("tls_client_ca is not set: clients on TCP show no certificate")
     if settings.tail_age_s == 0:

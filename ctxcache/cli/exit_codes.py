@@ -62,6 +62,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.DataDirectoryUnusable: ExitCode.DATA_DIRECTORY_UNUSABLE,
     errors.FormatTooNew: ExitCode.FORMAT_TOO_NEW,
     errors.InvalidConfiguration: ExitCode.CONFIGURATION,
+    errors.FaultsNotEnabled: ExitCode.CONFIGURATION,
     errors.AddressUnusable: ExitCode.ADDRESS,
     errors.TierFailure: ExitCode.DEVICE,
     errors.FileUnusable: ExitCode.DEVICE,

@@ -14,6 +14,7 @@ import typer
 from ctxcache.cli import (
     drain,
     export,
+    faults,
     hints,
     import_,
     leases,
@@ -86,6 +87,7 @@ app.add_typer(leases.app, name="lease")
 app.add_typer(quotas.app, name="quota")
 app.add_typer(hints.app, name="hint")
 app.add_typer(trace.app, name="trace")
+app.add_typer(faults.app, name="fault")
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("drain", epilog=drain.EXAMPLES)(drain.drain)
 app.command("export", epilog=export.EXAMPLES)(export.export)

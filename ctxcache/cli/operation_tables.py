@@ -1,5 +1,6 @@
 """What operators see of what runs, as tables for people."""
 
+import errno
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -7,6 +8,7 @@ from rich.console import RenderableType
 from ctxcache.cli.tables import duration, grid, table, when
 from ctxcache.cli.units import human_size
 from ctxcache.v1.admin_pb2 import PathState, TierStats
+from ctxcache.v1.faults_pb2 import Fault, FaultKind
 from ctxcache.v1.hints_pb2 import HintOutcome, HintResult
 from ctxcache.v1.operations_pb2 import DrainStatus, EngineUse, HeldLease
 from ctxcache.v1.session_pb2 import Tier
@@ -76,6 +78,18 @@ def hints_table(results: Sequence[HintResult]) -> RenderableType:
     return rows
 
 
+def faults_table(faults: Sequence[Fault]) -> RenderableType:
+    """Faults that may strike yet, one per line."""
+    rows = table(">FAULT", "KIND", "PATH", "HOW", ">TIMES", ">FOR")
+    for fault in faults:
+        kind = FaultKind.Name(fault.kind).removeprefix("FAULT_KIND_").lower()
+        rows.add_row(
+            str(fault.fault_id), kind, fault.path or "-", _how(fault), str(fault.left_count),
+            duration(fault.left_duration),
+        )  # fmt: skip
+    return rows
+
+
 def drain_line(status: DrainStatus) -> str:
     """How far a drain is, in a sentence."""
     if status.is_done:
@@ -91,6 +105,12 @@ def _spared(status: DrainStatus) -> str:
     return (
         f", but {human_size(status.spared_bytes)} not worth their place there" if status.spared_bytes else ""
     )
+
+
+def _how(fault: Fault) -> str:
+    if fault.HasField("delay"):
+        return f"{fault.delay.ToNanoseconds() / 10**9:g} s"
+    return errno.errorcode.get(fault.error_number, "-")
 
 
 def _reader(lease: HeldLease) -> str:

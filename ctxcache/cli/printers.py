@@ -13,6 +13,7 @@ from ctxcache.cli.output import Output
 from ctxcache.cli.plain import Plain, to_plain
 from ctxcache.cli.why_miss import why_miss_view
 from ctxcache.v1.admin_pb2 import Stats, TenantUse, TierStats, WhyMissResponse
+from ctxcache.v1.faults_pb2 import Fault
 from ctxcache.v1.model_pb2 import Model
 from ctxcache.v1.operations_pb2 import HeldLease
 from ctxcache.v1.session_pb2 import Session
@@ -28,6 +29,7 @@ _VIEWS: Mapping[type[Message], Callable[..., RenderableType]] = {
     TenantUse: lambda use: tables.tenants_table([use]),
     TierStats: lambda tier: operation_tables.paths_table([tier]),
     HeldLease: operation_tables.lease_grid,
+    Fault: lambda fault: operation_tables.faults_table([fault]),
 }
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {
     "sessions": tables.sessions_table,
@@ -37,6 +39,7 @@ _LISTS: Mapping[str, Callable[..., RenderableType]] = {
     "leases": operation_tables.leases_table,
     "engines": operation_tables.engines_table,
     "hints": operation_tables.hints_table,
+    "faults": operation_tables.faults_table,
 }
 
 

@@ -6,7 +6,7 @@ from grpc_health.v1 import health_pb2
 
 from ctxcache.client.convert import duration
 from ctxcache.client.wire import Wire
-from ctxcache.v1 import admin_pb2, operations_pb2, recording_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, faults_pb2, operations_pb2, recording_pb2, session_pb2
 
 
 class AdminCalls:
@@ -111,6 +111,29 @@ class AdminCalls:
                 yield from call
             finally:
                 call.cancel()
+
+    def inject_fault(
+        self, kind: str, *, count: int, duration_s: float, path: str = "", delay_s: float | None = None,
+        error_number: int = 0,
+    ) -> faults_pb2.Fault:  # fmt: skip
+        """Let a device fail so often and so long, as FaultKind says without its prefix. See the proto.
+
+        Raises FaultsNotEnabled, InvalidArgument, TooManyRequests.
+        """
+        request = faults_pb2.InjectFaultRequest(
+            kind=faults_pb2.FaultKind.Value(f"FAULT_KIND_{kind}"), path=path, delay=duration(delay_s),
+            error_number=error_number, count=count, duration=duration(duration_s),
+        )  # fmt: skip
+        return self._wire.call(self._wire.admin.InjectFault, request)
+
+    def list_faults(self) -> Iterator[faults_pb2.Fault]:
+        """Yield the faults that may strike yet. Raises FaultsNotEnabled."""
+        yield from self._wire.call(self._wire.admin.ListFaults, faults_pb2.ListFaultsRequest()).faults
+
+    def clear_faults(self) -> int:
+        """Let none strike any more; returns how many would have. Raises FaultsNotEnabled."""
+        answer = self._wire.call(self._wire.admin.ClearFaults, faults_pb2.ClearFaultsRequest())
+        return answer.cleared_fault_count
 
     def undrain(self) -> None:
         """Have the server take work again."""

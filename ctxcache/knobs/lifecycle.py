@@ -52,6 +52,14 @@ LIFECYCLE = Section(
             most=1,
         ),
         Knob(
+            name="fault_injection",
+            kind=Kind.SWITCH,
+            default=False,
+            help="Let operators inject faults (`ctxcache fault`): for tests of what lies around the store.",
+            more="Devices can then be made slow, refuse, or give back wrong bits, as operations.md says; the chart has no such setting.",
+            advice="false; true never where anybody's sessions matter",
+        ),
+        Knob(
             name="log_level",
             kind=Kind.WORD,
             default="info",

@@ -13,7 +13,8 @@ from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened, Miss
 from ctxcache.service import convert, validate
-from ctxcache.service.operations import Controls, OperationRpcs
+from ctxcache.service.faults import FaultRpcs
+from ctxcache.service.operations import Controls
 from ctxcache.service.recorder import recorded
 from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
@@ -51,7 +52,7 @@ class Changes(Protocol):
         """Names of those that wait for a restart."""
 
 
-class AdminService(OperationRpcs):
+class AdminService(FaultRpcs):
     """See proto/ctxcache/v1/admin.proto."""
 
     def __init__(

@@ -29,6 +29,7 @@ UNCHANGING = (
     "/ctxcache.v1.AdminService/GetActivity",
     "/ctxcache.v1.AdminService/ListLeases",
     "/ctxcache.v1.AdminService/ListEngines",
+    "/ctxcache.v1.AdminService/ListFaults",
 )
 OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
 REQUEST_CHARACTERS = 512

@@ -10,6 +10,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.reading import NEVER_NS, Lease
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import CacheError, InvalidArgument
+from ctxcache.injection.faults import Faults
 from ctxcache.service import convert, validate
 from ctxcache.service.activity import activity
 from ctxcache.service.doors import Doors
@@ -24,12 +25,16 @@ ACTIVITY_LIMIT, ACTIVITY_DEFAULT = 100, 10
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What of the server is not the cache's. `cut_off` a local client; `hold_path` an SSD path, by its number."""
+    """What of the server is not the cache's. `cut_off` a local client; `hold_path` an SSD path, by its number.
+
+    `faults` None: it was not started for faults.
+    """
 
     doors: Doors
     times: RpcTimes
     cut_off: Callable[[int], Awaitable[bool]]
     hold_path: Callable[[int, bool], None]
+    faults: Faults | None = None
 
 
 class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
@@ -46,7 +51,10 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         """See the proto."""
         limit = validate.within(request.limit, 0, 2**31 - 1, "limit") or ACTIVITY_DEFAULT
         controls = self._controls
-        return activity(self._cache, controls.doors.admissions, controls.times, min(limit, ACTIVITY_LIMIT))
+        found = activity(self._cache, controls.doors.admissions, controls.times, min(limit, ACTIVITY_LIMIT))
+        if controls.faults and (active := controls.faults.active()):
+            found.problems.append(f"devices fail on purpose: {len(active)} faults are injected")
+        return found
 
     async def ListLeases(  # noqa: N802
         self,
@@ -173,16 +181,19 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
 
     def _hold_path(self, request: operations_pb2.UpdatePathRequest) -> int:
         """Returns the path's number. Raises InvalidArgument."""
-        ssd = self._cache.ssd
-        index = next(
-            (i for i, path in enumerate(ssd.paths) if request.path in (path, str(Path(path).parent))), -1
-        )
-        if index < 0:
-            raise InvalidArgument(field="path", problem=f"is none of {', '.join(ssd.paths)}")
+        ssd, index = self._cache.ssd, self._path_index(request.path)
         if request.resting and not set(range(len(ssd.paths))) - ssd.refusals.keys() - {index}:
             raise InvalidArgument(field="path", problem="no other path would take writes")
         self._controls.hold_path(index, request.resting)
         return index
+
+    def _path_index(self, wanted: str) -> int:
+        """The number of an SSD file or of the one in a directory. Raises InvalidArgument."""
+        paths = self._cache.ssd.paths
+        for i, path in enumerate(paths):
+            if wanted in (path, str(Path(path).parent)):
+                return i
+        raise InvalidArgument(field="path", problem=f"is none of {', '.join(paths)}")
 
     def _lease(self, lease: Lease) -> operations_pb2.HeldLease:
         clock = self._cache.state.clock

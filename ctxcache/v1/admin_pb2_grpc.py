@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from ctxcache.v1 import admin_pb2 as ctxcache_dot_v1_dot_admin__pb2
+from ctxcache.v1 import faults_pb2 as ctxcache_dot_v1_dot_faults__pb2
 from ctxcache.v1 import operations_pb2 as ctxcache_dot_v1_dot_operations__pb2
 from ctxcache.v1 import recording_pb2 as ctxcache_dot_v1_dot_recording__pb2
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
@@ -137,6 +138,21 @@ class AdminServiceStub:
                 '/ctxcache.v1.AdminService/Record',
                 request_serializer=ctxcache_dot_v1_dot_recording__pb2.RecordRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_recording__pb2.RecordResponse.FromString,
+                _registered_method=True)
+        self.InjectFault = channel.unary_unary(
+                '/ctxcache.v1.AdminService/InjectFault',
+                request_serializer=ctxcache_dot_v1_dot_faults__pb2.InjectFaultRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_faults__pb2.Fault.FromString,
+                _registered_method=True)
+        self.ListFaults = channel.unary_unary(
+                '/ctxcache.v1.AdminService/ListFaults',
+                request_serializer=ctxcache_dot_v1_dot_faults__pb2.ListFaultsRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_faults__pb2.ListFaultsResponse.FromString,
+                _registered_method=True)
+        self.ClearFaults = channel.unary_unary(
+                '/ctxcache.v1.AdminService/ClearFaults',
+                request_serializer=ctxcache_dot_v1_dot_faults__pb2.ClearFaultsRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_faults__pb2.ClearFaultsResponse.FromString,
                 _registered_method=True)
 
 
@@ -308,6 +324,30 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InjectFault(self, request, context):
+        """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
+        the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
+        `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListFaults(self, request, context):
+        """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearFaults(self, request, context):
+        """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
+        a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -405,6 +445,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Record,
                     request_deserializer=ctxcache_dot_v1_dot_recording__pb2.RecordRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_recording__pb2.RecordResponse.SerializeToString,
+            ),
+            'InjectFault': grpc.unary_unary_rpc_method_handler(
+                    servicer.InjectFault,
+                    request_deserializer=ctxcache_dot_v1_dot_faults__pb2.InjectFaultRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_faults__pb2.Fault.SerializeToString,
+            ),
+            'ListFaults': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFaults,
+                    request_deserializer=ctxcache_dot_v1_dot_faults__pb2.ListFaultsRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_faults__pb2.ListFaultsResponse.SerializeToString,
+            ),
+            'ClearFaults': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearFaults,
+                    request_deserializer=ctxcache_dot_v1_dot_faults__pb2.ClearFaultsRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_faults__pb2.ClearFaultsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -926,6 +981,87 @@ class AdminService:
             '/ctxcache.v1.AdminService/Record',
             ctxcache_dot_v1_dot_recording__pb2.RecordRequest.SerializeToString,
             ctxcache_dot_v1_dot_recording__pb2.RecordResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InjectFault(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/InjectFault',
+            ctxcache_dot_v1_dot_faults__pb2.InjectFaultRequest.SerializeToString,
+            ctxcache_dot_v1_dot_faults__pb2.Fault.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListFaults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/ListFaults',
+            ctxcache_dot_v1_dot_faults__pb2.ListFaultsRequest.SerializeToString,
+            ctxcache_dot_v1_dot_faults__pb2.ListFaultsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearFaults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/ClearFaults',
+            ctxcache_dot_v1_dot_faults__pb2.ClearFaultsRequest.SerializeToString,
+            ctxcache_dot_v1_dot_faults__pb2.ClearFaultsResponse.FromString,
             options,
             channel_credentials,
             insecure,

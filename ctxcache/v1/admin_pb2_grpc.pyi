@@ -5,6 +5,7 @@ Administration: what operators ask and do."""
 
 from collections import abc as _abc
 from ctxcache.v1 import admin_pb2 as _admin_pb2
+from ctxcache.v1 import faults_pb2 as _faults_pb2
 from ctxcache.v1 import operations_pb2 as _operations_pb2
 from ctxcache.v1 import recording_pb2 as _recording_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
@@ -121,6 +122,17 @@ class AdminServiceStub:
     when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
     One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
     """
+    InjectFault: _grpc.UnaryUnaryMultiCallable[_faults_pb2.InjectFaultRequest, _faults_pb2.Fault]
+    """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
+    the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
+    `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+    """
+    ListFaults: _grpc.UnaryUnaryMultiCallable[_faults_pb2.ListFaultsRequest, _faults_pb2.ListFaultsResponse]
+    """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
+    ClearFaults: _grpc.UnaryUnaryMultiCallable[_faults_pb2.ClearFaultsRequest, _faults_pb2.ClearFaultsResponse]
+    """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
+    a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -211,6 +223,17 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Records what the store is asked, without content: no token, no row, no name. Ends after its duration, or
     when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
     One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+    """
+    InjectFault: _aio.UnaryUnaryMultiCallable[_faults_pb2.InjectFaultRequest, _faults_pb2.Fault]  # type: ignore[assignment]
+    """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
+    the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
+    `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+    """
+    ListFaults: _aio.UnaryUnaryMultiCallable[_faults_pb2.ListFaultsRequest, _faults_pb2.ListFaultsResponse]  # type: ignore[assignment]
+    """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
+    ClearFaults: _aio.UnaryUnaryMultiCallable[_faults_pb2.ClearFaultsRequest, _faults_pb2.ClearFaultsResponse]  # type: ignore[assignment]
+    """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
+    a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -413,6 +436,35 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Records what the store is asked, without content: no token, no row, no name. Ends after its duration, or
         when the call is ended. A reader that is too slow loses calls, which are counted; the store waits for nobody.
         One at a time. Errors: INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+        """
+
+    @_abc_1.abstractmethod
+    def InjectFault(
+        self,
+        request: _faults_pb2.InjectFaultRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_faults_pb2.Fault, _abc.Awaitable[_faults_pb2.Fault]]:
+        """Makes a device slow, refuse, or give back a wrong bit, a number of times and for a time: for tests of what lies around
+        the store. A restart ends it. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED, unless the server was started with
+        `fault_injection`); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS, 16 are there).
+        """
+
+    @_abc_1.abstractmethod
+    def ListFaults(
+        self,
+        request: _faults_pb2.ListFaultsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_faults_pb2.ListFaultsResponse, _abc.Awaitable[_faults_pb2.ListFaultsResponse]]:
+        """Lists the faults that may strike yet, the oldest first. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED)."""
+
+    @_abc_1.abstractmethod
+    def ClearFaults(
+        self,
+        request: _faults_pb2.ClearFaultsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_faults_pb2.ClearFaultsResponse, _abc.Awaitable[_faults_pb2.ClearFaultsResponse]]:
+        """Lets no fault strike any more; what one has struck already goes on: a delay to its end, a path that was fenced until
+        a restart. Errors: FAILED_PRECONDITION (FAULTS_NOT_ENABLED).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

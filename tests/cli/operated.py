@@ -1,4 +1,4 @@
-"""A server for what operators do: two SSD paths, a share for its one tenant, and a session to work on."""
+"""A server for what operators do: two SSD paths, a share for its one tenant, faults, and a session to work on."""
 
 from pathlib import Path
 
@@ -11,13 +11,16 @@ SESSION = "chat-17"
 def operated_server(directory: Path) -> ServerProcess:
     """One that is not started yet; its first SSD path is `directory/ssd`."""
     paths = ("--ssd-directories", str(directory / "ssd"), "--ssd-directories", str(directory / "other"))
-    return ServerProcess(directory / "data", "--tenant-shares", "default=0.5", *paths)
+    return ServerProcess(
+        directory / "data", "--tenant-shares", "default=0.5", "--fault-injection", "true", *paths
+    )
 
 
 def prepare(target: str) -> None:
     """Leave one session and a model without any, whatever there was, on a server that takes work."""
     with connected(target) as client:
         client.undrain()
+        client.clear_faults()
         for name in [session.name for session in client.list_sessions()]:
             client.delete_session(name)
         client.register_model(model_spec("llama"))

@@ -37,7 +37,8 @@ def test_what_serve_would_refuse_check_refuses(tmp_path: Path, text: str, said: 
 
 def test_check_doubts_what_is_seldom_meant() -> None:
     """What is allowed and dangerous is a warning, and no error."""
-    done = ctxcache("config", "check", "--tail-age-s", "0", "--insecure-listen", "true", "--output", "json")
+    odd = ("--tail-age-s", "0", "--insecure-listen", "true", "--fault-injection", "true")
+    done = ctxcache("config", "check", *odd, "--output", "json")
     answer = json.loads(done.stdout)
 
     assert done.exit_code == 0
@@ -45,6 +46,7 @@ def test_check_doubts_what_is_seldom_meant() -> None:
     assert {warning.split()[0].rstrip(":") for warning in answer["warnings"]} == {
         "tail_age_s",
         "insecure_listen",
+        "fault_injection",
     }
 
 

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from ctxcache.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
+from ctxcache.injection.metadata import SlowMetadata
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.metadata.memory import MemoryMetadata
 from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.testing.fakes import FakeClock
 from ctxcache.testing.metadata import MetadataContract
 
 
@@ -27,15 +30,20 @@ class TestMemoryMetadata(MetadataContract):
 
 
 class TestRocksDbMetadata(MetadataContract):
-    """The contract on disk."""
+    """The contract on disk, also where every durable commit is made slow."""
 
-    @pytest.fixture
-    def open_store(self, tmp_path: Path) -> Iterator[Callable[[], MetadataStore]]:
+    @pytest.fixture(params=["real", "slow"])
+    def open_store(
+        self, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> Iterator[Callable[[], MetadataStore]]:
         """Open the database of this test."""
         stores: list[RocksDbMetadata] = []
+        faults = Faults(FakeClock())
+        faults.inject(Fault(kind=FaultKind.COMMIT_DELAY, left_count=COUNT_LIMIT, end_ns=1, delay_ns=1))
 
         def open_store() -> MetadataStore:
-            stores.append(RocksDbMetadata(tmp_path / "metadata"))
+            path = tmp_path / "metadata"
+            stores.append(SlowMetadata(path, faults) if request.param == "slow" else RocksDbMetadata(path))
             return stores[-1]
 
         yield open_store

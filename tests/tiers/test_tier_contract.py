@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.testing.fakes import MemoryTier
+from ctxcache.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
+from ctxcache.injection.ssd import FaultySsdFiles
+from ctxcache.testing.fakes import FakeClock, MemoryTier
 from ctxcache.testing.tiers import SMALLEST_CAPACITY_BYTES, PlacedTier, TierContract
 from ctxcache.tiers.dram import DramArena
 from ctxcache.tiers.ssd import SsdFiles, SsdPath
@@ -20,11 +22,19 @@ def _ssd(directory: Path, path_count: int, *, allow_direct: bool = True) -> SsdF
     return SsdFiles(paths, allow_direct=allow_direct)
 
 
+def _slow_ssd(directory: Path) -> SsdFiles:
+    faults = Faults(FakeClock())
+    for kind in (FaultKind.SSD_READ_DELAY, FaultKind.SSD_WRITE_DELAY):
+        faults.inject(Fault(kind=kind, left_count=COUNT_LIMIT, end_ns=1, delay_ns=1))
+    return FaultySsdFiles([SsdPath(str(directory), SMALLEST_CAPACITY_BYTES)], faults)
+
+
 KINDS: dict[str, Callable[[Path], PlacedTier]] = {
     "arena": lambda directory: DramArena(directory / "arena", SMALLEST_CAPACITY_BYTES),
     "ssd, one path": lambda directory: _ssd(directory, 1),
     "ssd, two paths": lambda directory: _ssd(directory, 2),
     "ssd, buffered": lambda directory: _ssd(directory, 2, allow_direct=False),
+    "ssd, slow": _slow_ssd,
     "memory": lambda _: MemoryTier((SMALLEST_CAPACITY_BYTES, SMALLEST_CAPACITY_BYTES)),
 }
 
