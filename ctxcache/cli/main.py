@@ -4,10 +4,11 @@ Knows no server, no gRPC and no torch: those are imported by the command that ne
 runs. Worst case: a bug of ours, which is a traceback and exit code 1.
 """
 
+import errno
 import importlib.metadata
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -48,7 +49,7 @@ from ctxcache.cli.sentences import sentence
 from ctxcache.cli.serve import serve_command
 from ctxcache.cli.simulate import simulate_command
 from ctxcache.cli.verify import verify
-from ctxcache.errors import CacheError
+from ctxcache.errors import CacheError, FileFull
 
 app = typer.Typer(
     name="ctxcache", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -185,10 +186,25 @@ def main() -> None:
     # gRPC's C core writes its own lines to stderr, beside the one sentence that we owe.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        app(prog_name="ctxcache")
+        try:
+            app(prog_name="ctxcache")
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
     except CacheError as error:
-        sys.stderr.write(f"ctxcache: {sentence(error)}\n")
-        sys.exit(exit_code_of(error))
+        _fail(error)
+    except OSError as error:
+        # Whoever opens a file says what was refused of it; what is printed has no name.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        # What is still to be printed would be tried once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _fail(FileFull(path="standard output", problem=os.strerror(error.errno)))
+
+
+def _fail(error: CacheError) -> NoReturn:
+    sys.stderr.write(f"ctxcache: {sentence(error)}\n")
+    sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

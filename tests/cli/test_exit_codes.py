@@ -1,9 +1,12 @@
 """Exit codes: one for every error class, and the same table for people."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from server_process import COMMAND_LINE, without_settings
 
 from ctxcache import errors
 from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
@@ -64,3 +67,16 @@ def test_a_handshake_that_fails_says_why() -> None:
     )
     line = sentence(errors.Unavailable(target="here:1", problem=problem))
     assert line.startswith("no TLS with here:1: WRONG_VERSION_NUMBER;")
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("--help",), ("config", "show", "--output", "json")])
+def test_a_full_device_behind_the_output_is_a_sentence(arguments: tuple[str, ...]) -> None:
+    """Whether it is noticed while something is printed, or at the end."""
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(
+            [*COMMAND_LINE, *arguments], env=without_settings(os.environ), stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+
+    assert ran.stderr == "ctxcache: standard output: No space left on device (FILE_FULL)\n"
+    assert ran.returncode == ExitCode.RESOURCE_EXHAUSTED
