@@ -81,6 +81,8 @@ class _Loader:
         gap = session.first_gap()
         if gap is not None:
             self._cut(session, gap)
+        last = session.segments[-1].ssd if session.segments else None
+        session.ssd_path = last.path_index if last else None
         idle_ns = max(self._state.clock.now_ns() - session.access_time_ns, 0)
         self._state.add(session, idle_s=idle_ns / SECOND_NS)
 

@@ -33,7 +33,7 @@ from ctxcache.format.slot import Slot
 from ctxcache.metadata.base import MetadataStore
 
 WINDOW_BYTES = 32 << 20
-"""Bytes that one move has in flight per SSD path: enough for the device never to wait, few enough for
+"""Bytes that one move has in flight, on its session's path mostly: enough for the device never to wait, few enough for
 moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
 DROPS_PER_SLICE = 256
 """Segments dropped before others get their turn of the event loop."""
@@ -87,7 +87,7 @@ class Residency:
 
     def window(self, size_bytes: int) -> int:
         """How many segments of that size one move has in flight."""
-        return len(self.ssd.used_bytes_by_path) * max(2, WINDOW_BYTES // size_bytes)
+        return max(2, WINDOW_BYTES // size_bytes)
 
     # -- holds -----------------------------------------------------------------------------------
 
@@ -336,6 +336,10 @@ class Residency:
     def unstage(self, segment: Segment) -> None:
         """Forget what is staged of a segment that turned out not to be full."""
         self._write_back.unstage(segment)
+
+    def take_on_ssd(self, size_bytes: int, for_session: Session) -> Slot | None:
+        """An SSD slot that is free."""
+        return self.ssd_room.take(size_bytes, for_session)
 
     async def place_on_ssd(self, size_bytes: int, for_session: Session) -> Slot:
         """An SSD slot, made free if need be. Raises CapacityExceeded, TierFailure."""

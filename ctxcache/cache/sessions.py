@@ -211,6 +211,7 @@ class Sessions:
         fork.segments = source.segments_of(fork.live)
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
+        fork.ssd_path = source.ssd_path
         self._check_fragments(source, fork.live, fork.log_end)
         # What is shared grows no more: both logs go on behind it.
         for segment in fork.segments:

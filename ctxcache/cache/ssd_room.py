@@ -36,11 +36,18 @@ class SsdRoom:
 
     async def place(self, size_bytes: int, for_session: Session) -> Slot:
         """A slot, made free if need be. Raises CapacityExceeded, TierFailure."""
-        slot = self._ssd.take(size_bytes, closed=self._io.refusals)
+        slot = self.take(size_bytes, for_session)
         if slot is None:
             async with self._turn:
-                while (slot := self._ssd.take(size_bytes, closed=self._io.refusals)) is None:
+                while (slot := self.take(size_bytes, for_session)) is None:
                     await self._make(size_bytes, for_session)
+        return slot
+
+    def take(self, size_bytes: int, for_session: Session) -> Slot | None:
+        """A slot that is free: on the session's path, or on another one, which is its path from then on."""
+        slot = self._ssd.take(size_bytes, closed=self._io.refusals, on_path=for_session.ssd_path)
+        if slot is not None:
+            for_session.ssd_path = slot.path_index
         return slot
 
     async def keep_within_limit(self, session: Session, size_bytes: int) -> None:

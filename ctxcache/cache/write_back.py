@@ -39,6 +39,9 @@ class Places(Protocol):
     def window(self, size_bytes: int) -> int:
         """How many segments of that size one move has in flight."""
 
+    def take_on_ssd(self, size_bytes: int, for_session: Session) -> Slot | None:
+        """A slot that is free."""
+
     async def place_on_ssd(self, size_bytes: int, for_session: Session) -> Slot:
         """A slot, made free if need be. Raises CapacityExceeded, TierFailure."""
 
@@ -158,7 +161,7 @@ class WriteBack:
         size_bytes = session.layout.size_bytes
         if staged.is_urgent:
             return await self._places.place_on_ssd(size_bytes, session)
-        return self._places.ssd.take(size_bytes, closed=self._io.refusals)
+        return self._places.take_on_ssd(size_bytes, session)
 
     def _give_up(self, staged: Staged) -> None:
         """Give the slot back, now or when the device is done with it."""

@@ -112,11 +112,17 @@ class Extents:
 
 
 class SlotAllocator:
-    """Slots over all paths of a tier, round robin, so that neighbours in a session use every path."""
+    """Slots over all paths of a tier.
+
+    A session names the path that it lies on, and gets slots there as long as there are any: a device that
+    is lost takes whole sessions with it, and leaves the others whole. Sessions without a path are spread
+    over the paths in proportion to what is free there.
+    """
 
     def __init__(self, capacities_bytes: Sequence[int], *, first_offset: int = 0) -> None:
         self._paths = [Extents(first_offset, capacity - first_offset) for capacity in capacities_bytes]
-        self._next = 0
+        self._credits = [0.0] * len(self._paths)
+        """How many sessions each path is owed: the one that is owed most has the next one."""
         self.capacity_bytes = sum(path.free_bytes for path in self._paths)
 
     @property
@@ -153,17 +159,35 @@ class SlotAllocator:
         """How many paths there are."""
         return len(self._paths)
 
-    def take(self, size_bytes: int, *, closed: Collection[int] = ()) -> Slot | None:
-        """A slot on the next path that has room and is not `closed`; None when none has."""
-        for step in range(len(self._paths)):
-            index = (self._next + step) % len(self._paths)
-            if index in closed:
-                continue
-            offset = self._paths[index].take(size_bytes)
+    def take(
+        self, size_bytes: int, *, closed: Collection[int] = (), on_path: int | None = None
+    ) -> Slot | None:
+        """A slot on that path, or else on another one that has room; None when none has. Never on a `closed` one."""
+        if on_path is not None and on_path not in closed:
+            offset = self._paths[on_path].take(size_bytes)
             if offset is not None:
-                self._next = index + 1
-                return Slot(index, offset, size_bytes)
-        return None
+                return Slot(on_path, offset, size_bytes)
+        index = self._next_path(size_bytes, closed)
+        if index is None:
+            return None
+        offset = self._paths[index].take(size_bytes)
+        return None if offset is None else Slot(index, offset, size_bytes)
+
+    def _next_path(self, size_bytes: int, closed: Collection[int]) -> int | None:
+        """The path of the next session: smooth weighted round robin over those with room, by free bytes."""
+        free_bytes = {
+            i: path.free_bytes
+            for i, path in enumerate(self._paths)
+            if i not in closed and path.largest_free_bytes >= size_bytes
+        }
+        if not free_bytes:
+            return None
+        total_bytes = sum(free_bytes.values())
+        for i, path_bytes in free_bytes.items():
+            self._credits[i] += path_bytes / total_bytes
+        index = max(free_bytes, key=lambda i: self._credits[i])
+        self._credits[index] -= 1
+        return index
 
     def adopt(self, slots: Sequence[Slot]) -> list[int]:
         """Take exactly these slots, as found in records, before any other is taken.

@@ -62,6 +62,8 @@ class Session:
     is_gone: bool = False
     is_tail_apart: bool = False
     """Whether a commit ended where the last segment begins: what is before it is whole without it."""
+    ssd_path: int | None = None
+    """The SSD path that its next segments go to, as long as that has room: where its last ones went."""
     heat: float = 0.0
     """Accesses up to the last one, half as much for each HEAT_HALF_LIFE_NS that has passed since."""
     token_count: int = field(init=False)

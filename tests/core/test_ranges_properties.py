@@ -193,13 +193,24 @@ def test_what_is_known_of_free_space_does_not_grow_with_use() -> None:
     assert extents.take(8) == 32
 
 
-def test_slots_go_round_the_paths() -> None:
-    """Neighbours lie on different paths; a full path is passed over."""
+def test_slots_of_a_session_lie_on_its_path() -> None:
+    """A path that is named gives what it has; another one is asked when it is full or closed."""
     allocator = SlotAllocator([20, 10, 20])
-    slots = [allocator.take(10) for _ in range(6)]
+    on_second = [allocator.take(10, on_path=1) for _ in range(2)]
+    elsewhere = allocator.take(10, on_path=2, closed={2})
 
-    assert [slot.path_index for slot in slots if slot] == [0, 1, 2, 0, 2]
-    assert slots[5] is None
+    assert [slot.path_index for slot in on_second if slot] == [1, 0]
+    assert elsewhere == Slot(0, 10, 10)
+    assert [slot.path_index for _ in range(3) if (slot := allocator.take(10))] == [2, 2]
+
+
+def test_sessions_are_spread_by_free_room() -> None:
+    """A path that is twice as large gets twice as many sessions, in turn and not one after the other."""
+    allocator = SlotAllocator([2000, 1000])
+    paths = [slot.path_index for _ in range(300) if (slot := allocator.take(1))]
+
+    assert paths.count(0) == 200
+    assert {tuple(sorted(paths[i : i + 3])) for i in range(0, 300, 3)} == {(0, 0, 1)}
 
 
 def test_a_tier_of_no_room_hands_out_nothing() -> None:
