@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format settings chart proto check-proto setup setup-store test-store test-worker clean
+.PHONY: help demo test lint format settings chart proto check-proto mutants setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py)
+	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py)
 
 format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
@@ -60,6 +60,9 @@ test-store: setup-store
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
 	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py $(PYTEST_ARGS)
+
+mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
+	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)
 	@$(PYTHON) scripts/setup.py worker

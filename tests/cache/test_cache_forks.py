@@ -46,6 +46,33 @@ def size_bytes(segment: Segment) -> int:
     return sum(sys.getsizeof(item) for item in gc.get_referents(segment) if not isinstance(item, type))
 
 
+async def test_source_and_forks_go_on_apart(rig: MemoryRig, writer: Writer) -> None:
+    """A tail that is shared takes rows of neither any more, also when all of them write at once."""
+    shared = writer.make(SEGMENT_TOKENS + 10)
+    await rig.create("source")
+    await rig.append("source", shared)
+    await rig.fork("source", "fork")
+    await rig.fork("source", "part", SEGMENT_TOKENS + 3)
+    await rig.fork("fork", "again")
+    contents = {"source": shared, "fork": shared, "part": shared[: SEGMENT_TOKENS + 3], "again": shared}
+    for _ in range(2):
+        reservations = {name: await rig.reserve(name, 5) for name in contents}
+        for name, reservation in reservations.items():
+            own = writer.make(5)
+            rig.place(reservation, len(contents[name]), own)
+            contents[name] = [*contents[name], *own]
+        for name, reservation in reservations.items():
+            await rig.cache.writing.commit(
+                reservation, len(contents[name]), is_durable=False, keep_open=False
+            )
+
+    assert {name: await rig.read(name) for name in contents} == {n: expected(t) for n, t in contents.items()}
+    for name in contents:
+        await rig.demote(name)
+    assert {name: await rig.read(name) for name in contents} == {n: expected(t) for n, t in contents.items()}
+    await rig.check()
+
+
 async def test_a_segment_does_not_grow_with_its_sessions(rig: MemoryRig, writer: Writer) -> None:
     """Two hundred forks more leave it as it is: a list of them would be copied at each one."""
     small = size_bytes(await forked(rig, writer, 2))

@@ -1,6 +1,39 @@
 """What reaches the disk is a session's own rows, and zeros."""
 
-from cache_rig import LAYOUT, SEGMENT_TOKENS, STREAMS, TENANT, DiskRig, Writer
+from collections.abc import Sequence
+
+from cache_rig import (
+    FINGERPRINT,
+    KV,
+    LAYOUT,
+    MODEL,
+    SEGMENT_TOKENS,
+    STREAMS,
+    TENANT,
+    DiskRig,
+    Writer,
+    rows_of,
+)
+
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import TOKENS, Stream
+
+
+def beside_rows(
+    rig: DiskRig, session_id: str, layout: SegmentLayout, streams: Sequence[Stream]
+) -> list[bytearray]:
+    """The files of the SSD tier, with zeros where the session's headers and rows lie."""
+    on_disk = [bytearray(rig.segments_file(path).read_bytes()) for path in range(2)]
+    for segment in rig.cache.state.session(TENANT, session_id).segments:
+        assert segment.ssd is not None
+        slot = segment.ssd
+        for stream in streams:
+            rows = layout.rows(stream, 0, segment.row_count)
+            begin, end = slot.offset_bytes + rows.start, slot.offset_bytes + rows.stop
+            on_disk[slot.path_index][begin:end] = bytes(end - begin)
+        header = slice(slot.offset_bytes, slot.offset_bytes + layout.header_bytes)
+        on_disk[slot.path_index][header] = bytes(layout.header_bytes)
+    return on_disk
 
 
 async def test_a_flush_writes_nobody_elses_rows(disk_rig: DiskRig) -> None:
@@ -11,15 +44,26 @@ async def test_a_flush_writes_nobody_elses_rows(disk_rig: DiskRig) -> None:
     await disk_rig.delete("a")
     await disk_rig.create("b")
     await disk_rig.append("b", own.make(SEGMENT_TOKENS + 1), is_durable=True)
-    on_disk = [bytearray(disk_rig.segments_file(path).read_bytes()) for path in range(2)]
-    for segment in disk_rig.cache.state.session(TENANT, "b").segments:
-        assert segment.ssd is not None
-        slot = segment.ssd
-        for stream in STREAMS:
-            rows = LAYOUT.rows(stream, 0, segment.row_count)
-            begin, end = slot.offset_bytes + rows.start, slot.offset_bytes + rows.stop
-            on_disk[slot.path_index][begin:end] = bytes(end - begin)
-        header = slice(slot.offset_bytes, slot.offset_bytes + LAYOUT.header_bytes)
-        on_disk[slot.path_index][header] = bytes(LAYOUT.header_bytes)
 
-    assert not any(map(any, on_disk))
+    assert not any(map(any, beside_rows(disk_rig, "b", LAYOUT, STREAMS)))
+
+
+async def test_a_full_segment_has_nothing_of_another_layout(disk_rig: DiskRig) -> None:
+    """Rows end elsewhere in a slot that another layout had used: the rest of their pages is zeros all the same."""
+    streams = (TOKENS, KV)
+    layout = SegmentLayout(MODEL.resolve(streams))
+    await disk_rig.create("a")
+    await disk_rig.append("a", Writer(7).make(2 * SEGMENT_TOKENS))
+    await disk_rig.delete("a")
+    await disk_rig.cache.sessions.create(
+        TENANT, "b", model_id=MODEL.model_id, layout=streams, expiration=None, is_pinned=False
+    )
+    reservation = await disk_rig.cache.writing.reserve(
+        TENANT, "b", fingerprint=FINGERPRINT, write_offset=0, generation=None, token_count=2 * SEGMENT_TOKENS
+    )
+    tokens = Writer(8).make(2 * SEGMENT_TOKENS)
+    for stream in streams:
+        disk_rig.cache.writing.place(reservation, stream, 0, memoryview(rows_of(tokens, stream)))
+    await disk_rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+
+    assert not any(map(any, beside_rows(disk_rig, "b", layout, streams)))

@@ -3,13 +3,14 @@
 import asyncio
 
 import pytest
-from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
+from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.core.session import SessionView
 from ctxcache.errors import (
     CapacityExceeded,
+    CorruptSegment,
     GenerationMismatch,
     InvalidArgument,
     ModelFingerprintMismatch,
@@ -232,6 +233,37 @@ async def test_a_session_created_again_under_its_writer_is_not_touched(
     await rig.check()
 
     assert rig.token_count("a") == 0
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+async def test_a_writer_whose_prefix_was_lost_commits_nothing(
+    disk_rig: DiskRig, writer: Writer, *, is_marked: bool
+) -> None:
+    """Damage that is found meanwhile cuts the session: rows behind the gap stay unseen, and their writer is told."""
+    tokens = writer.make(2 * SEGMENT_TOKENS)
+    await disk_rig.create("a")
+    await disk_rig.append("a", tokens)
+    await disk_rig.demote("a")
+    reservation = await disk_rig.reserve("a", SEGMENT_TOKENS + 10)
+    disk_rig.place(reservation, 2 * SEGMENT_TOKENS, writer.make(SEGMENT_TOKENS + 10))
+    if is_marked:
+        await disk_rig.mark_written(reservation, 3 * SEGMENT_TOKENS)
+    damaged = disk_rig.cache.state.session(TENANT, "a").segments[1].ssd
+    assert damaged is not None
+    with disk_rig.segments_file(damaged.path_index).open("r+b") as file:
+        file.seek(damaged.offset_bytes + SLOT_BYTES // 2)
+        file.write(bytes(SLOT_BYTES // 4))
+    with pytest.raises(CorruptSegment):
+        await disk_rig.read("a")
+    with pytest.raises(ReservationNotFound):
+        await disk_rig.cache.writing.commit(reservation, 3 * SEGMENT_TOKENS, is_durable=True, keep_open=True)
+    assert await disk_rig.read("a") == expected(tokens[:SEGMENT_TOKENS])
+
+    more = writer.make(10)
+    await disk_rig.append("a", more, is_durable=True)
+    await disk_rig.crash()
+    assert await disk_rig.read("a") == expected([*tokens[:SEGMENT_TOKENS], *more])
+    await disk_rig.check()
 
 
 async def test_a_session_does_not_expire_under_its_writer(rig: MemoryRig, writer: Writer) -> None:

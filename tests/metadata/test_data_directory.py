@@ -49,6 +49,32 @@ def test_the_format_says_who_created_it(tmp_path: Path) -> None:
     assert facts == {"format": 2, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
 
 
+@pytest.mark.parametrize("name", ["FORMAT", "RUNS"])
+def test_a_fact_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its bytes are synced before it gets its name, its directory after that, and nothing else comes first."""
+    steps: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(fd: int) -> None:
+        steps.append(("sync", str(Path(f"/proc/self/fd/{fd}").readlink())))
+        fsync(fd)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        steps.append(("rename", str(target)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    data = tmp_path / "data"
+    DataDirectory.open(data).close()
+    at = steps.index(("rename", str(data / name)))
+
+    assert steps[at - 1 : at + 2] == [
+        ("sync", str(data / f"{name}.partial")), ("rename", str(data / name)), ("sync", str(data)),
+    ]  # fmt: skip
+    assert steps[-1] == ("sync", str(tmp_path))
+
+
 def test_a_second_server_is_told_who_holds_it(tmp_path: Path) -> None:
     """One server per directory; the other is named by its process id."""
     with (

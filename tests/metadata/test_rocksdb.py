@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +137,34 @@ def test_commits_at_once_share_their_syncs(tmp_path: Path) -> None:
     syncs = [line for line in trace.read_text().splitlines() if "fdatasync(" in line]
 
     assert 0 < len(syncs) < 25
+
+
+async def test_a_sync_that_runs_already_covers_no_later_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that is written while a sync runs waits for another one, begun after that."""
+    store, sync = RocksDbMetadata(tmp_path / "metadata"), RocksDbMetadata._sync
+    begun, may_end = threading.Event(), threading.Event()
+    covered: list[int] = []
+
+    def slow_sync(store: RocksDbMetadata) -> None:
+        covered.append(store.commit_count)
+        begun.set()
+        may_end.wait()
+        sync(store)
+
+    monkeypatch.setattr(RocksDbMetadata, "_sync", slow_sync)
+    commits = [asyncio.create_task(store.commit(Changes(segments=[make_segment(0)]), is_durable=True))]
+    await asyncio.to_thread(begun.wait)
+    for i in (1, 2):
+        commits.append(
+            asyncio.create_task(store.commit(Changes(segments=[make_segment(i)]), is_durable=True))
+        )
+        await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(*commits)
+    assert covered == [1, 3]
+    store.close()
 
 
 def test_a_store_that_is_open_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,6 +214,32 @@ async def test_a_write_that_is_cut_short_is_an_error(open_tier: OpenTier, *, all
 
     assert f"write of {SLOT.size_bytes - 3 * ALIGN_BYTES} B at byte {3 * ALIGN_BYTES}" in str(caught.value)
     assert into == buffer(SLOT.size_bytes, seed=1)[: 3 * ALIGN_BYTES]
+
+
+async def test_a_sync_that_runs_already_covers_no_later_write(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks while a sync runs gets another one, begun after that; those who ask meanwhile share it."""
+    tier, begun, may_end = open_tier(), threading.Event(), threading.Event()
+    written: list[int] = []
+    covered: list[int] = []
+
+    def slow_sync(_: int) -> None:
+        covered.append(len(written))
+        begun.set()
+        may_end.wait()
+
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    first = asyncio.create_task(tier.sync([0]))
+    await asyncio.to_thread(begun.wait)
+    await tier.write(SLOT, 0, buffer(SLOT.size_bytes, seed=1))
+    written.append(1)
+    later = [asyncio.create_task(tier.sync([0])) for _ in range(3)]
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(first, *later)
+
+    assert covered == [0, 1]
 
 
 async def test_a_refused_sync_fails_everyone_who_waits(open_tier: OpenTier) -> None:
