@@ -214,7 +214,7 @@ class Server:
                 clock=clock, policy=policy,
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
                 crash_count=storage.directory.crash_count, limits=limits_of(settings, are_divided=is_divided), watermarks=watermarks_of(settings),
-                shares=Shares(settings.tenant_shares),
+                shares=Shares(settings.tenant_shares, are_tenants_known=is_divided),
                 queue_limits=queue_limits_of(settings, are_divided=is_divided), spans=spans,
             )  # fmt: skip
             await _load(cache)

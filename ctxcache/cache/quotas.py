@@ -1,15 +1,15 @@
 """Quotas: which tenants' sessions make room for whom, by what each has now. Looks at state, changes none of it.
 
-Where no tenant has a share, None: everybody is asked, and the placement alone decides. Shares of DRAM are of
-what is not to be kept free. Worst case: one look at each account.
+Where tenants are not told apart, None: the placement alone decides. Shares of DRAM are of what is not to be
+kept free. Worst case: one look at each tenant that has something.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.session import Session
-from ctxcache.core.usage import Usage, Use
+from ctxcache.core.usage import Usage
 from ctxcache.errors import CapacityExceeded
 
 
@@ -35,33 +35,31 @@ class Quotas:
         """Whose sessions leave for one of this tenant's, in the order in which they are asked."""
         if not self._shares:
             return None
-        used = {name: use.ssd_bytes for name, use in self._accounts().items()}
-        return self._shares.whose(self._shares.account(tenant), size_bytes, used, self._ssd_bytes)
+        return self._shares.whose(tenant, size_bytes, self._usage.on_ssd, self._ssd_bytes)
 
     def in_dram(self, tenant: str | None, size_bytes: int) -> Sequence[str] | None:
         """Whose segments leave DRAM for one of this tenant's, or, None, for nobody in particular."""
         if not self._shares:
             return None
-        used = {name: use.dram_bytes for name, use in self._accounts().items()}
-        needing = None if tenant is None else self._shares.account(tenant)
-        return self._shares.whose(needing, size_bytes, used, self._filled_bytes())
+        return self._shares.whose(tenant, size_bytes, self._usage.in_dram, self._filled_bytes())
 
     def own(self, tenant: str) -> Own:
-        """What is the tenant's own."""
-        account = self._shares.account(tenant)
+        """What is the tenant's own as long as those are there that are now."""
+        if not self._shares:
+            return Own(0, 0, None)
+        guaranteed_bytes = self._shares.guaranteed_bytes
         return Own(
-            self._shares.guaranteed_bytes(account, self._filled_bytes()),
-            self._shares.guaranteed_bytes(account, self._ssd_bytes),
+            guaranteed_bytes(tenant, self._usage.in_dram, self._filled_bytes()),
+            guaranteed_bytes(tenant, self._usage.on_ssd, self._ssd_bytes),
             self._limit_bytes(tenant),
         )
 
     def over_share(self, tenant: str) -> str | None:
-        """The tenant's account if that has more on SSD, or on its way there, than is guaranteed to it."""
-        account = self._shares.account(tenant)
+        """The tenant if it has more on SSD, or on its way there, than is guaranteed to it."""
         if not self._shares:
             return None
-        guaranteed_bytes = self._shares.guaranteed_bytes(account, self._ssd_bytes)
-        return account if self._accounts()[account].kept_bytes > guaranteed_bytes else None
+        guaranteed_bytes = self._shares.guaranteed_bytes(tenant, self._usage.kept, self._ssd_bytes)
+        return tenant if self._usage.of(tenant).kept_bytes > guaranteed_bytes else None
 
     def excess_bytes(self, tenant: str, size_bytes: int) -> int:
         """How much more than it may have on SSD the tenant would have with so many bytes more, all of it written."""
@@ -89,7 +87,4 @@ class Quotas:
         )  # fmt: skip
 
     def _limit_bytes(self, tenant: str) -> int | None:
-        return self._shares.limit_bytes(self._shares.account(tenant), self._ssd_bytes)
-
-    def _accounts(self) -> Mapping[str, Use]:
-        return self._usage.by_account()
+        return self._shares.limit_bytes(tenant, self._ssd_bytes)

@@ -6,7 +6,6 @@ budget is taken is as all others are.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from ctxcache.clock import Clock
 from ctxcache.core.limits import SECOND_NS, Limits
@@ -29,7 +28,7 @@ class Retaining:
         self._fallen = fallen
 
         def grants(budget_bytes: int) -> Grants:
-            return Grants(partial(shares.own_bytes, capacity_bytes=budget_bytes), self._account, self._fell)
+            return Grants(budget_bytes, shares, self._account, self._fell)
 
         self._retention = Retention(
             grants(int(limits.retention_share * capacities.ssd_bytes)),
@@ -63,7 +62,7 @@ class Retaining:
         self._retention.expire(self._now_s())
 
     def used_bytes(self, tenant: str) -> tuple[int, int]:
-        """What is granted to the tenant, or to all that have no share of their own: retained, and pinned."""
+        """What is granted to the tenant, or to all where they are not told apart: retained, and pinned."""
         account = self._shares.account(tenant)
         return self._retention.retained.used_bytes(account), self._retention.pinned.used_bytes(account)
 

@@ -20,7 +20,7 @@ from ctxcache.core.limits import DEFAULT_LIMITS, Limits
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
-from ctxcache.core.placement.shares import NO_SHARES, REST, Shares
+from ctxcache.core.placement.shares import EVERYONE, NO_SHARES, Shares
 from ctxcache.core.residence import Kin
 from ctxcache.core.resident import Resident
 from ctxcache.core.segment import Segment
@@ -190,7 +190,7 @@ class State:
 
     def _account(self, uid: bytes) -> str:
         session = self.by_uid.get(uid)
-        return self.usage.shares.account(session.tenant) if session else REST
+        return session.tenant if session else EVERYONE
 
     def _fell(self, session: Session) -> None:
         """A session's rank may be lower than it was."""

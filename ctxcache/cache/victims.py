@@ -36,19 +36,19 @@ class Victims:
     def leaving(self, comer: Session, size_bytes: int) -> Generator[Leaving]:
         """Those that would leave for so many bytes of a session that SSD has nothing of, one after the other."""
         among = self.quotas.on_ssd(comer.tenant, size_bytes)
-        account, rank = self._account(comer), self._state.placement.rank(comer.uid)
+        rank = self._state.placement.rank(comer.uid)
         judge = self._judge(comer, self._frees_room)
         with closing(self._state.evictable.in_order(judge, among)) as uids:
             for uid in uids:
                 victim = self._state.by_uid[uid]
                 # Who has more than its share gives way, whatever it is worth.
-                is_others = self._account(victim) != account
+                is_others = among is not None and victim.tenant != comer.tenant
                 gives_way = is_others or (self._state.placement.rank(uid) or ()) < (rank or ())
                 yield Leaving(gives_way, self._freed_bytes(victim))
 
     def of_tenant(self, for_session: Session) -> Session | None:
         """The coldest of the session's tenant but this one, wherever it lies. None when there is none."""
-        among = [self._state.usage.shares.account(for_session.tenant)]
+        among = [for_session.tenant]
         return self._written(for_session, among, lambda _: True) or self.in_memory(among)
 
     def over_share(self, dirty: Session) -> Session | None:
@@ -74,10 +74,6 @@ class Victims:
             return Verdict.LEAVES if leaves else Verdict.NOT_NOW
 
         return judge
-
-    def _account(self, session: Session) -> str:
-        shares = self._state.usage.shares
-        return shares.account(session.tenant) if shares else ""
 
     def _freed_bytes(self, session: Session) -> int:
         """What goes with it; what others list too stays."""

@@ -1,26 +1,25 @@
 """Usage: how many bytes each tenant has where, counted as its segments come, move and go.
 
 A segment counts once for its tenant however many forks list it, from the moment it has a slot, reserved
-ones too. Tenants without a share of their own are counted together besides. Worst case: an entry per
-tenant there ever was, and as many as callers' credentials name.
+ones too. Worst case: an entry per tenant there ever was, and as many as callers' credentials name.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ctxcache.core.placement.shares import Shares
 
 
 class Use:
-    """Bytes of slots that one tenant, or one account of several, has. Owned by the event loop.
+    """Bytes of slots that one tenant has. Owned by the event loop.
 
     `ssd_bytes` count what is on its way there; `kept_bytes` count each segment once, wherever it lies.
     """
 
-    __slots__ = ("_account", "dram_bytes", "kept_bytes", "ssd_bytes")
+    __slots__ = ("_tenant", "_usage", "dram_bytes", "kept_bytes", "ssd_bytes")
 
-    def __init__(self, account: "Use | None" = None) -> None:
-        """`account`: what counts the same bytes, and others'."""
-        self._account = account
+    def __init__(self, usage: "Usage | None" = None, tenant: str = "") -> None:
+        """`usage`: where the tenants that have something are listed."""
+        self._usage, self._tenant = usage, tenant
         self.dram_bytes = self.ssd_bytes = self.kept_bytes = 0
 
     def add(self, dram_bytes: int, ssd_bytes: int, kept_bytes: int) -> None:
@@ -28,30 +27,38 @@ class Use:
         self.dram_bytes += dram_bytes
         self.ssd_bytes += ssd_bytes
         self.kept_bytes += kept_bytes
-        if self._account is not None:
-            self._account.add(dram_bytes, ssd_bytes, kept_bytes)
+        if self._usage is not None:
+            for listed, size_bytes in (
+                (self._usage.in_dram, self.dram_bytes),
+                (self._usage.on_ssd, self.ssd_bytes),
+                (self._usage.kept, self.kept_bytes),
+            ):
+                if size_bytes:
+                    listed[self._tenant] = size_bytes
+                else:
+                    listed.pop(self._tenant, None)
 
 
 class Usage:
-    """The use of every tenant, and of every account. Owned by the event loop."""
+    """The use of every tenant. Owned by the event loop.
+
+    `in_dram`, `on_ssd` and `kept`: bytes of each tenant that has any there. To be looked at, not changed.
+    """
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
-        self._accounts = {account: Use() for account in shares.accounts}
+        self.in_dram: dict[str, int] = {}
+        self.on_ssd: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
         self._tenants: dict[str, Use] = {}
 
     def of(self, tenant: str) -> Use:
         """A tenant's use, to be counted on."""
         use = self._tenants.get(tenant)
         if use is None:
-            account = self._accounts[self.shares.account(tenant)] if self.shares else None
-            use = self._tenants[tenant] = Use(account)
+            use = self._tenants[tenant] = Use(self, tenant)
         return use
 
     def tenants(self) -> Iterable[str]:
-        """Those that had anything since the start, or have a share, by name."""
+        """Those that had anything since the start, or have a configured share, by name."""
         return sorted({*self._tenants, *self.shares.by_tenant})
-
-    def by_account(self) -> Mapping[str, Use]:
-        """The use of each account, where there are shares."""
-        return self._accounts

@@ -36,7 +36,8 @@ PLACEMENT = Section(
             help="Of SSD and arena, by tenant: what others' need does not touch; `:LIMIT` is the most on SSD.",
             more=(
                 "A table in the file: `[tenant_shares]` with `a = 0.5`, `b = { share = 0.2, limit = 0.4 }`."
-                " Shares add up to 1 at most. Live: how large they are, not whose."
+                " Shares add up to 1 at most; tenants without one have equal parts of the rest. Live, where tenants"
+                " are told apart at the start."
             ),
             watch="ctxcache_tenant_bytes",
             can_reload=True,

@@ -61,7 +61,7 @@ MOVES = Group("Moves and durability", (
 TENANTS = Group("Tenants", (
     gauge("tenants", "tenants", "Tenants that have something, or a share.", "More than 100: those that have least are counted together as `_other` below."),
     gauge("tenant_sessions", "sessions", "A tenant's sessions.", "For scale only.", "tenant"),
-    gauge("tenant_bytes", "bytes", "A tenant's segments, in `dram`, on `ssd`, and `kept` (those in both places once).", "One tenant has nearly all, and others miss as `evicted`: give them shares.", "tenant", "tier"),
+    gauge("tenant_bytes", "bytes", "A tenant's segments, in `dram`, on `ssd`, and `kept` (those in both places once).", "One tenant has more than its share and others need none of it now; `tenant_shares` guarantees other parts than equal ones.", "tenant", "tier"),
     gauge("tenant_guaranteed_bytes", "bytes", "What nobody else's need takes from it.", "It has less than this and misses as `evicted`: report it.", "tenant", "tier"),
     gauge("tenant_limit_bytes", "bytes", "The most that it may keep, where it has a limit.", "`kept` is near: its own sessions make way for each other.", "tenant"),
 ))  # fmt: skip

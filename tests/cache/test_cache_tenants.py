@@ -11,6 +11,8 @@ from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, DiskRig, MemoryRig, Rig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CapacityExceeded
 
@@ -18,6 +20,8 @@ R = TypeVar("R", bound=Rig)
 SHARES = Shares({"a": Share(0.5), "b": Share(0.25), "c": Share(0.0, 0.25)})
 """Of 32 segments on SSD 16 and 8 are guaranteed, and c has 8 at most."""
 ALL_OF_IT = Shares({"a": Share(0.5), "d": Share(0.5)})
+EQUAL = Shares(are_tenants_known=True)
+"""Nobody configured anything."""
 ANYONE = "x"
 """A tenant without a share."""
 
@@ -87,6 +91,55 @@ async def test_a_flood_costs_nobody_what_is_guaranteed(shared: DiskRig) -> None:
     assert _names(shared, "a") == set(stored)
     assert _used(shared, "a")[1] == 16
     await _check_rows(shared, "a", stored)
+
+
+@pytest.fixture(params=["lru", "value", "look-ahead"])
+async def equal(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[DiskRig]:
+    """A cache of tenants that nobody configured a share for, by each placement policy."""
+    capacities = Capacities(16 * SLOT_BYTES, 32 * SLOT_BYTES)
+    rig = _rig(DiskRig, tmp_path, shares=EQUAL)
+    rig.make_policy = lambda: RANKED[request.param](capacities)
+    await rig.open()
+    for tenant in ("b", "c"):
+        await rig.cache.models.register(tenant, MODEL)
+    yield rig
+    await rig.check()
+    await rig.close()
+
+
+async def test_a_flood_costs_nobody_what_is_within_an_equal_share(equal: DiskRig) -> None:
+    """With no share configured: ten times the capacity of one tenant, and another within half of SSD loses nothing."""
+    stored = {f"s{i}": await _store(equal, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
+    await _flood(equal, "b", 160, tag=9)
+
+    assert _names(equal, "a") == set(stored)
+    assert (_used(equal, "a")[1], _used(equal, "b")[1]) == (16, 16)
+    await _check_rows(equal, "a", stored)
+
+
+async def test_an_equal_share_of_dram_is_not_read_out_of_it(equal: DiskRig) -> None:
+    """Half of what is not kept free of DRAM is the tenant's, however much another reads and writes."""
+    await _store(equal, "a", "s", 7, Writer(1))
+    await _flood(equal, "b", 40, tag=9)
+    equal.tenant = "b"
+    for _ in range(3):
+        for name in sorted(equal.names()):
+            await equal.read(name)
+
+    assert _used(equal, "a")[0] == 7
+
+
+async def test_what_is_borrowed_is_given_back_as_others_come(equal: DiskRig) -> None:
+    """Alone a tenant has everything; a second and a third take no more from it than they need."""
+    await _flood(equal, "b", 16, tag=9)
+    assert _used(equal, "b")[1] == 32
+
+    await _flood(equal, "a", 3, tag=1)
+    assert [_used(equal, tenant)[1] for tenant in ("a", "b")] == [6, 26]
+    await _flood(equal, "a", 20, tag=2, prefix="more")
+    assert [_used(equal, tenant)[1] for tenant in ("a", "b")] == [16, 16]
+    await _flood(equal, "c", 20, tag=3)
+    assert sorted(_used(equal, tenant)[1] for tenant in ("a", "b", "c")) == [10, 10, 12]
 
 
 async def test_who_has_more_than_its_share_gives_way(shared: DiskRig) -> None:

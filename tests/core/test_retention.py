@@ -4,8 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.core.placement.retention import TOP_PRIORITY, Grant, Grants, Retention
+from ctxcache.core.placement.shares import Share, Shares
 
+SHARES = Shares({"a": Share(2 / 3), "b": Share(1 / 3)})
 BUDGETS = {"a": 100, "b": 50}
+"""Their parts of what may be granted."""
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(("ask", "ask", "ask", "release", "resized", "expire")),
@@ -24,7 +27,7 @@ def _account(uid: bytes) -> str:
 
 def _grants(fallen: list[bytes] | None = None) -> Grants:
     heard: list[bytes] = [] if fallen is None else fallen
-    return Grants(BUDGETS.__getitem__, _account, heard.append)
+    return Grants(150, SHARES, _account, heard.append)
 
 
 @given(STEPS)
@@ -133,3 +136,17 @@ def test_a_pin_counts_in_both_tiers_and_a_retention_in_the_store_alone() -> None
     assert (retention.store_level(b"r"), retention.store_level(b"p")) == (4, 0)
     retention.release(b"r")
     assert retention.store_level(b"r") == 0
+
+
+def test_one_that_comes_later_finds_its_equal_share() -> None:
+    """Alone an account may be granted the whole budget; its lowest grants end as others ask, down to its share."""
+    fallen: list[bytes] = []
+    grants = Grants(90, Shares(are_tenants_known=True), lambda uid: uid[:1].decode(), fallen.append)
+    for number in range(3):
+        assert grants.ask(b"a%d" % number, 30, 10, number, 0)
+    assert grants.ask(b"b0", 40, 10, 0, 0)
+    assert fallen == [b"a0", b"a1"]
+    assert grants.ask(b"b1", 10, 10, 0, 0) is None
+
+    assert grants.ask(b"c0", 30, 10, 0, 0)
+    assert (grants.used_bytes("a"), grants.used_bytes("b"), grants.used_bytes("c")) == (30, 0, 30)

@@ -1,14 +1,15 @@
-"""Connections are divided among tenants: however many one asks for, another's next one is taken."""
+"""Tenants share a server: however much one asks for, another keeps what is its own, and its next call is taken."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from bulk_stubs import HELLO, WELCOME, Connection
-from service_rig import until
+from service_rig import Client, until
 
 from ctxcache.config import Settings
 from ctxcache.core.identity import Grant
@@ -16,9 +17,12 @@ from ctxcache.frames import PROTOCOL_VERSION, FrameReader, Kind, encode_frame
 from ctxcache.server import Server
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.tokens import Token, digest_of
-from ctxcache.v1 import arena_pb2, bulk_pb2, bulk_pb2_grpc
+from ctxcache.v1 import arena_pb2, bulk_pb2, bulk_pb2_grpc, session_pb2
 
 LIMIT = 3
+SSD_BYTES = 4 << 20
+TOKENS = 640
+"""A session of ten segments, of which SSD takes 146."""
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     hashes.write_text("\n".join(lines))
     settings = Settings(
         data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket=str(tmp_path / "socket"),
-        arena_size_bytes=1 << 20, ssd_size_bytes=1 << 20, arena_huge_pages="off", token_hashes=hashes,
+        arena_size_bytes=1 << 20, ssd_size_bytes=SSD_BYTES, arena_huge_pages="off", token_hashes=hashes,
         max_bulk_connections=LIMIT, max_local_clients=LIMIT, drain_timeout_s=5,
     )  # fmt: skip
     made = await Server.start(settings, FakeClock())
@@ -115,3 +119,60 @@ async def test_tenants_that_share_a_user_do_not_count_as_one_on_the_control_sock
 
     for connection in (first, second, other):
         connection.close()
+
+
+def _named(details: Any, token: str) -> Any:
+    return details._replace(metadata=grpc.aio.Metadata(("authorization", f"Bearer {token}")))
+
+
+class _Calls(grpc.aio.UnaryUnaryClientInterceptor):
+    """Calls of the tenant whose token this is."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """See grpc.aio."""
+        return await continuation(_named(details, self._token), request)
+
+
+class _Appends(grpc.aio.StreamUnaryClientInterceptor):
+    """Appends of the tenant whose token this is."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+        """See grpc.aio."""
+        return await continuation(_named(details, self._token), requests)
+
+
+@pytest.fixture
+async def tenants(server: Server) -> AsyncIterator[tuple[Client, Client]]:
+    """Clients of either tenant, who know nothing of each other."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for token in ("a", "b"):
+            channel = grpc.aio.insecure_channel(
+                server.addresses[0], interceptors=[_Calls(token), _Appends(token)]
+            )
+            made.append(Client(await stack.enter_async_context(channel)))
+            await made[-1].register()
+        yield made[0], made[1]
+
+
+async def test_a_flood_evicts_nothing_that_is_within_half(tenants: tuple[Client, Client]) -> None:
+    """Without any share configured, ten times the capacity of one tenant costs another nothing within half of SSD."""
+    quiet, flooding = tenants
+    for number in range(7):
+        await quiet.create(f"s{number}")
+        await quiet.append(f"s{number}", number, 0, TOKENS, is_durable=True)
+    for number in range(146):
+        await flooding.create(f"flood{number}")
+        await flooding.append(f"flood{number}", number, 0, TOKENS, is_durable=True)
+
+    kept = [await quiet.get(f"s{number}") for number in range(7)]
+    assert [session.durable_token_count for session in kept] == [TOKENS] * 7
+    # What the quiet tenant does not use the other one has borrowed.
+    listed = await flooding.sessions.ListSessions(session_pb2.ListSessionsRequest())
+    assert sum(session.ssd_bytes for session in listed.sessions) > SSD_BYTES * 0.4

@@ -2,10 +2,10 @@
 
 A grant moves nothing and holds nothing: it puts a session into a class, and classes leave after what has
 none, the lowest priority first. So what is retained still leaves when nothing else can, and no grant can
-wedge a tier. A session is granted whole or not at all, for it leaves whole. Budgets are per account and
-divide the capacity: nobody's priority displaces another account's grants. Reads no clock: `now_s` comes
-with the call. Everything takes O(log n). Worst case: a budget is taken by grants of the same priority, and
-the next is refused until one of them expires.
+wedge a tier. A session is granted whole or not at all, for it leaves whole. The budget is divided by the
+tenants' shares: a request displaces another account's grants only where those are above that account's share.
+Reads no clock: `now_s` comes with the call. Everything takes O(log n), and a look at each account with
+grants. Worst case: a share is taken by grants of the same priority, and the next is refused until one expires.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ctxcache.core.placement.order import Keyed
+from ctxcache.core.placement.shares import Shares
 
 TOP_PRIORITY = 100
 """Priorities go from 0 to this; what is beyond is taken as the nearest."""
@@ -35,20 +36,24 @@ class _Granted:
 
 
 class Grants:
-    """Grants against one budget per account. Owned by its caller."""
+    """Grants against one budget, which accounts have shares of. Owned by its caller."""
 
     def __init__(
         self,
-        limit_bytes: Callable[[str], int],
+        budget_bytes: int,
+        shares: Shares,
         account: Callable[[bytes], str],
         fallen: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """`account` of a session; `fallen` hears of each that came into a lower class, or lost its own."""
-        self._limit_bytes = limit_bytes
+        self._budget_bytes = budget_bytes
+        self._shares = shares
         self._account = account
         self._fallen = fallen
         self._granted: dict[bytes, _Granted] = {}
-        self._used: Counter[str] = Counter()
+        self._used: dict[str, int] = {}
+        """Of each account that was granted anything."""
+        self._all_used_bytes = 0
         self._by_priority: Counter[tuple[str, int]] = Counter()
         self._lowest: dict[str, Keyed] = {}
         self._due = Keyed()
@@ -61,7 +66,7 @@ class Grants:
 
     def used_bytes(self, account: str) -> int:
         """Bytes granted to the account's sessions."""
-        return self._used[account]
+        return self._used.get(account, 0)
 
     def level(self, uid: bytes) -> int:
         """The session's class: 0 without a grant, else higher with its priority."""
@@ -84,11 +89,12 @@ class Grants:
         if before:
             self._remove(uid, before)
         limit_bytes = self._limit_bytes(asked.account)
-        while self._used[asked.account] + asked.size_bytes > limit_bytes:
-            lowest = self._lowest[asked.account].first()
+        while self.used_bytes(asked.account) + asked.size_bytes > limit_bytes:
             # There is one, for the room was counted.
-            if lowest is not None:
-                self.release(lowest)
+            self._release_lowest(asked.account)
+        while self._all_used_bytes + asked.size_bytes > self._budget_bytes:
+            # Of the account furthest above its share, which is another one: this one is within its own.
+            self._release_lowest(self._shares.whose(None, 0, self._used_beside(asked), self._budget_bytes)[0])
         self._add(uid, asked)
         if before and before.priority > priority:
             self._fallen(uid)
@@ -119,21 +125,38 @@ class Grants:
         account = asked.account
         lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
         own_bytes = before.size_bytes if before and before.priority >= asked.priority else 0
-        return self._limit_bytes(account) - self._used[account] + lower_bytes + own_bytes
+        return self._limit_bytes(account) - self.used_bytes(account) + lower_bytes + own_bytes
+
+    def _limit_bytes(self, account: str) -> int:
+        return self._shares.guaranteed_bytes(account, self._used, self._budget_bytes)
+
+    def _used_beside(self, asked: _Granted) -> dict[str, int]:
+        return self._used | {asked.account: self.used_bytes(asked.account) + asked.size_bytes}
+
+    def _release_lowest(self, account: str) -> None:
+        lowest = self._lowest[account].first()
+        if lowest is not None:
+            self.release(lowest)
 
     def _add(self, uid: bytes, granted: _Granted) -> None:
         self._granted[uid] = granted
-        self._used[granted.account] += granted.size_bytes
+        self._count(granted.account, granted.size_bytes)
         self._by_priority[granted.account, granted.priority] += granted.size_bytes
         self._lowest.setdefault(granted.account, Keyed()).put(uid, (granted.priority, granted.until_s))
         self._due.put(uid, (granted.until_s,))
 
     def _remove(self, uid: bytes, granted: _Granted) -> None:
         del self._granted[uid]
-        self._used[granted.account] -= granted.size_bytes
+        self._count(granted.account, -granted.size_bytes)
         self._by_priority[granted.account, granted.priority] -= granted.size_bytes
         self._lowest[granted.account].discard(uid)
         self._due.discard(uid)
+
+    def _count(self, account: str, size_bytes: int) -> None:
+        self._all_used_bytes += size_bytes
+        self._used[account] = self.used_bytes(account) + size_bytes
+        if not self._used[account]:
+            del self._used[account]
 
 
 class Retention:

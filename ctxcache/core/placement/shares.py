@@ -1,17 +1,17 @@
 """Tenant shares: whose sessions make room for whom. Decisions over counted bytes; nothing is scanned or kept.
 
-A guaranteed share is not touched by another's need. What is guaranteed to nobody, or not used by whom it
-is guaranteed to, is anyone's, until its owner comes. Tenants without a share of their own are one account:
-among them the placement policy decides alone. Worst case: all accounts are looked at, which are as many as
-shares were configured, and one.
+A guaranteed share is not touched by another's need. A tenant with a configured share is guaranteed that. The
+tenants without one are guaranteed equal parts of what is left, as many as have something or need room now.
+A share that is not in use is anyone's, until its owner comes: the tenant furthest above its share gives way
+first. Worst case: one look at each tenant that has something.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-REST = ""
-"""The account of all tenants that have no share of their own; no tenant's name."""
+EVERYONE = ""
+"""The one account of all where tenants are not told apart; no tenant's name."""
 ROUNDING = 1e-9
 """How far a sum of shares may be above 1 because of how fractions are written."""
 
@@ -32,72 +32,80 @@ class Share:
 
 
 class Shares:
-    """The shares of all tenants that have one. Whose they are never changes."""
+    """The shares of all tenants. False where tenants are not told apart: then all have one account."""
 
-    def __init__(self, by_tenant: Mapping[str, Share] | None = None) -> None:
-        """Raises ValueError when more than everything is guaranteed, or the tenant has no name."""
+    def __init__(
+        self, by_tenant: Mapping[str, Share] | None = None, *, are_tenants_known: bool = False
+    ) -> None:
+        """Configured shares tell tenants apart too.
+
+        Raises ValueError when more than everything is guaranteed, or the tenant has no name.
+        """
         self.by_tenant = _checked(by_tenant or {})
+        self._are_divided = are_tenants_known or bool(self.by_tenant)
 
     def __bool__(self) -> bool:
-        return bool(self.by_tenant)
+        return self._are_divided
 
     def become(self, by_tenant: Mapping[str, Share]) -> None:
-        """Change how large they are. Raises ValueError, and changes nothing, as above, or where they are others' too."""
+        """Change the configured ones. Raises ValueError, and changes nothing, as above, or where there is one account."""
         changed = _checked(by_tenant)
-        if others := changed.keys() ^ self.by_tenant.keys():
-            raise ValueError(f"whether {min(others)} has a share of its own is settled at the start")
-        self.by_tenant = {name: changed[name] for name in self.by_tenant}
-
-    @property
-    def accounts(self) -> Sequence[str]:
-        """Those that have a share, in the order given, and the rest."""
-        return (*self.by_tenant, REST)
+        if changed and not self._are_divided:
+            raise ValueError("tenants are not told apart; that is settled at the start")
+        self.by_tenant = changed
 
     def account(self, tenant: str) -> str:
         """Where a tenant's bytes are counted."""
-        return tenant if tenant in self.by_tenant else REST
+        return tenant if self._are_divided else EVERYONE
 
-    def guaranteed_bytes(self, account: str, capacity_bytes: int) -> int:
-        """What no other's need touches; nothing of what the rest has."""
+    def guaranteed_bytes(self, account: str, used_bytes: Mapping[str, int], capacity_bytes: int) -> int:
+        """What no other's need touches while these have something, and the account."""
+        if not self._are_divided:
+            return capacity_bytes
         share = self.by_tenant.get(account)
-        return int(share.guaranteed * capacity_bytes) if share else 0
+        if share is not None:
+            return int(share.guaranteed * capacity_bytes)
+        return self._equal_bytes(used_bytes, account, capacity_bytes)
 
     def limit_bytes(self, account: str, capacity_bytes: int) -> int | None:
         """The most that it may have; None where the capacity alone bounds it."""
         share = self.by_tenant.get(account)
         return None if share is None or share.limit == 1 else int(share.limit * capacity_bytes)
 
-    def own_bytes(self, account: str, capacity_bytes: int) -> int:
-        """Its part of a budget that is divided: what is guaranteed to it; to the rest, what is to nobody."""
-        if account != REST:
-            return self.guaranteed_bytes(account, capacity_bytes)
-        return capacity_bytes - sum(self.guaranteed_bytes(name, capacity_bytes) for name in self.by_tenant)
-
     def whose(
         self, needing: str | None, needed_bytes: int, used_bytes: Mapping[str, int], capacity_bytes: int
     ) -> Sequence[str]:
         """The accounts whose sessions make room, in the order in which they are to be asked.
 
-        Whoever is furthest above its share comes first, what it needs counted in, so that all who want more
-        than is guaranteed to them come to have as much more as each other. Nobody at or below its share is
+        The account furthest above its share comes first, its need counted in. So all that want more than is
+        guaranteed to them come to have as much more as each other. An account at or below its share is not
         asked for another; for its own need an account gives up its own, at the last. `needing` None: room
-        is made for nobody in particular.
+        is made for nobody in particular. `used_bytes` are of those that have something, and of no others.
         """
-        over = {
-            account: used_bytes.get(account, 0)
-            + (needed_bytes if account == needing else 0)
-            - self.guaranteed_bytes(account, capacity_bytes)
-            for account in self.accounts
-        }
-        asked = [account for account in over if over[account] > 0]
-        asked.sort(key=lambda account: (-over[account], account != needing, account))
-        if needing is not None and needing not in asked:
+        equal_bytes = self._equal_bytes(used_bytes, needing, capacity_bytes)
+        over: dict[str, int] = {}
+        for account, account_bytes in used_bytes.items():
+            share = self.by_tenant.get(account)
+            own_bytes = equal_bytes if share is None else int(share.guaranteed * capacity_bytes)
+            excess_bytes = account_bytes - own_bytes + (needed_bytes if account == needing else 0)
+            if excess_bytes > 0:
+                over[account] = excess_bytes
+        asked = sorted(over, key=lambda account: (-over[account], account != needing, account))
+        if needing is not None and needing not in over:
             asked.append(needing)
         return asked
 
+    def _equal_bytes(self, used_bytes: Mapping[str, int], besides: str | None, capacity_bytes: int) -> int:
+        """The part of each that has no configured share; `used_bytes` are of those that have something."""
+        count = len(used_bytes) - sum(name in used_bytes for name in self.by_tenant)
+        if besides is not None and besides not in self.by_tenant and besides not in used_bytes:
+            count += 1
+        guaranteed_bytes = sum(int(share.guaranteed * capacity_bytes) for share in self.by_tenant.values())
+        return max(capacity_bytes - guaranteed_bytes, 0) // max(count, 1)
+
 
 def _checked(by_tenant: Mapping[str, Share]) -> dict[str, Share]:
-    if REST in by_tenant:
+    if EVERYONE in by_tenant:
         raise ValueError("a share for a tenant without a name")
     total = math.fsum(share.guaranteed for share in by_tenant.values())
     if total > 1 + ROUNDING:
