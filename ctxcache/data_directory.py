@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 from ctxcache.facts_file import read_facts, sync_directory, write_facts
+from ctxcache.privacy import claim_directory, open_private, tighten
 
 DATA_FORMAT = 2
 FIRST_NUMBERED_FORMAT = 2
@@ -62,7 +63,7 @@ class DataDirectory:
         """
         path = Path(path)
         with _refusals(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim_directory(path)
             _check_not_foreign(path)
             lock_fd = _lock(path)
             try:
@@ -84,7 +85,7 @@ class DataDirectory:
         Raises DataDirectoryUnusable, FormatTooNew.
         """
         with _refusals(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim_directory(path)
             check_not_restoring(path)
             lock_fd = _lock(path)
             try:
@@ -108,6 +109,11 @@ class DataDirectory:
     def metadata_path(self) -> Path:
         """Where the metadata store keeps its files."""
         return self.path / METADATA
+
+    def tighten(self) -> None:
+        """Take everybody else's rights to what is in it. Raises DataDirectoryUnusable."""
+        with _refusals(self.path):
+            tighten(entries(self.path))
 
     def begin_run(self) -> None:
         """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
@@ -157,7 +163,7 @@ class FreshDirectory:
     def begin(cls, path: Path) -> Iterator[Self]:
         """Claim an empty directory, or one in which this was begun before. Raises DataDirectoryUnusable, CorruptMetadata."""
         with _refusals(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim_directory(path)
             _check_fresh(path)
             lock_fd = _lock(path)
         try:
@@ -181,6 +187,12 @@ class FreshDirectory:
         _write_format(self.path, self.instance_id, created_by)
         sync_directory(self.path.parent)
         (self.path / RESTORING).unlink()
+
+
+def entries(path: Path) -> list[Path]:
+    """What a server has in the directory, sockets apart; also metadata that a rebuild has kept. Raises OSError."""
+    named = (_LOCK, _FORMAT, _RUNS, RESTORING, "LESSONS", "PATHS")
+    return [*(path / name for name in named), *path.glob(f"{METADATA}*")]
 
 
 def check_not_restoring(path: Path) -> None:
@@ -222,7 +234,7 @@ def _check_not_foreign(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o600)
+    fd = open_private(path / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)

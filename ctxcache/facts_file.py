@@ -13,6 +13,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from ctxcache.errors import CorruptMetadata
+from ctxcache.privacy import open_private
 
 CHECKSUM = "checksum"
 
@@ -21,7 +22,8 @@ def write_facts(path: Path, facts: Mapping[str, object]) -> None:
     """Write the file and sync it. Raises OSError."""
     # Synced before it gets its name, and the name before anything relies on it.
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    fd = open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump({**facts, CHECKSUM: _checksum(facts)}, file)
         file.flush()
         os.fsync(file.fileno())

@@ -30,9 +30,9 @@ OPTIONS = (
 class Ports:
     """TCP addresses and Unix sockets of one gRPC server. Bind them, then start the server."""
 
-    def __init__(self, edge: Edge, tls: Tls | None, *, silence_s: float, is_open: bool) -> None:
-        """`silence_s`: of a peer, before it is asked whether it lives. `is_open`: nobody is told apart."""
-        self._tls, self._is_open = tls, is_open
+    def __init__(self, edge: Edge, tls: Tls | None, *, silence_s: float) -> None:
+        """`silence_s`: of a peer, before it is asked whether it lives."""
+        self._tls = tls
         self.server = grpc.aio.server(interceptors=[edge], options=(*OPTIONS, *_keepalive(silence_s)))
 
     def bind(self, target: str) -> str:
@@ -46,7 +46,7 @@ class Ports:
                 port = self.server.add_secure_port(target, self._tls.credentials)
             else:
                 # gRPC does not say who is at the other end of a Unix socket; its mode lets in nobody else.
-                with _private() if is_unix and not self._is_open else nullcontext():
+                with _private() if is_unix else nullcontext():
                     port = self.server.add_insecure_port(target)
         except OSError as error:
             raise AddressUnusable(address=target, problem=error.strerror or str(error)) from error

@@ -145,7 +145,7 @@ class Server:
             times=self._rpc_times,
             spans=cache.state.spans,
         )
-        self._ports = Ports(edge, self._tls, silence_s=settings.keepalive_s, is_open=identification.is_open)
+        self._ports = Ports(edge, self._tls, silence_s=settings.keepalive_s)
         self._upkeep: asyncio.Task[None] | None = None
         self._watches: list[asyncio.Task[None]] = []
         path = control_path(settings)

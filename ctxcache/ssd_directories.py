@@ -68,6 +68,11 @@ def check_not_orphaned(data_directory: Path, directories: Sequence[Path]) -> Non
         )
 
 
+def entries(directory: Path) -> list[Path]:
+    """What a server has in an SSD directory."""
+    return [directory / name for name in (DEVICE, SEGMENTS, "WITNESS", "catalog")]
+
+
 def instance_id_of(directory: Path) -> str | None:
     """The data directory that an SSD directory belongs to; None when it says none, or cannot be read."""
     try:

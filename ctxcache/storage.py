@@ -25,8 +25,9 @@ from ctxcache.injection.ssd import FaultySsdFiles
 from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
+from ctxcache.privacy import claim_directory, tighten
 from ctxcache.sizes import arena_bytes, ssd_bytes
-from ctxcache.ssd_directories import check_not_orphaned, in_order, write_down
+from ctxcache.ssd_directories import check_not_orphaned, entries, in_order, write_down
 from ctxcache.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
 from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
 
@@ -64,6 +65,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
     files.callback(directory.close)
     ordered = in_order(directory.path, directory.instance_id, named)
+    directory.tighten()
     if directory.found_format < FIRST_NUMBERED_FORMAT:
         check_first_order(directory.metadata_path, ordered)
     # The arena first: what it refuses leaves no large file behind.
@@ -95,7 +97,8 @@ def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]
     paths = []
     for directory in directories:
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim_directory(directory)
+            tighten(entries(directory))
             size_bytes = align(settings.ssd_size_bytes) or ssd_bytes(directory, FILE_NAME)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ctxcache.core.identity import SHARED_MEMORY, Grant, Role, is_tenant, parse_grant
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.privacy import check_secret, secret_refusal
 
 PREFIX = "ctxcache_"
 """So that whoever looks for secrets where none should be finds these."""
@@ -66,6 +67,8 @@ class Tokens:
 def read_tokens(path: Path) -> Tokens:
     """The tokens of a file. Raises InvalidConfiguration."""
     try:
+        # The callers' rights are there to be changed by who may write it.
+        check_secret(path, secret_refusal("token_hashes", path))
         with path.open("rb") as file:
             text = file.read(FILE_LIMIT_BYTES + 1)
     except OSError as error:

@@ -60,6 +60,7 @@ async def _run(directory: Path, out: Path) -> None:
     secrets = {tenant: new_secret() for tenant in TENANTS}
     hashes = directory / "hashes"
     lines = [Token(tenant, digest_of(secret), Grant(tenant)).line() for tenant, secret in secrets.items()]
+    hashes.touch(0o600)
     hashes.write_text("\n".join(lines) + "\n")
     settings = Settings(
         data_directory=directory / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=64 * MIB,
@@ -71,6 +72,7 @@ async def _run(directory: Path, out: Path) -> None:
         clients = {}
         for tenant, secret in secrets.items():
             token = directory / tenant
+            token.touch(0o600)
             token.write_text(secret)
             client = stack.enter_context(
                 await asyncio.to_thread(Client, server.addresses[0], token_file=token)

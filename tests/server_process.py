@@ -50,6 +50,12 @@ class Process(Protocol):
         """Wait for its end; its exit code. Raises subprocess.TimeoutExpired."""
 
 
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that is for this user alone, as a token or a key has to be."""
+    path.touch(0o600)
+    path.write_text(text)
+
+
 class ServerProcess:
     """A server over `data_directory`, on a free port that it keeps across restarts.
 

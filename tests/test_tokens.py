@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from server_process import write_secret
 
 from ctxcache.core.identity import Grant, Role
 from ctxcache.errors import InvalidConfiguration
@@ -15,7 +16,7 @@ def test_a_token_is_found_by_all_of_its_text(tmp_path: Path) -> None:
     """Its line holds nothing that it could be made from."""
     secret, other = new_secret(), new_secret()
     token = Token("ci", digest_of(secret), Grant("a", Role.OPERATOR, has_shared_memory=True))
-    (tmp_path / "hashes").write_text(f"# tokens\n\n{token.line()}\n")
+    write_secret(tmp_path / "hashes", f"# tokens\n\n{token.line()}\n")
     found = read_tokens(tmp_path / "hashes")
 
     assert token.line() == f"ci {hashlib.sha256(secret.encode()).hexdigest()} a:operator:shared-memory"
@@ -39,7 +40,7 @@ def test_a_token_is_found_by_all_of_its_text(tmp_path: Path) -> None:
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, text: str, words: str) -> None:
     """By its number, not by what stands there, which may be a token."""
-    (tmp_path / "hashes").write_text(text)
+    write_secret(tmp_path / "hashes", text)
     with pytest.raises(InvalidConfiguration, match=words) as caught:
         read_tokens(tmp_path / "hashes")
     assert "00000" not in str(caught.value)

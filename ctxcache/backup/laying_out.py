@@ -25,6 +25,7 @@ from ctxcache.metadata import records
 from ctxcache.metadata.base import SegmentRecord, SessionRecord
 from ctxcache.metadata.catalog_contents import Entry
 from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.privacy import claim_directory
 from ctxcache.scan import header_at, is_whole
 from ctxcache.sizes import ssd_bytes
 from ctxcache.ssd_directories import DEVICE, PATHS, SEGMENTS, in_order, instance_id_of, write_down
@@ -105,7 +106,7 @@ def _selected(contents: Contents, now_ns: int) -> tuple[list[SessionRecord], Res
 
 def _empty(path: Path, instance_id: str) -> None:
     """Make an SSD directory, or empty one that this was begun with. Raises DataDirectoryUnusable, OSError."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    claim_directory(path)
     found = {entry.name for entry in path.iterdir()} - _MAY_PRECEDE
     is_ours = instance_id_of(path) == instance_id or found <= {f"{DEVICE}.partial"}
     if found - _MADE_HERE or not is_ours:

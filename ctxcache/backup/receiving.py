@@ -14,6 +14,7 @@ from typing import BinaryIO
 from ctxcache.errors import InvalidArgument, TierFailure
 from ctxcache.facts_file import sync_directory
 from ctxcache.format.archive import read_frames
+from ctxcache.privacy import open_private
 
 
 def receive(pieces: Iterable[bytes], path: Path) -> int:
@@ -46,13 +47,11 @@ def receive(pieces: Iterable[bytes], path: Path) -> int:
 @contextmanager
 def _opened(partial: Path) -> Iterator[BinaryIO]:
     """The file, empty and ours alone. What a killed one left is written over."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(partial, flags, mode=0o600), "w+b") as file:
+    with os.fdopen(open_private(partial, os.O_RDWR | os.O_CREAT), "w+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidArgument(field=str(partial), problem="another backup is writing it") from None
-        os.fchmod(file.fileno(), 0o600)
         file.truncate(0)
         yield file
 

@@ -23,6 +23,7 @@ from ctxcache.cli.names import parse_size_bytes, parsed
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.cli.units import human_size, human_time
+from ctxcache.privacy import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.backup.laying_out import Restored
@@ -93,6 +94,7 @@ def restore(context: typer.Context, **given: Any) -> None:
     is_dry_run = bool(given.pop("dry_run"))
     settings = load_settings(given)
     call = call_of(context, given)
+    keep_private()
     with _progress() as step:
         if is_dry_run:
             found = look(archive, now_ns=time.time_ns(), step=step)

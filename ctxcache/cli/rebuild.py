@@ -15,6 +15,7 @@ from ctxcache.cli.call import CONTEXT, OutputOption, call_of
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.cli.units import human_size
+from ctxcache.privacy import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
@@ -41,6 +42,7 @@ def rebuild(context: typer.Context, **given: Any) -> None:
     is_dry_run = bool(given.pop("dry_run"))
     settings = load_settings(given)
     call = call_of(context, given)
+    keep_private()
     found = make_anew(
         settings.data_directory,
         ssd_directories_of(settings),

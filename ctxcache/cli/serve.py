@@ -23,6 +23,7 @@ from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.log_format import log_to
 from ctxcache.malloc import keep_freed_memory
+from ctxcache.privacy import keep_private
 from ctxcache.process_memory import check_address_space
 from ctxcache.time_slice import shorten_time_slices
 
@@ -45,6 +46,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     """
     as_given = dict(given)
     settings = load_settings(given)
+    keep_private()
     check_address_space(settings.arena_size_bytes)
     output = call_of(context, given).output
     log_to(sys.stderr, level=settings.log_level, is_json=settings.log_format == "json")

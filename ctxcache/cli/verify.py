@@ -16,6 +16,7 @@ from ctxcache.cli.call import Call, online
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.names import parse_size_bytes, parsed
 from ctxcache.cli.units import human_size
+from ctxcache.privacy import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
@@ -59,6 +60,7 @@ def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> "Ite
     from ctxcache.offline import verify_directory  # noqa: PLC0415
     from ctxcache.service.admin import verify_message  # noqa: PLC0415
 
+    keep_private()
     settings = load({"data_directory": data_directory, "ssd_directories": tuple(ssd_directories) or None})
     with asyncio.Runner() as runner:
         reports = verify_directory(settings, bytes_per_second=rate)

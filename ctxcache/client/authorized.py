@@ -12,14 +12,15 @@ from typing import Any, Self
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.privacy import check_secret
 
 
 class TokenFile:
     """The token in a file. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         """Raises InvalidConfiguration."""
-        self._path = path
+        self._path = Path(path)
         self._lock = threading.Lock()
         self._stamp: tuple[int, ...] = ()
         self._metadata: tuple[tuple[str, str], ...] = ()
@@ -96,6 +97,7 @@ class AuthorizedChannel(grpc.Channel):
 
 
 def _token(path: Path) -> str:
+    check_secret(path, lambda problem: InvalidConfiguration(source=str(path), problem=problem))
     token = path.read_text(encoding="ascii", errors="replace").strip()
     if not token or not token.isprintable() or " " in token:
         raise InvalidConfiguration(source=str(path), problem="is not one token")

@@ -78,7 +78,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         access: Access = "auto",
         verify: Verify = "loaded",
         tls: ClientTls | None = None,
-        token_file: Path | None = None,
+        token_file: str | Path | None = None,
         tenant: str = "",
     ) -> None:
         _check_one_of("access", access, get_args(Access))

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.privacy import check_secret, secret_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +20,14 @@ class ClientTls:
     `certificate` and `key`: this client's own, for a server that asks for one.
     """
 
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
+    ca: str | Path | None = None
+    certificate: str | Path | None = None
+    key: str | Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
         """What gRPC takes. Raises InvalidConfiguration."""
         return grpc.ssl_channel_credentials(
-            *(_read(path) for path in (self.ca, self.key, self.certificate)),
+            _read(self.ca), _read(self.key, is_secret=True), _read(self.certificate)
         )
 
     def context(self) -> ssl.SSLContext:
@@ -35,6 +36,7 @@ class ClientTls:
             context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             if self.certificate is not None:
+                _read(self.key, is_secret=True)
                 context.load_cert_chain(self.certificate, self.key)
         except (OSError, ValueError) as error:
             problem = f"a certificate cannot be used: {error}"
@@ -42,8 +44,10 @@ class ClientTls:
         return context
 
 
-def _read(path: Path | None) -> bytes | None:
+def _read(path: str | Path | None, *, is_secret: bool = False) -> bytes | None:
     try:
-        return None if path is None else path.read_bytes()
+        if path is not None and is_secret:
+            check_secret(Path(path), secret_refusal("tls", Path(path)))
+        return None if path is None else Path(path).read_bytes()
     except OSError as error:
         raise InvalidConfiguration(source="tls", problem=f"{path}: {error.strerror}") from error

@@ -36,6 +36,7 @@ from ctxcache.metadata.catalog_contents import (
     read_catalog,
 )
 from ctxcache.pools import started_pool
+from ctxcache.privacy import claim_directory, open_private
 
 SYNC_INTERVAL_S = 1.0
 LOG_LIMIT_BYTES = 64 << 20
@@ -68,7 +69,7 @@ class Catalog:
         self._worker = started_pool(1, "catalog")
         self._syncer = started_pool(1, "catalog-sync")
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim_directory(self._directory)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
 
@@ -165,7 +166,7 @@ class Catalog:
     def _rotate(self, sequence: int) -> None:
         """Begin the next log; its base is written in the thread, and only then the old files go."""
         self._number += 1
-        fd = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode=0o600)
+        fd = open_private(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if self._fd >= 0:
             self._worker.submit(_sync, self._fd)
         self._fd, self._log_bytes, self._is_sync_due, self._is_marked = fd, 0, False, False
@@ -189,7 +190,7 @@ class Catalog:
         path = self._directory / f"{number:08d}.base"
         partial = path.with_suffix(".partial")
         try:
-            with partial.open("wb") as file:
+            with os.fdopen(open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 for batch in _unhurried(records, self._closing):
                     file.write(b"".join(pack(self._seed, sequence, key, value) for key, value in batch))
                 file.write(pack_mark(self._seed, sequence, END))

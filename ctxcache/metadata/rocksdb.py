@@ -41,6 +41,7 @@ from ctxcache.metadata.catalog_contents import Entry
 from ctxcache.metadata.records import Commit
 from ctxcache.metadata.witness import Witness
 from ctxcache.pools import started_pool
+from ctxcache.privacy import claim_directory
 
 MEMTABLE_BYTES = 8 << 20
 LOG_LIMIT_BYTES = 64 << 20
@@ -316,6 +317,11 @@ class RocksDbMetadata:
 
 
 def _open(path: str) -> Rdict:
+    try:
+        # RocksDB's own files have the modes of the umask: in here they are nobody else's.
+        claim_directory(Path(path))
+    except OSError as error:
+        raise DataDirectoryUnusable(path=path, problem=error.strerror or str(error)) from error
     try:
         return Rdict(path, _options())
     except Exception as error:  # rocksdict raises nothing narrower

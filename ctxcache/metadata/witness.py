@@ -20,6 +20,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import DataDirectoryUnusable
+from ctxcache.privacy import open_private
 
 NAME = "WITNESS"
 _MAGIC = b"CTXCWIT\0"
@@ -75,7 +76,7 @@ class Witness:
 
     def _open(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o600)
+            fd = open_private(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
         self._fds.append(fd)

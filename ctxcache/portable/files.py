@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ctxcache.errors import FileAlreadyExists, FileFull, FileUnusable
+from ctxcache.privacy import open_private
 
 PIPE = "-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -99,7 +100,7 @@ def _check_new(final: Path, *, is_forced: bool) -> None:
 def _claim(partial: Path, path: str) -> int:
     """Create what is filled, or empty what a killed export left of it. Raises FileUnusable, FileFull."""
     with refusals_of_file(path):
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_private(partial, os.O_WRONLY | os.O_CREAT)
     try:
         with refusals_of_file(path):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,6 +6,7 @@ Worst case: the device is full, which is an OSError; what was written up to then
 import gzip
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TextIO
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from ctxcache.privacy import open_private
 from ctxcache.simulate.recorded import FORMAT, VERSION, Called
 from ctxcache.v1 import recording_pb2
 
@@ -99,7 +101,7 @@ class Lines:
 @contextmanager
 def created(path: Path) -> Iterator[TextIO]:
     """Make a new file; its text is gzipped where its name ends in `.gz`. Raises FileExistsError, OSError."""
-    with path.open("xb") as raw:
+    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as raw:
         # Fast: a recording is written beside a server.
         file = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3) if path.suffix == ".gz" else raw
         with file, io.TextIOWrapper(file, encoding="utf-8") as text:

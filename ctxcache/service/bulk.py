@@ -25,7 +25,7 @@ from ctxcache.service.identification import Identification
 from ctxcache.service.rpc import Context
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
 from ctxcache.service.tls import Tls, peer_properties
-from ctxcache.service.unix_path import remove_stale
+from ctxcache.service.unix_path import bound
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -120,16 +120,20 @@ class BulkChannel:
             raise _unusable(f"{host}:{port}", error) from error
         self._listening.append(listening)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return _bound(listening, address, f"{host}:{port}")
+        try:
+            listening.bind(address)
+            _listen(listening)
+        except OSError as error:
+            raise _unusable(f"{host}:{port}", error) from error
+        return listening
 
     def _listen_unix(self, path: str) -> None:
         try:
-            remove_stale(path)
+            listening = bound(path)
+            self._listening.append(listening)
+            _listen(listening)
         except OSError as error:
             raise _unusable(f"unix:{path}", error) from error
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.append(listening)
-        _bound(listening, path, f"unix:{path}")
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening in self._listening:
@@ -254,14 +258,9 @@ class BulkService(bulk_pb2_grpc.BulkServiceServicer):
         )
 
 
-def _bound(listening: socket.socket, address: object, name: str) -> socket.socket:
-    try:
-        listening.bind(address)  # type: ignore[arg-type]  # as getaddrinfo says, or a path
-        listening.listen(BACKLOG)
-    except OSError as error:
-        raise _unusable(name, error) from error
+def _listen(listening: socket.socket) -> None:
+    listening.listen(BACKLOG)
     listening.setblocking(False)  # noqa: FBT003  # positional alone
-    return listening
 
 
 def _unusable(address: str, error: OSError) -> AddressUnusable:

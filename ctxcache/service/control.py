@@ -13,7 +13,6 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -28,7 +27,7 @@ from ctxcache.service.edge import known_error
 from ctxcache.service.holder import LOOK_INTERVAL_S, Holder
 from ctxcache.service.identification import Identification
 from ctxcache.service.turns import Slice, Turns
-from ctxcache.service.unix_path import remove_stale
+from ctxcache.service.unix_path import bound
 from ctxcache.status import to_status
 from ctxcache.v1 import arena_pb2
 
@@ -72,7 +71,7 @@ class ControlSocket:
         others = self.identification.uids - {0, os.geteuid()}
         try:
             # Others are looked at by their credentials.
-            listener = _bind(path, mode=0o666 if others else 0o600)
+            listener = bound(path, mode=0o666 if others else 0o600)
         except OSError as error:
             raise AddressUnusable(address=f"unix:{path}", problem=error.strerror or str(error)) from error
         self._path = path
@@ -343,16 +342,3 @@ def _peer_uid(transport: asyncio.Transport) -> int:
     raw = transport.get_extra_info("socket")
     credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return int(_PEER_CREDENTIALS.unpack(credentials)[1])
-
-
-def _bind(path: str, *, mode: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        remove_stale(path)
-        listener.bind(path)
-        # Nobody can connect before it listens.
-        Path(path).chmod(mode)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.privacy import check_secret, secret_refusal
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def _load(files: TlsFiles) -> _Loaded:
     certificate, key, client_ca = files.certificate, files.key, files.client_ca
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    chain, secret = _read(certificate, "tls_certificate"), _read(key, "tls_key")
+    chain, secret = _read(certificate, "tls_certificate"), _read(key, "tls_key", is_secret=True)
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:
@@ -145,8 +146,10 @@ def peer_properties(connected: socket.socket) -> Mapping[str, Sequence[bytes]]:
     return found
 
 
-def _read(path: Path, source: str) -> bytes:
+def _read(path: Path, source: str, *, is_secret: bool = False) -> bytes:
     try:
+        if is_secret:
+            check_secret(path, secret_refusal(source, path))
         return path.read_bytes()
     except OSError as error:
         raise InvalidConfiguration(source=source, problem=f"{path}: {error.strerror}") from error

@@ -9,6 +9,23 @@ import socket
 from pathlib import Path
 
 
+def bound(path: str, *, mode: int = 0o600) -> socket.socket:
+    """A socket at a path, with that mode before anybody can connect. Raises OSError.
+
+    A socket that nobody listens to is replaced.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        remove_stale(path)
+        listener.bind(path)
+        # Nobody can connect before it listens.
+        Path(path).chmod(mode)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def remove_stale(path: str) -> None:
     """Remove a socket that nobody listens to. Raises OSError when somebody does.
 

@@ -25,6 +25,7 @@ from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConf
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.pools import started_pool
+from ctxcache.privacy import claim_directory, open_private
 from ctxcache.tiers.base import Range, Refusal
 from ctxcache.tiers.health import PathHealth
 from ctxcache.tiers.transfer import Threads
@@ -285,8 +286,8 @@ def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode
             source=path, problem=f"{place.size_bytes} B is not a multiple of {ALIGN_BYTES} B"
         )
     try:
-        Path(place.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o600)
+        claim_directory(Path(place.directory))
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise DataDirectoryUnusable(path=place.directory, problem=f"{path}: {error.strerror}") from error
     try:

@@ -8,7 +8,7 @@ import pytest
 from carried import SPEC, Rows, assert_equal, found, keep
 from command_line import Ran, asked, ctxcache
 from pki import Pki
-from server_process import ServerProcess
+from server_process import ServerProcess, write_secret
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
@@ -27,9 +27,9 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     made.authority("ca")
     made.issue("server", "ca")
     lines = (Token(name, digest_of(name), grant).line() for name, grant in GRANTS.items())
-    (made.directory / "hashes").write_text("\n".join(lines))
+    write_secret(made.directory / "hashes", "\n".join(lines))
     for name in GRANTS:
-        (made.directory / f"{name}.token").write_text(name)
+        write_secret(made.directory / f"{name}.token", name)
     return made
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ctxcache
-from server_process import ServerProcess
+from server_process import ServerProcess, write_secret
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.tokens import read_tokens
@@ -21,11 +21,11 @@ def new(hashes: Path, *options: str, name: str = "ci") -> str:
 def test_a_new_token_is_good_at_a_server_that_runs(tmp_path: Path) -> None:
     """From the command's output alone; what it may not do, and being nobody, have exit codes of their own."""
     hashes, token = tmp_path / "hashes", tmp_path / "token"
-    token.write_text(new(hashes, "--tenant", "ops", "--role", "operator"))
+    write_secret(token, new(hashes, "--tenant", "ops", "--role", "operator"))
     with ServerProcess(tmp_path / "data", "--token-hashes", str(hashes)) as server:
         at = ("--target", server.target)
         stats = ctxcache("--token-file", str(token), "stats", *at)
-        token.write_text(new(hashes, "--tenant", "a", name="later"))
+        write_secret(token, new(hashes, "--tenant", "a", name="later"))
         # The file is looked at once a second.
         while (
             listed := ctxcache("session", "list", *at, environment={"CTXCACHE_TOKEN_FILE": str(token)})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from far_side import KV, LAYOUT, SPEC, make_rows
 from pki import Pki
-from server_process import ServerDidNotStart, ServerProcess
+from server_process import ServerDidNotStart, ServerProcess, write_secret
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
@@ -96,7 +96,7 @@ def test_a_renewed_certificate_is_taken_over(pki: Pki, tmp_path: Path) -> None:
 
     def put(name: str) -> None:
         for kind in ("pem", "key"):
-            (tmp_path / "new").write_bytes((pki.directory / f"{name}.{kind}").read_bytes())
+            write_secret(tmp_path / "new", (pki.directory / f"{name}.{kind}").read_text())
             (tmp_path / "new").rename(tmp_path / f"tls.{kind}")
 
     put("server")

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from far_side import KV, LAYOUT, SPEC, make_rows
-from server_process import ServerDidNotStart, ServerProcess
+from server_process import ServerDidNotStart, ServerProcess, write_secret
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client, QueuedJob
@@ -46,7 +46,7 @@ def write_hashes(path: Path, grants: dict[str, Grant]) -> None:
     """Let these be all tokens, in one step."""
     lines = (Token(name, digest_of(name), grant).line() for name, grant in grants.items())
     made = path.with_suffix(".new")
-    made.write_text("\n".join(lines))
+    write_secret(made, "\n".join(lines))
     made.replace(path)
 
 
@@ -72,7 +72,7 @@ def connect(server: ServerProcess, tmp_path: Path) -> Iterator[Callable[..., Cli
 
     def open_one(token: str, access: Access = "auto", target: str = "") -> Client:
         file = tmp_path / f"token-{len(opened)}"
-        file.write_text(f"{token}\n")
+        write_secret(file, f"{token}\n")
         opened.append(Client(target or server.target, timeout_s=10, access=access, token_file=file))
         return opened[-1]
 
@@ -289,7 +289,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
 
 def test_a_server_does_not_start_with_tokens_that_it_cannot_read(tmp_path: Path) -> None:
     """Rather than without them, open to all."""
-    (tmp_path / "hashes").write_text("rubbish")
+    write_secret(tmp_path / "hashes", "rubbish")
     process = ServerProcess(tmp_path / "data", "--token-hashes", str(tmp_path / "hashes"))
     with pytest.raises(ServerDidNotStart) as caught:
         process.start()
@@ -302,6 +302,6 @@ def test_a_client_without_its_token_file_says_so(tmp_path: Path) -> None:
     """When it is made, and by the file's name."""
     for text in (None, "", "two words"):
         if text is not None:
-            (tmp_path / "token").write_text(text)
+            write_secret(tmp_path / "token", text)
         with pytest.raises(InvalidConfiguration, match=str(tmp_path / "token")):
             Client(token_file=tmp_path / "token")

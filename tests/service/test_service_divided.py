@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from bulk_stubs import HELLO, WELCOME, Connection
+from server_process import write_secret
 from service_rig import Client, until
 
 from ctxcache.config import Settings
@@ -31,7 +32,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     hashes = tmp_path / "hashes"
     grants = {name: Grant(name, has_shared_memory=True) for name in ("a", "b")}
     lines = (Token(name, digest_of(name), grant).line() for name, grant in grants.items())
-    hashes.write_text("\n".join(lines))
+    write_secret(hashes, "\n".join(lines))
     settings = Settings(
         data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket=str(tmp_path / "socket"),
         arena_size_bytes=1 << 20, ssd_size_bytes=SSD_BYTES, arena_huge_pages="off", token_hashes=hashes,

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from server_process import write_secret
 from service_rig import Client, refused
 
 import ctxcache.v1
@@ -32,7 +33,7 @@ def settings(tmp_path: Path, settings: Settings) -> Settings:
     """A server that tells a user and an operator apart by their tokens, which are their roles."""
     hashes = tmp_path / "hashes"
     lines = (f"{name} {hashlib.sha256(name.encode()).hexdigest()} {grant}" for name, grant in NAMES.items())
-    hashes.write_text("\n".join(lines))
+    write_secret(hashes, "\n".join(lines))
     return settings.model_copy(update={"token_hashes": hashes})
 
 

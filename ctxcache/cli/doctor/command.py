@@ -46,6 +46,7 @@ def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     from ctxcache.cli.doctor import disk, gpu, health, machine, memory, network  # noqa: PLC0415  they import RocksDB
     from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
 
+    yield from disk.modes(settings)
     yield disk.metadata(settings)
     for directory in ssd_directories_of(settings):
         yield disk.space(settings, directory)

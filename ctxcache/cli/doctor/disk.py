@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ctxcache import sizes
@@ -17,12 +18,15 @@ from ctxcache.cli.doctor.memory import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.config import Settings
 from ctxcache.data_directory import DataDirectory, check_not_restoring
+from ctxcache.data_directory import entries as data_entries
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
 from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
+from ctxcache.privacy import check_directory, check_secret, loose, secret_refusal
 from ctxcache.ssd_directories import check_not_orphaned, in_order
+from ctxcache.ssd_directories import entries as ssd_entries
 from ctxcache.storage import ssd_directories_of
 from ctxcache.tiers.ssd import FILE_NAME
 
@@ -92,6 +96,49 @@ def metadata(settings: Settings) -> Finding:
         return fatal("metadata", error, "see docs/operations.md for what this failure means")
     except OSError as error:
         return fatal("metadata", _unusable(directory, error), CHOOSE)
+
+
+def modes(settings: Settings) -> Iterator[Finding]:
+    """May others read or change what the server has, or is to have: directories, what is in them, secrets."""
+    data, directories = settings.data_directory, ssd_directories_of(settings)
+    for directory in (data, *directories):
+        yield _directory_modes(directory, data_entries(data) if directory == data else ssd_entries(directory))
+    for source in ("tls_key", "token_hashes"):
+        if (path := getattr(settings, source)) is not None:
+            yield _secret_modes(source, path)
+
+
+def _directory_modes(directory: Path, inside: Iterable[Path]) -> Finding:
+    name = f"modes of {directory}"
+    try:
+        if not directory.exists():
+            return ok(name, "it is not there yet", "one that is made with mode 0700")
+        check_directory(directory)
+        found = loose(inside)
+    except CacheError as error:
+        return fatal(name, error, "chown and chmod it, or choose another")
+    except OSError as error:
+        return fatal(name, _unusable(directory, error), CHOOSE)
+    if found:
+        what = f"others have rights to {len(found)} files in it, {found[0]} among them"
+        return degraded(
+            name, what, "the same, without those rights", "the next start takes them; chmod does too"
+        )
+    return ok(name, "nobody else may write to it, or read what is in it", "as it is")
+
+
+def _secret_modes(source: str, path: Path) -> Finding:
+    name = f"modes of {path}"
+    try:
+        check_secret(path, secret_refusal(source, path))
+    except CacheError as error:
+        return fatal(name, error, f"chmod 600 {path}; a pod mounts it with defaultMode 0440")
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+        return fatal(
+            name, InvalidConfiguration(source=source, problem=problem), f"name a file with --{source}"
+        )
+    return ok(name, "nobody else may read or change it", f"the file of {source}")
 
 
 def _check_not_gone(data: DataDirectory, first_directory: Path) -> None:

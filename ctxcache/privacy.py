@@ -1,0 +1,140 @@
+"""Whose a file is, and which modes it has: what a server and its commands leave and take.
+
+What is made here is for this user alone. What is there already is given such modes where it is this user's, and refused
+where it is another's, or where every user could have put something into it. Secrets are refused as ssh refuses them.
+Worst case: a place or a file that others may change or read, which is one sentence with its mode before anything is opened.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ctxcache.errors import CacheError, DataDirectoryUnusable, InvalidConfiguration
+
+log = logging.getLogger(__name__)
+
+FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+_OTHERS_WRITE, _GROUP_WRITES = stat.S_IWOTH, stat.S_IWGRP
+_GROUP_BEYOND_READING = stat.S_IRWXG & ~stat.S_IRGRP
+_ROOT = 0
+
+
+def keep_private() -> None:
+    """Let nothing that this process makes from here on be another user's to read: for one that owns a store."""
+    os.umask(0o077)
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file, or make it, with mode 0600 whatever the umask is and was. Raises OSError."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    try:
+        if flags & os.O_CREAT and stat.S_IMODE(os.fstat(fd).st_mode) != FILE_MODE:
+            os.fchmod(fd, FILE_MODE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_directory(path: Path) -> None:
+    """Raise DataDirectoryUnusable for a directory that others may change, or OSError. Changes nothing.
+
+    It is this user's, or root's: a volume that is mounted belongs to root, and may be written by a group of this process.
+    """
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    _check_owner(path, found)
+    if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+        problem = f"every user may write to it (mode {mode:04o}): chmod 700 {path}, or name one below it"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+    if mode & _GROUP_WRITES and found.st_uid != os.geteuid() and not _is_our_group(found.st_gid):
+        problem = f"group {found.st_gid}, which is not this process's, may write to it (mode {mode:04o})"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
+def claim_directory(path: Path) -> None:
+    """Make a directory for this user alone, or check one that is there and take its group's right to write.
+
+    Raises DataDirectoryUnusable, OSError.
+    """
+    path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    check_directory(path)
+    found = path.stat()
+    # A sticky directory that everybody may write to has no group of its own.
+    if found.st_uid == os.geteuid() and found.st_mode & (_GROUP_WRITES | _OTHERS_WRITE) == _GROUP_WRITES:
+        _change(path, found, stat.S_IMODE(found.st_mode) & ~_GROUP_WRITES)
+
+
+def tighten(paths: Iterable[Path]) -> None:
+    """Take everybody else's rights to files, and to directories with all that is in them; what is missing is passed over.
+
+    Raises DataDirectoryUnusable: one of them is neither this user's nor root's.
+    """
+    for path, found in _loose(paths):
+        _check_owner(path, found)
+        if found.st_uid == os.geteuid():
+            _change(path, found, DIRECTORY_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE)
+
+
+def loose(paths: Iterable[Path]) -> list[Path]:
+    """What `tighten` would change or refuse. Raises OSError."""
+    return [path for path, _ in _loose(paths)]
+
+
+def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
+    """Raise `fail(problem)` for a file that others may read or change; OSError. Links are followed: mounts of secrets have them.
+
+    Others may have no right to it. A group may read what is root's where the group is root's or this process's:
+    so a pod's secrets are mounted.
+    """
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (_ROOT, os.geteuid()):
+        raise fail(f"it belongs to user {found.st_uid}, and this process is user {os.geteuid()}")
+    if mode & stat.S_IRWXO:
+        raise fail(f"every user may {_rights(mode)} it (mode {mode:04o}): chmod 600 {path}")
+    is_mounted = found.st_uid == _ROOT and (found.st_gid == _ROOT or _is_our_group(found.st_gid))
+    if mode & (_GROUP_BEYOND_READING if is_mounted else stat.S_IRWXG):
+        raise fail(f"group {found.st_gid} may {_rights(mode >> 3)} it (mode {mode:04o}): chmod 600 {path}")
+
+
+def secret_refusal(source: str, path: Path) -> Callable[[str], CacheError]:
+    """Say of the setting `source` why its file is refused."""
+    return lambda problem: InvalidConfiguration(source=source, problem=f"{path}: {problem}")
+
+
+def _rights(bits: int) -> str:
+    return "change" if bits & stat.S_IWOTH else "read"
+
+
+def _is_our_group(gid: int) -> bool:
+    return gid == os.getegid() or gid in os.getgroups()
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (_ROOT, os.geteuid()):
+        problem = (
+            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}: chown it, or run as"
+            " that user"
+        )
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
+def _loose(paths: Iterable[Path]) -> Iterable[tuple[Path, os.stat_result]]:
+    for path in paths:
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue
+        is_ours = found.st_uid == os.geteuid()
+        if not is_ours or stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            yield path, found
+        if stat.S_ISDIR(found.st_mode):
+            yield from _loose(sorted(path.iterdir()))
+
+
+def _change(path: Path, found: os.stat_result, mode: int) -> None:
+    path.chmod(mode)
+    log.warning("mode_tightened path=%s from=%04o to=%04o", path, stat.S_IMODE(found.st_mode), mode)
