@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format settings chart proto check-proto mutants setup setup-store test-store test-worker clean
+.PHONY: help demo test lint format settings chart image pod proto check-proto mutants setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ settings: setup ## Write docs/settings.md from ctxcache/knobs
 chart: setup ## Write the chart's README, schema and renders
 	$(BIN)/python scripts/generate_chart.py
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/helm/test_chart_renders.py
+
+image: setup ## Build the images by buildah, where no container engine runs (root; ARGS="store" for one of them)
+	$(BIN)/python scripts/build_image.py $(ARGS) || test $$? = 77
+
+pod: setup ## Run the images and the chart's pods by bubblewrap, as a kubelet does (root; after `make image`)
+	$(BIN)/python -m pytest -q -rs tests/helm/pod_matrix.py
 
 proto: setup ## Generate the Python code of proto/
 	$(BIN)/python scripts/generate_proto.py

@@ -41,7 +41,7 @@ from ctxcache.cli.credentials import (
 )
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.examples import examples
-from ctxcache.cli.exit_codes import exit_code_of
+from ctxcache.cli.exit_codes import ExitCode, exit_code_of
 from ctxcache.cli.names import parse_trace, parsed, session_name
 from ctxcache.cli.plugins import add_plugins
 from ctxcache.cli.rebuild import rebuild_command
@@ -175,6 +175,20 @@ def version(call: Call) -> None:
     """Show the version of this program; `stats` shows the server's."""
     number = importlib.metadata.version("ctxcache")
     call.show_facts({"version": number}, f"ctxcache {number}")
+
+
+@app.command("health", epilog=examples("ctxcache health", "ctxcache health --timeout 2 --output json"))
+@online
+def health(call: Call) -> None:
+    """Say whether the server takes work, as probes ask it; exits with 6 where it does not.
+
+    It asks without a token, and finds a server that drains, or opens, not serving.
+    """
+    with call.client() as client:
+        is_serving = client.health()
+    call.show_facts({"is_serving": is_serving}, "serving" if is_serving else "not serving")
+    if not is_serving:
+        raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
 # Last: a plugin's name never hides one of ours, and --help lists it after them.

@@ -81,7 +81,9 @@ def test_a_share_is_changed(target: str) -> None:
 
 def test_a_drained_server_takes_no_work_until_it_is_told(target: str) -> None:
     """All is on SSD then; operators are answered all the while."""
+    serving = ctxcache("--target", target, "health")
     drained = ctxcache_json(target, "drain")
+    not_serving = ctxcache("--target", target, "health")
     refused = ctxcache("--target", target, "session", "show", SESSION)
     undrained = ctxcache("--target", target, "drain", "--undrain")
     shown = ctxcache_json(target, "session", "show", SESSION)
@@ -90,6 +92,8 @@ def test_a_drained_server_takes_no_work_until_it_is_told(target: str) -> None:
     assert refused.exit_code == ExitCode.UNAVAILABLE
     assert "(DRAINING)" in refused.sentence
     assert undrained.stdout == "work is taken again\n"
+    assert (serving.stdout, serving.exit_code) == ("serving\n", ExitCode.OK)
+    assert (not_serving.stdout, not_serving.exit_code) == ("not serving\n", ExitCode.UNAVAILABLE)
     assert shown["durable_token_count"] == shown["token_count"] > 0
 
 
