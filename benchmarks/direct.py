@@ -73,7 +73,7 @@ class Bed:
         session = self._client.create_session(
             self._model.name, session_id=method.value, layout=[TOKENS, *streams]
         )
-        return self._client.append(session, rows, durability=DURABILITY_DISK)
+        return self._client.append(session, self._model, rows, durability=DURABILITY_DISK)
 
     def leave(self, session: Session) -> None:
         """Have it on SSD only."""
@@ -92,8 +92,8 @@ class Bed:
         compute = compute_for(adapter, self._weights, torch.arange(count))
         begin = time.perf_counter()
         with (
-            direct.read(session, streams=plan.streams()) as rows,
-            direct.source(rows) as source,
+            direct.read(session, self._model, streams=plan.streams()) as rows,
+            direct.source(rows, self._model) as source,
             self._pipeline.start(
                 schedule, source, target, compute, deadline=Deadline.after_s(PATIENCE_S)
             ) as restoration,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from gpu_worker.demo.embedded_store import EmbeddedStore
@@ -53,12 +53,15 @@ def _save(client: Client, adapter: Adapter, token_count: int) -> dict[Method, st
         for resolved in (one for one in spec.resolve(streams) if one.stream != TOKENS):
             packed = pack_rows(torch.randn(token_count, size, dtype=adapter.model.dtype), resolved)
             rows[resolved.stream] = np.frombuffer(packed, np.uint8).reshape(token_count, -1)
-        names[method] = client.append(session, rows, durability=DURABILITY_DISK).name
+        names[method] = client.append(session, model, rows, durability=DURABILITY_DISK).name
     return names
 
 
 def _pipelined(pipeline: Pipeline, client: Client, adapter: Adapter, name: str, method: Method) -> float:
-    with client.read(name, streams=[Stream(i, method.kind) for i in range(len(adapter.layers))]) as rows:
+    model = CallerModel(model_spec(adapter.model, model_id="pipeline-bench"))
+    with client.read(
+        name, model, streams=[Stream(i, method.kind) for i in range(len(adapter.layers))]
+    ) as rows:
         count = rows.token_count
         target = CacheTarget(adapter, count)
         schedule = Schedule.of_methods(
@@ -77,7 +80,7 @@ def _in_turn(client: Client, adapter: Adapter, name: str, method: Method) -> flo
     spec = model_spec(adapter.model, model_id="pipeline-bench")
     specs = {one.stream: one for one in spec.streams}
     plan = RestorePlan.uniform(method, len(adapter.layers))
-    with client.read(name, streams=plan.streams()) as rows:
+    with client.read(name, CallerModel(spec), streams=plan.streams()) as rows:
         begin = time.perf_counter()
 
         def read(stream: Stream, first: int, end: int) -> list[torch.Tensor]:

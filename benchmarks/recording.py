@@ -44,20 +44,20 @@ def main() -> None:
 def _operations(client: Client) -> dict[str, Callable[[], int]]:
     """Each does some and returns how many."""
     made_up = MadeUp(Layout(((32, 1),), 12288, 64))
-    model = client.register_model(made_up.model)
+    model = client.register_model(made_up.model.spec)
     names = []
     for number in range(SESSIONS):
         session = client.create_session(model.name, session_id=f"s{number}", layout=made_up.streams)
-        client.append(session, made_up.rows(TOKENS))
+        client.append(session, model, made_up.rows(TOKENS))
         names.append(session.name)
 
     def read() -> int:
         for name in names:
-            client.read(name).close()
+            client.read(name, model).close()
         return len(names)
 
     def look_up() -> int:
-        return len(client.lookup([(names[i % SESSIONS], made_up.fingerprint) for i in range(LOOKUPS)]))
+        return len(client.lookup([(names[i % SESSIONS], model.fingerprint) for i in range(LOOKUPS)]))
 
     return {"read": read, "lookup": look_up}
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ctxcache.bench.server import serving
-from ctxcache.client import Client, SessionWriter
+from ctxcache.client import CallerModel, Client, SessionWriter
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
@@ -135,8 +135,8 @@ class TwoStage:
 class Direct:
     """Each session's row goes to its place in the arena within the layer's hook, and commits within the step."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, model: CallerModel) -> None:
+        self._client, self._model = client, model
         self._writers: list[SessionWriter] = []
         self._row = 0
         self.engine_s = 0.0
@@ -144,7 +144,9 @@ class Direct:
     def open(self, sessions: Sequence[Session]) -> None:
         """See Way."""
         self._row = 0
-        self._writers = [self._client.writer(session, 4 * SEGMENT_TOKENS) for session in sessions]
+        self._writers = [
+            self._client.writer(session, self._model, 4 * SEGMENT_TOKENS) for session in sessions
+        ]
 
     @contextmanager
     def passing(self, slices: Sequence[Slice], token_ids: Sequence[int]) -> Iterator[None]:  # noqa: ARG002
@@ -180,7 +182,7 @@ class Blocks:
     def __init__(self, model: PreTrainedModel, client: Client, spec: ModelSpec, plan: RestorePlan) -> None:
         self._packed, self._adapter = PackedModel(model), adapt(model)
         self._client, self._plan, self._spec = client, plan, spec
-        self._model_name = client.register_model(spec).name
+        self._own = client.register_model(spec)
         self._caches: list[SequenceCache] = []
         self._history = 0
 
@@ -223,13 +225,13 @@ class Blocks:
 
     def _session(self, number: int) -> Session:
         """A session whose growing segment holds some rows already: not all reach its end at once."""
-        session = self._client.create_session(self._model_name, layout=self._plan.streams())
+        session = self._client.create_session(self._own.name, layout=self._plan.streams())
         count = number * SEGMENT_TOKENS // len(self._caches)
         if not count:
             return session
         specs = self._spec.resolve(self._plan.streams())
         return self._client.append(
-            session, {spec.stream: np.zeros((count, spec.row_bytes), np.uint8) for spec in specs}
+            session, self._own, {spec.stream: np.zeros((count, spec.row_bytes), np.uint8) for spec in specs}
         )
 
 
@@ -258,13 +260,17 @@ def main(
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         server = stack.enter_context(serving(root / "data", arena_bytes=ARENA_BYTES, ssd_bytes=ARENA_BYTES))
         client = stack.enter_context(Client(server.target("tcp"), access="local"))
-        saver = stack.enter_context(Saver(client, spec.resolve(plan.streams()), device=device))
+        saver = stack.enter_context(Saver(client, CallerModel(spec), plan.streams(), device=device))
         blocks = Blocks(loaded, client, spec, plan)
         for count in map(int, batch.split(",")):
             blocks.prepare(count, history, steps)
             figures = _compare(
                 blocks,
-                {"none": Nothing(), "two-stage": TwoStage(saver), "direct": Direct(client)},
+                {
+                    "none": Nothing(),
+                    "two-stage": TwoStage(saver),
+                    "direct": Direct(client, CallerModel(spec)),
+                },
                 steps,
                 rounds,
             )

@@ -19,7 +19,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ctxcache.client import Client, QueuedJob  # noqa: E402
+from ctxcache.client import CallerModel, Client, QueuedJob  # noqa: E402
 from ctxcache.config import Settings  # noqa: E402
 from ctxcache.core.identity import Grant  # noqa: E402
 from ctxcache.core.placement.shares import Share  # noqa: E402
@@ -107,7 +107,7 @@ def _load(client: Client, tenant: str, ended: threading.Event) -> None:
             if is_return:
                 weights = [1 / (len(ids) - i) ** 1.4 for i in range(len(ids))]
                 (session_id,) = rng.choices(ids, weights)
-                with client.read(f"sessions/{session_id}") as read:
+                with client.read(f"sessions/{session_id}", CallerModel(MODEL)) as read:
                     read.array(STREAMS[0])
                 session = client.get_session(f"sessions/{session_id}")
             else:
@@ -118,7 +118,11 @@ def _load(client: Client, tenant: str, ended: threading.Event) -> None:
                 )
             count = rng.choice((64, 128, 320, 768))
             rows = {Stream(-1, StateKind.TOKENS): np.zeros((count, 4), np.uint8)}
-            client.append(session, rows | {s: np.zeros((count, ROW_BYTES), np.uint8) for s in STREAMS})
+            client.append(
+                session,
+                CallerModel(MODEL),
+                rows | {s: np.zeros((count, ROW_BYTES), np.uint8) for s in STREAMS},
+            )
         if rng.random() < 0.1:
             with contextlib.suppress(CacheError):
                 client.get_session(f"sessions/{tenant}-elsewhere")

@@ -119,7 +119,7 @@ class Bed:
             model, model_id="restore-bench", weights_digest="random" if is_random else None,
             packed_kinds=[StateKind.HIDDEN_INT8],
         )  # fmt: skip
-        self._model_name = self._client.register_model(self._spec).name
+        self._own = self._client.register_model(self._spec)
         # The plans are given; what a chooser would learn from them is the planner's here.
         chooser = Chooser(self.adapter, RestorePlan.uniform(Method.KV, len(self.adapter.layers)), None)
         self._restorer = SessionRestorer(
@@ -178,7 +178,7 @@ class Bed:
         sessions = self._known.sessions
         if streams in sessions:
             return sessions[streams]
-        session = self._client.create_session(self._model_name, layout=[TOKENS, *sorted(streams)])
+        session = self._client.create_session(self._own.name, layout=[TOKENS, *sorted(streams)])
         sessions[streams] = session.name
         ids = np.array(self._known.token_ids, "<i4").view(np.uint8).reshape(-1, 4)
         rows = {TOKENS: ids} | {
@@ -188,7 +188,7 @@ class Bed:
         }
         for begin in range(0, len(ids), _APPEND_TOKENS):
             part = {stream: each[begin : begin + _APPEND_TOKENS] for stream, each in rows.items()}
-            session = self._client.append(session, part, durability=DURABILITY_DISK)
+            session = self._client.append(session, self._own, part, durability=DURABILITY_DISK)
         return session.name
 
     def _packed(self, spec: StreamSpec) -> memoryview:
@@ -241,7 +241,7 @@ class Bed:
         name = self._placed(choice, case.place)
         client = self._verifying if case.start == VERIFIED else self._client
         begin_s = self._now_s()
-        rows = client.read(name, streams=choice.streams())
+        rows = client.read(name, self._own, streams=choice.streams())
         restoring = self._restorer.begin(rows, choice, known.token_ids)
         lease_s = time.perf_counter() - begin_s
         with restoring:

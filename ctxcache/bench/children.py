@@ -15,9 +15,9 @@ from typing import cast
 import numpy as np
 
 from ctxcache.bench.content import check, content, warm
-from ctxcache.bench.contexts import by_stream, copy_out
+from ctxcache.bench.contexts import by_stream, copy_out, model_of
 from ctxcache.bench.row import Scale, WrongBytes
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.malloc import keep_freed_memory
 
@@ -67,12 +67,13 @@ def _walk(client: Client, kind: str, scale: Scale) -> Callable[[], None]:
     data = [content(owner, scale.context_bytes) for owner in range(scale.context_count)]
     outs = [warm(scale.context_bytes) for _ in data]
     streams = [by_stream(scale, out) for out in outs]
+    model = CallerModel(model_of(scale))
 
     def move(index: int) -> None:
         if kind == "copy":
             np.copyto(outs[index], data[index])
             return
-        with client.read(f"sessions/context{index}") as rows:
+        with client.read(f"sessions/context{index}", model) as rows:
             copy_out(rows, streams[index])
 
     def walk() -> None:

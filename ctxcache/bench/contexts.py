@@ -9,7 +9,7 @@ from typing import cast, get_args
 from ctxcache.bench.content import Bytes, check, content, warm
 from ctxcache.bench.row import NoPeer, Place, Scale
 from ctxcache.bench.server import Server, serving
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.client.rows import SessionRows
 from ctxcache.format.layout import SegmentLayout
@@ -61,6 +61,7 @@ class Contexts:
 
     server: Server
     client: Client
+    model: CallerModel
     data: Sequence[Bytes]
     rows: Sequence[Mapping[Stream, Bytes]]
     whole: Bytes
@@ -119,15 +120,15 @@ def contexts(
         ) as server,
         Client(server.target(place.transport), access=way) as client,
     ):
-        client.register_model(model_of(scale))
+        model = client.register_model(model_of(scale))
         data = [content(owner, scale.context_bytes) for owner in range(scale.context_count)]
         rows = [by_stream(scale, flat) for flat in data]
         whole = warm(scale.context_bytes)
         sessions = []
         for index in range(scale.context_count if is_filled else 0):
             empty = client.create_session(MODEL, session_id=f"context{index}", layout=rows[index])
-            sessions.append(client.append(empty, rows[index]))
-        yield Contexts(server, client, data, rows, whole, by_stream(scale, whole), sessions)
+            sessions.append(client.append(empty, model, rows[index]))
+        yield Contexts(server, client, model, data, rows, whole, by_stream(scale, whole), sessions)
 
 
 def copy_out(reading: SessionRows, out: Mapping[Stream, Bytes]) -> None:

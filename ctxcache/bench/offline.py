@@ -38,13 +38,13 @@ def make(data: Path, size_bytes: int) -> None:
     count = -(-size_bytes // SCALE.context_bytes)
     with serving(data, arena_bytes=GIB, ssd_bytes=slots_bytes(SCALE, count + 1)) as server:
         with Client(server.target("unix"), access="local") as client:
-            client.register_model(model_of(SCALE))
+            model = client.register_model(model_of(SCALE))
             for owner in range(count):
                 rows = by_stream(SCALE, content(owner, SCALE.context_bytes))
                 empty = client.create_session(
                     MODEL, session_id=f"context{owner}", layout=rows, is_pinned=True
                 )
-                client.append(empty, rows)
+                client.append(empty, model, rows)
         server.process.terminate()
         if server.process.wait():
             raise RuntimeError(f"the server ended with {server.process.returncode}")

@@ -3,8 +3,18 @@
 from ctxcache.client.client import Client
 from ctxcache.client.decode_batch import DecodeBatch
 from ctxcache.client.engine_queue import EngineQueue
+from ctxcache.client.models import CallerModel
 from ctxcache.client.queue_outbox import QueuedJob
 from ctxcache.client.rows import Piece, SessionRows
 from ctxcache.client.writer import SessionWriter
 
-__all__ = ["Client", "DecodeBatch", "EngineQueue", "Piece", "QueuedJob", "SessionRows", "SessionWriter"]
+__all__ = [
+    "CallerModel",
+    "Client",
+    "DecodeBatch",
+    "EngineQueue",
+    "Piece",
+    "QueuedJob",
+    "SessionRows",
+    "SessionWriter",
+]

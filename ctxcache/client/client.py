@@ -17,13 +17,13 @@ from ctxcache.client.attach import Attachment, LocalAccess, Way
 from ctxcache.client.authorized import TokenFile
 from ctxcache.client.bulk_channel import BulkChannel
 from ctxcache.client.bulk_rows import BulkRows
-from ctxcache.client.convert import model_from_wire, row_sizes, stream_from_wire, stream_to_wire, token_range
+from ctxcache.client.convert import stream_from_wire, stream_to_wire, token_range
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.hints import HintCalls
 from ctxcache.client.leased_rows import lease_rows
 from ctxcache.client.met import Met
-from ctxcache.client.models import ModelCalls
+from ctxcache.client.models import CallerModel, ModelCalls
 from ctxcache.client.reserved_writer import ReservedWriter, reserve
 from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.rows import SessionRows
@@ -35,9 +35,8 @@ from ctxcache.client.streamed_rows import StreamedRows
 from ctxcache.client.tls import ClientTls
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter
-from ctxcache.errors import CapacityExceeded, InvalidArgument, ModelFingerprintMismatch, Unavailable
-from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import Stream
+from ctxcache.errors import CapacityExceeded, InvalidArgument, Unavailable
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AcquireLease, Reserve
 from ctxcache.v1.session_pb2 import (
     DURABILITY_DISK,
@@ -68,6 +67,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     `token_file`: where the token is that says whose tenant's sessions this client works with; it is read again when it changes.
     `tenant`: of an operator, whose sessions the calls that move no rows are about.
     Where a session is asked for, its name does; a Session that an earlier call returned saves a call.
+    Every call that moves rows takes the caller's own `model`; a session of another one is refused.
     """
 
     def __init__(
@@ -91,68 +91,76 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         self._transport = self._choose_transport(access)
         self._is_verified = verify == "always"
         self._local = LocalAccess(self._wire, _WAYS.get(access, "auto"))
-        # By session name, model fingerprint, session uid.
-        self._fingerprints: Met[str, bytes] = Met()
-        self._models: Met[bytes, ModelSpec] = Met()
-        self._sizes: Met[str, Mapping[Stream, int]] = Met()
+        # By session uid, which never changes its layout or model.
+        self._layouts: Met[str, Mapping[Stream, StreamSpec]] = Met()
 
     def append(
         self,
         session: str | Session,
+        model: CallerModel,
         rows: Mapping[Stream, npt.NDArray[np.generic]],
         *,
         durability: Durability.ValueType = DURABILITY_MEMORY,
         if_generation_match: int | None = None,
     ) -> Session:
-        """Append T tokens: for every stream of the layout, [T, row_bytes] or any C-contiguous array of T rows.
+        """Append T tokens that `model` computed: for every stream of the layout a C-contiguous array of T rows.
 
-        Returns the session. All becomes visible or nothing does. Raises InvalidArgument,
-        IncompleteAppend, GenerationMismatch, WriteInProgress, WriteOffsetMismatch, CapacityExceeded.
+        Its elements are the stream's, or uint8 [T, row_bytes]. Returns the session. All becomes visible or nothing
+        does. Raises ModelFingerprintMismatch, InvalidArgument, IncompleteAppend, GenerationMismatch,
+        WriteInProgress, WriteOffsetMismatch, CapacityExceeded.
         """
-        snapshot = self._snapshot(session)
-        views = check_append(rows, self._row_sizes(snapshot))
+        snapshot = self._snapshot(session, model)
+        specs = self._specs(snapshot, model)
+        views = check_append(rows, specs)
         token_count = len(next(iter(views.values())))
-        writer = self._reserve(snapshot, token_count, if_generation_match)
+        writer = self._reserve(snapshot, model, specs, token_count, if_generation_match)
         if writer is None:
-            header = _append_header(snapshot, if_generation_match)
+            header = _append_header(snapshot, model, if_generation_match)
             return append_by_stream(self._transport, header, views, durability)
         with writer:
             writer.write_all(views, is_marked=durability == DURABILITY_DISK)
             return writer.commit(durability=durability)
 
     def writer(
-        self, session: str | Session, token_count: int, *, if_generation_match: int | None = None
+        self,
+        session: str | Session,
+        model: CallerModel,
+        token_count: int,
+        *,
+        if_generation_match: int | None = None,
     ) -> SessionWriter:
-        """Open room for `token_count` tokens after the session's end, to be filled layer by layer.
+        """Open room for `token_count` tokens of `model` after the session's end, to be filled layer by layer.
 
         Use it as a context manager. Raises as `append` does.
         """
-        snapshot = self._snapshot(session)
-        local = self._reserve(snapshot, token_count, if_generation_match)
+        snapshot = self._snapshot(session, model)
+        specs = self._specs(snapshot, model)
+        local = self._reserve(snapshot, model, specs, token_count, if_generation_match)
         if local is not None:
             return local
-        header = _append_header(snapshot, if_generation_match)
-        return BufferedWriter(self._transport, snapshot, header, token_count, self._row_sizes(snapshot))
+        header = _append_header(snapshot, model, if_generation_match)
+        return BufferedWriter(self._transport, snapshot, header, token_count, specs)
 
     def decode_batch(
-        self, sessions: Sequence[str | Session], *, room_tokens: int = ROOM_TOKENS
+        self, sessions: Sequence[str | Session], model: CallerModel, *, room_tokens: int = ROOM_TOKENS
     ) -> DecodeBatch:
-        """Open B sessions of one model and layout for appending a token each per step, in place.
+        """Open B sessions of `model`, all of one layout, for appending a token each per step, in place.
 
         Room is reserved for `room_tokens` steps at a time. What fails for one session is in the batch's
-        `failures`. Use it as a context manager. Raises InvalidArgument, Unavailable (not on the server's host).
+        `failures`. Use it as a context manager. Raises ModelFingerprintMismatch, InvalidArgument, Unavailable (not on
+        the server's host).
         """
-        snapshots = [self._snapshot(session) for session in sessions]
+        snapshots = [self._snapshot(session, model) for session in sessions]
         attachment = self._attach()
         arena = None if attachment is None else attachment.arena.writable()
         if attachment is None or arena is None:
             raise Unavailable(target=self._wire.target, problem="its arena cannot be written here")
-        sizes = self._row_sizes(snapshots[0]) if snapshots else {}
-        return DecodeBatch(attachment, arena, snapshots, sizes, room_tokens)
+        return DecodeBatch(attachment, arena, model, snapshots, room_tokens)
 
     def read(
         self,
         session: str | Session,
+        model: CallerModel,
         *,
         streams: Iterable[Stream] | None = None,
         begin: int = 0,
@@ -160,29 +168,32 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         if_generation_match: int | None = None,
         leave_on_ssd: bool = False,
     ) -> SessionRows:
-        """Read rows of tokens `[begin, end)`, by default all of all streams. Use it as a context manager.
+        """Read rows of tokens `[begin, end)` for `model`, by default all of all streams. Use it as a context manager.
 
         `leave_on_ssd`: what lies only on SSD is not brought into the arena, but read from the files of the SSD tier, where
-        this process can open them (`ssd_files`); the rows are FiledRows then. Raises TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment, CapacityExceeded (only with
-        access `local`; otherwise rows that the arena cannot hold come by stream).
+        this process can open them (`ssd_files`); the rows are FiledRows then. Raises ModelFingerprintMismatch,
+        TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment, CapacityExceeded (only with access `local`;
+        otherwise rows that the arena cannot hold come by stream).
         """
         chosen = tuple(streams or ())
         if begin != 0 and end is None:
-            session = self._snapshot(session)
+            session = self._snapshot(session, model)
             end = session.token_count
         wanted = None if end is None else token_range(begin, end)
-        leased = self._lease(session, chosen, wanted, if_generation_match, leave_on_ssd=leave_on_ssd)
+        leased = self._lease(session, model, chosen, wanted, if_generation_match, leave_on_ssd=leave_on_ssd)
         if leased is not None:
             return leased
-        snapshot = self._snapshot(session)
+        snapshot = self._snapshot(session, model)
         request = ReadSessionRequest(
             name=snapshot.name,
-            model_fingerprint=snapshot.model_fingerprint,
+            model_fingerprint=model.fingerprint,
             if_generation_match=if_generation_match,
             streams=map(stream_to_wire, chosen),
             range=wanted,
         )
-        return self._stream(snapshot, request)
+        sizes = {stream: spec.row_bytes for stream, spec in self._specs(snapshot, model).items()}
+        token_count = snapshot.token_count if end is None else end
+        return StreamedRows(self._transport, request, sizes, size_bytes=token_count * sum(sizes.values()))
 
     def ssd_files(self) -> SsdFiles | None:
         """The files of the server's SSD tier as this process can read them; None where the server is elsewhere.
@@ -215,18 +226,16 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             return streams
         return BulkRows(self._wire, self._bulk, None if access == "bulk" else streams)
 
-    def _snapshot(self, session: str | Session) -> Session:
-        return self.get_session(session) if isinstance(session, str) else session
+    def _snapshot(self, session: str | Session, model: CallerModel) -> Session:
+        """The session as it is, or was. Raises ModelFingerprintMismatch for one of another model."""
+        snapshot = self.get_session(session) if isinstance(session, str) else session
+        model.check(snapshot.name, snapshot.model_fingerprint)
+        return snapshot
 
-    def _row_sizes(self, snapshot: Session) -> Mapping[Stream, int]:
-        found = self._sizes.get(snapshot.uid)
-        return found or self._sizes.put(snapshot.uid, self._sizes_of(snapshot))
-
-    def _sizes_of(self, snapshot: Session) -> Mapping[Stream, int]:
-        model = self._models.get_or_make(
-            snapshot.model_fingerprint, lambda: model_from_wire(self.get_model(snapshot.model))
+    def _specs(self, snapshot: Session, model: CallerModel) -> Mapping[Stream, StreamSpec]:
+        return self._layouts.get_or_make(
+            snapshot.uid, lambda: model.specs(map(stream_from_wire, snapshot.layout))
         )
-        return row_sizes(model, map(stream_from_wire, snapshot.layout))
 
     def _attach(self) -> Attachment | None:
         attachment = None if self._access in ("remote", "bulk", "grpc") else self._local.attach()
@@ -235,7 +244,12 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         return attachment
 
     def _reserve(
-        self, snapshot: Session, token_count: int, if_generation_match: int | None
+        self,
+        snapshot: Session,
+        model: CallerModel,
+        specs: Mapping[Stream, StreamSpec],
+        token_count: int,
+        if_generation_match: int | None,
     ) -> ReservedWriter | None:
         attachment = self._attach()
         arena = None if attachment is None else attachment.arena.writable()
@@ -243,16 +257,17 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             return None
         request = Reserve(
             session=snapshot.name,
-            model_fingerprint=snapshot.model_fingerprint,
+            model_fingerprint=model.fingerprint,
             write_offset=snapshot.token_count,
             if_generation_match=if_generation_match,
             token_count=token_count,
         )
-        return reserve(attachment, arena, snapshot, request, self._row_sizes(snapshot))
+        return reserve(attachment, arena, snapshot, request, specs)
 
     def _lease(
         self,
         session: str | Session,
+        model: CallerModel,
         streams: Sequence[Stream],
         wanted: TokenRange | None,
         if_generation_match: int | None,
@@ -263,39 +278,25 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         attachment = self._attach()
         if attachment is None:
             return None
-        name, known = (
-            (session, self._fingerprints.get(session)) if isinstance(session, str) else (session.name, None)
-        )
+        if not isinstance(session, str):
+            model.check(session.name, session.model_fingerprint)
         request = AcquireLease(
-            session=name,
-            model_fingerprint=known or self._snapshot(session).model_fingerprint,
+            session=session if isinstance(session, str) else session.name,
+            model_fingerprint=model.fingerprint,
             if_generation_match=if_generation_match,
             range=wanted,
             leave_on_ssd=leave_on_ssd and attachment.arena.ssd_files().is_open,
         )
         try:
-            rows = lease_rows(attachment, request, streams, is_verified=self._is_verified)
-        except ModelFingerprintMismatch:
-            # The name is another session's by now.
-            if known is None:
-                raise
-            self._fingerprints.forget(name)
-            return self._lease(session, streams, wanted, if_generation_match, leave_on_ssd=leave_on_ssd)
+            return lease_rows(attachment, request, streams, is_verified=self._is_verified)
         except CapacityExceeded:
             if self._is_only_local:
                 raise
             return None
-        self._fingerprints.put(rows.session.name, rows.session.model_fingerprint)
-        return rows
 
     @property
     def _is_only_local(self) -> bool:
         return self._access.startswith("local")
-
-    def _stream(self, snapshot: Session, request: ReadSessionRequest) -> StreamedRows:
-        sizes = self._row_sizes(snapshot)
-        token_count = request.range.end if request.HasField("range") else snapshot.token_count
-        return StreamedRows(self._transport, request, sizes, size_bytes=token_count * sum(sizes.values()))
 
 
 def _check_one_of(field: str, value: str, known: tuple[str, ...]) -> None:
@@ -303,10 +304,10 @@ def _check_one_of(field: str, value: str, known: tuple[str, ...]) -> None:
         raise InvalidArgument(field=field, problem=f"{value!r} is not one of {known}")
 
 
-def _append_header(snapshot: Session, if_generation_match: int | None) -> AppendHeader:
+def _append_header(snapshot: Session, model: CallerModel, if_generation_match: int | None) -> AppendHeader:
     return AppendHeader(
         name=snapshot.name,
-        model_fingerprint=snapshot.model_fingerprint,
+        model_fingerprint=model.fingerprint,
         write_offset=snapshot.token_count,
         if_generation_match=if_generation_match,
     )

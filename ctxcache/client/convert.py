@@ -4,7 +4,6 @@ Checks nothing that the server checks. Worst case: a value that the wire cannot 
 InvalidArgument here instead of on the other side.
 """
 
-from collections.abc import Iterable
 from datetime import datetime
 
 from google.protobuf.duration_pb2 import Duration
@@ -69,14 +68,6 @@ def model_from_wire(model: model_pb2.Model) -> ModelSpec:
         streams=tuple(map(_spec_from_wire, model.streams)),
         **{name: getattr(model, name) for name in _PLAIN_FIELDS},
     )
-
-
-def row_sizes(spec: ModelSpec, layout: Iterable[Stream]) -> dict[Stream, int]:
-    """Return the bytes of one row for each stream of `layout`, in storage order."""
-    try:
-        return {one.stream: one.row_bytes for one in spec.resolve(layout)}
-    except KeyError as error:
-        raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
 
 
 def duration(ttl_s: float | None) -> Duration | None:

@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
+from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.hold import Moment
+from ctxcache.client.models import CallerModel
 from ctxcache.client.shapes import check_complete, view_rows
 from ctxcache.client.slots import Chunk, SlotLayout
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound
@@ -46,18 +48,23 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, attachment: Attachment, arena: Bytes, sessions: Sequence[Session], row_sizes: Mapping[Stream, int],
+        self,
+        attachment: Attachment,
+        arena: Bytes,
+        model: CallerModel,
+        sessions: Sequence[Session],
         room_tokens: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         count = len(sessions)
-        _check_alike(sessions)
+        _check_alike(model, sessions)
         self.failures: dict[int, CacheError] = {}
         """Why a lane is left out, by lane."""
         self.token_counts: Numbers = np.array([s.token_count for s in sessions], np.int64)
         """Committed tokens of each lane's session."""
         self.generations: Numbers = np.array([s.generation for s in sessions], np.int64)
         """Each session's generation after its last commit."""
-        self._stream, self._arena, self._row_sizes = attachment.stream, arena, row_sizes
+        self._stream, self._arena, self._model = attachment.stream, arena, model
+        self._specs = model.specs(map(stream_from_wire, sessions[0].layout))
         self._layouts = attachment.layouts
         self._chunks: Mapping[Stream, Chunk] = {}
         self._sessions, self._room_tokens = sessions, room_tokens
@@ -80,11 +87,11 @@ class DecodeBatch:
         return len(self._sessions)
 
     def write(self, stream: Stream, rows: npt.NDArray[np.generic]) -> None:
-        """Write this step's row of every lane, [B, row_bytes] or any C-contiguous array of B rows' bytes.
+        """Write this step's row of every lane, [B, row_bytes] or any C-contiguous array of B rows.
 
         May be repeated before the commit. Raises InvalidArgument, ReservationNotFound when the room was taken back.
         """
-        view = view_rows(stream, rows, self._row_sizes)
+        view = view_rows(stream, rows, self._specs)
         if len(view) != self.session_count:
             raise InvalidArgument(
                 field="rows", problem=f"{len(view)} rows of {stream} for {self.session_count} lanes"
@@ -101,7 +108,7 @@ class DecodeBatch:
         What fails for one lane is in `failures` afterwards. Raises IncompleteAppend for a stream that was not
         written, DeadlineExceeded and Unavailable when it is not known what was committed.
         """
-        check_complete(dict.fromkeys(self._written, 1), self._row_sizes, 1)
+        check_complete(dict.fromkeys(self._written, 1), self._specs, 1)
         self._check_held()
         if not len(self._lanes):
             return self._lanes
@@ -218,7 +225,7 @@ class DecodeBatch:
             Operation(
                 reserve=Reserve(
                     session=self._sessions[lane].name,
-                    model_fingerprint=self._sessions[lane].model_fingerprint,
+                    model_fingerprint=self._model.fingerprint,
                     write_offset=int(self.token_counts[lane]),
                     token_count=self._room_tokens,
                     is_brief=True,
@@ -240,8 +247,7 @@ class DecodeBatch:
                 self._stream.send([Operation(release_reservation=release)])
                 continue
             layout = self._layouts.get_or_make(made.session_uid, partial(SlotLayout, made.layout))
-            if {stream: chunk.row_bytes for stream, chunk in layout.chunks.items()} != self._row_sizes:
-                raise CorruptSegment(segment_id="?", problem="its layout is not the session's")
+            layout.check(self._sessions[lane].name, self._specs)
             self._chunks = layout.chunks
             self._reservation_ids[lane] = made.reservation_id
             self._runs[lane] = iter(_checked(made.runs, layout, self._arena.size))
@@ -254,12 +260,13 @@ class DecodeBatch:
         self._renew_ns = (self._deadline_ns + sent.monotonic_ns) // 2
 
 
-def _check_alike(sessions: Sequence[Session]) -> None:
+def _check_alike(model: CallerModel, sessions: Sequence[Session]) -> None:
     if not 1 <= len(sessions) <= LANES_LIMIT:
         raise InvalidArgument(field="sessions", problem=f"{len(sessions)} are not within [1, {LANES_LIMIT}]")
     first = sessions[0]
     for other in sessions:
-        if other.model_fingerprint != first.model_fingerprint or other.layout != first.layout:
+        model.check(other.name, other.model_fingerprint)
+        if other.layout != first.layout:
             raise InvalidArgument(
                 field="sessions", problem=f"{other.name} has another layout than {first.name}"
             )

@@ -1,11 +1,48 @@
-"""Calls about models, as methods. Knows nothing of sessions. Worst case: one deadline per page."""
+"""Models on the client's side: the caller's own model, and the calls about registered ones.
 
-from collections.abc import Iterator
+Knows nothing of sessions. Worst case: one deadline per page.
+"""
+
+from collections.abc import Iterable, Iterator
 
 from ctxcache.client.convert import model_to_wire
 from ctxcache.client.wire import Wire
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1 import model_pb2
+
+
+class CallerModel:
+    """The model with which a caller computes rows, or for which it restores them.
+
+    Made once, from a spec or by `register_model`, since the fingerprint is a hash of the whole spec. Every call
+    that moves rows takes one: the fingerprint of the session is compared with it and never stands in for it.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.name = f"models/{spec.model_id}"
+        """Resource name of the model, as `create_session` takes it."""
+        self.fingerprint = spec.fingerprint()
+        """32 bytes."""
+
+    def __repr__(self) -> str:
+        return f"CallerModel({self.name}, {self.fingerprint.hex()[:12]})"
+
+    def check(self, name: str, fingerprint: bytes) -> None:
+        """Raise ModelFingerprintMismatch unless `fingerprint`, that of session or model `name`, is this model's."""
+        if fingerprint != self.fingerprint:
+            raise ModelFingerprintMismatch(
+                model=name, actual=fingerprint.hex(), expected=self.fingerprint.hex()
+            )
+
+    def specs(self, layout: Iterable[Stream]) -> dict[Stream, StreamSpec]:
+        """Row size and element type of every stream of `layout`, in storage order. Raises InvalidArgument."""
+        try:
+            return {one.stream: one for one in self.spec.resolve(layout)}
+        except KeyError as error:
+            raise InvalidArgument(field="layout", problem=f"{self.name} has no {error.args[0]}") from error
 
 
 class ModelCalls:
@@ -14,10 +51,16 @@ class ModelCalls:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def register_model(self, spec: ModelSpec) -> model_pb2.Model:
-        """Register a model, or return it as it is registered already. Raises ModelFingerprintMismatch."""
+    def register_model(self, spec: ModelSpec) -> CallerModel:
+        """Register a model, or find it registered already; what is returned names it in calls that move rows.
+
+        Raises ModelFingerprintMismatch where another model has its id.
+        """
+        own = CallerModel(spec)
         request = model_pb2.RegisterModelRequest(model=model_to_wire(spec))
-        return self._wire.call(self._wire.models.RegisterModel, request)
+        registered = self._wire.call(self._wire.models.RegisterModel, request)
+        own.check(registered.name, registered.fingerprint)
+        return own
 
     def get_model(self, name: str) -> model_pb2.Model:
         """Return the model `models/{model_id}`. Raises ModelNotFound."""

@@ -14,8 +14,8 @@ from ctxcache.client.attach import Attachment
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.slots import SlotLayout, SlotRows, spans_of_runs
 from ctxcache.client.writer import SessionWriter
-from ctxcache.errors import CacheError, CorruptSegment, ReservationNotFound
-from ctxcache.format.streams import Stream
+from ctxcache.errors import CacheError, ReservationNotFound
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
 from ctxcache.v1.session_pb2 import Durability, Session
 
@@ -38,13 +38,12 @@ class ReservedWriter(SessionWriter):
         reservation_id: int,
         *,
         token_count: int,
-        row_sizes: Mapping[Stream, int],
+        specs: Mapping[Stream, StreamSpec],
     ) -> None:
-        super().__init__(session, token_count, row_sizes)
+        super().__init__(session, token_count, specs)
         self._slots, self._hold = slots, hold
         self._reservation_id = reservation_id
-        if {stream: chunk.row_bytes for stream, chunk in slots.layout.chunks.items()} != row_sizes:
-            raise CorruptSegment(segment_id="?", problem="its layout is not the session's")
+        slots.layout.check(session.name, specs)
 
     def write_all(self, rows: Mapping[Stream, Bytes], *, is_marked: bool) -> None:
         """Write all rows of every stream, [T, row_bytes] each.
@@ -60,7 +59,7 @@ class ReservedWriter(SessionWriter):
                 self._hold.stream.send([self._mark(end)])
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        limit = max(BATCH_BYTES // sum(self._row_sizes.values()), FIRST_BATCH_TOKENS)
+        limit = max(BATCH_BYTES // sum(spec.row_bytes for spec in self._specs.values()), FIRST_BATCH_TOKENS)
         begin, row_count = 0, FIRST_BATCH_TOKENS
         while begin < self.token_count:
             end = min(begin + row_count, self.token_count)
@@ -101,7 +100,7 @@ def reserve(
     arena: Bytes,
     session: Session,
     request: Reserve,
-    row_sizes: Mapping[Stream, int],
+    specs: Mapping[Stream, StreamSpec],
 ) -> ReservedWriter:
     """Reserve room (the request is made a brief one) and return its writer. Raises what an append raises before its first row."""
     request.is_brief = True
@@ -126,7 +125,7 @@ def reserve(
             hold,
             reservation.reservation_id,
             token_count=request.token_count,
-            row_sizes=row_sizes,
+            specs=specs,
         )
     except BaseException:
         hold.release_soon()

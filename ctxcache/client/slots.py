@@ -5,7 +5,7 @@ long session costs a few views per stream. Worst case: a location that does not 
 raises CorruptSegment before a byte is touched.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import stream_from_wire
-from ctxcache.errors import CorruptSegment
-from ctxcache.format.streams import Stream
+from ctxcache.errors import CorruptSegment, InvalidArgument
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import ChunkLayout, Runs, SegmentLocation
 
 
@@ -42,6 +42,12 @@ class SlotLayout:
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row. Raises KeyError(stream)."""
         return self.chunks[stream].row_bytes
+
+    def check(self, session: str, specs: Mapping[Stream, StreamSpec]) -> None:
+        """Raise InvalidArgument unless the slots hold just these streams, in rows of their sizes."""
+        row_sizes = {stream: chunk.row_bytes for stream, chunk in self.chunks.items()}
+        if row_sizes != {stream: spec.row_bytes for stream, spec in specs.items()}:
+            raise InvalidArgument(field="session", problem=f"{session} has another layout by now")
 
     def end_bytes(self, row_end: int) -> int:
         """How far rows below `row_end` of any stream reach into a slot."""

@@ -12,7 +12,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.session_pb2 import AppendHeader, Durability, Session
 
 CHUNK_LIMIT_BYTES = 2 << 20
@@ -49,12 +49,12 @@ class BufferedWriter(SessionWriter):
         session: Session,
         header: AppendHeader,
         token_count: int,
-        row_sizes: Mapping[Stream, int],
+        specs: Mapping[Stream, StreamSpec],
     ) -> None:
-        super().__init__(session, token_count, row_sizes)
+        super().__init__(session, token_count, specs)
         self._transport, self._header = transport, header
         self._buffers = {
-            stream: np.empty((token_count, size), np.uint8) for stream, size in row_sizes.items()
+            stream: np.empty((token_count, spec.row_bytes), np.uint8) for stream, spec in specs.items()
         }
 
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ctxcache.client.arena import Bytes
 from ctxcache.client.shapes import check_complete, view_rows
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 
 
@@ -25,22 +25,22 @@ class SessionWriter(ABC):
     is_local: bool
     """Whether rows are written in place in the arena."""
 
-    def __init__(self, session: Session, token_count: int, row_sizes: Mapping[Stream, int]) -> None:
+    def __init__(self, session: Session, token_count: int, specs: Mapping[Stream, StreamSpec]) -> None:
         self.session = session
         self.write_offset = session.token_count
         self.token_count = token_count
-        self._row_sizes = row_sizes
-        self._written = dict.fromkeys(row_sizes, 0)
+        self._specs = specs
+        self._written = dict.fromkeys(specs, 0)
         self._committed_count = 0
         self._is_open = True
 
     def write(self, stream: Stream, row_begin: int, rows: npt.NDArray[np.generic]) -> None:
-        """Write rows of one stream, [n, row_bytes] or any C-contiguous array of n rows' bytes.
+        """Write rows of one stream, [n, row_bytes] or any C-contiguous array of n rows.
 
         Rows of a stream follow one another; those not yet committed may be written again.
         Raises InvalidArgument, and ReservationNotFound when the room was taken back.
         """
-        view = view_rows(stream, rows, self._row_sizes)
+        view = view_rows(stream, rows, self._specs)
         row_end = row_begin + len(view)
         self._check_open()
         if not self._committed_count <= row_begin <= self._written[stream] or row_end > self.token_count:
@@ -65,7 +65,7 @@ class SessionWriter(ABC):
         row_count = self.token_count if token_count is None else token_count - self.write_offset
         if not self._committed_count < row_count <= self.token_count:
             raise InvalidArgument(field="token_count", problem=f"{token_count} is not within the room")
-        check_complete(self._written, self._row_sizes, row_count)
+        check_complete(self._written, self._specs, row_count)
         # Room that is full is nobody's to keep: the session could not be written again.
         keep_open = keep_open and row_count < self.token_count
         self.session = self._commit(row_count, durability, keep_open=keep_open)

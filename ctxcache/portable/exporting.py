@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import model_from_wire, stream_from_wire
 from ctxcache.errors import (
     CacheError,
@@ -19,7 +19,6 @@ from ctxcache.errors import (
     SessionNotFound,
 )
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.format.model import ModelSpec
 from ctxcache.portable.description import Description
 from ctxcache.portable.frame_writer import FrameWriter
 from ctxcache.portable.layout import BLOCK, BLOCK_HEAD, END, SESSION, TOTALS, VOID
@@ -39,7 +38,7 @@ class Exporter:
     def __init__(self, client: Client, writer: FrameWriter, step: Step, *, skips_gone: bool) -> None:
         self._client, self._writer, self._step = client, writer, step
         self._skips_gone = skips_gone
-        self._model: ModelSpec | None = None
+        self._model: CallerModel | None = None
         self._room = np.empty(0, np.uint8)
 
     def export(self, names: Iterable[str]) -> Iterator[Outcome]:
@@ -73,14 +72,10 @@ class Exporter:
         return Outcome(name, name, Status.SKIPPED if is_fine else Status.FAILED, error=failure)
 
     def _describe(self, session: Session) -> Description:
-        if self._model is None or self._model.fingerprint() != session.model_fingerprint:
-            self._model = model_from_wire(self._client.get_model(session.model))
-        if self._model.fingerprint() != session.model_fingerprint:
-            raise ModelFingerprintMismatch(
-                model=session.model,
-                actual=self._model.fingerprint().hex(),
-                expected=session.model_fingerprint.hex(),
-            )
+        model = self._model
+        if model is None or model.fingerprint != session.model_fingerprint:
+            model = self._model = CallerModel(model_from_wire(self._client.get_model(session.model)))
+        model.check(session.name, session.model_fingerprint)
         return Description(
             session_id=session.name.removeprefix("sessions/"),
             uid=bytes.fromhex(session.uid),
@@ -89,7 +84,7 @@ class Exporter:
             ttl_ns=session.ttl.ToNanoseconds() if session.HasField("ttl") else 0,
             expire_time_ns=session.expire_time.seconds * _NS_PER_S + session.expire_time.nanos,
             is_pinned=session.is_pinned,
-            model=self._model,
+            model=model.spec,
             layout=tuple(map(stream_from_wire, session.layout)),
         )
 
@@ -114,7 +109,10 @@ class Exporter:
     def _rows(self, session: Session, described: Description, begin: int, end: int) -> memoryview:
         """All streams' rows of tokens `[begin, end)`, one stream behind the other."""
         room = self._room_for((end - begin) * described.token_bytes)
-        with self._client.read(session, begin=begin, end=end, if_generation_match=session.generation) as rows:
+        model = CallerModel(described.model)
+        with self._client.read(
+            session, model, begin=begin, end=end, if_generation_match=session.generation
+        ) as rows:
             # Another one of the same name may have come as far.
             if rows.session.uid != session.uid:
                 raise GenerationMismatch(f"{session.name} is another session by now")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, SessionAlreadyExists, SessionNotFound
 from ctxcache.portable.description import Description
 from ctxcache.portable.outcomes import ENDS_ALL, Outcome, Status, Step
@@ -84,7 +84,7 @@ class Importer:
             ttl_s=UNFINISHED_TTL_S, is_pinned=is_pinned,
         )  # fmt: skip
         try:
-            filled = self._fill(unfinished, one, target)
+            filled = self._fill(unfinished, model, one, target)
             if not one.is_void:
                 self._publish(filled, described, target, before)
                 if is_pinned:
@@ -94,7 +94,7 @@ class Importer:
             with suppress(CacheError):
                 self._client.delete_session(unfinished.name)
 
-    def _fill(self, session: Session, one: SessionInFile, target: str) -> Session:
+    def _fill(self, session: Session, model: CallerModel, one: SessionInFile, target: str) -> Session:
         unsynced_bytes = 0
         for rows in one.blocks():
             before = session.token_count
@@ -103,7 +103,7 @@ class Importer:
             is_synced = unsynced_bytes >= SYNC_BYTES
             try:
                 session = self._client.append(
-                    session, rows, durability=DURABILITY_DISK if is_synced else DURABILITY_MEMORY
+                    session, model, rows, durability=DURABILITY_DISK if is_synced else DURABILITY_MEMORY
                 )
             except SessionNotFound as error:
                 problem = f"what had come of it was evicted, or nothing came for {UNFINISHED_TTL_S:.0f} s"

@@ -103,7 +103,7 @@ class Player:
         found = self._found(call.session, layout)
         count = call.session_tokens + call.count("tokens") - found.token_count
         if 0 < count <= self._made_up[layout].most_tokens:
-            self._writers[call.session] = self._client.writer(found, count)
+            self._writers[call.session] = self._client.writer(found, self._made_up[layout].model, count)
 
     def _finish(self, call: Called) -> None:
         writer = self._writers.pop(call.session, None)
@@ -114,7 +114,7 @@ class Player:
         # Whose session nobody has ever seen has no layout.
         made_up = self._made_up.get(call.count("layout")) or next(iter(self._made_up.values()), None)
         if made_up is not None:
-            self._client.lookup([(self.name(call.session), made_up.fingerprint)])
+            self._client.lookup([(self.name(call.session), made_up.model.fingerprint)])
 
     def _get(self, call: Called) -> None:
         self._client.get_session(self.name(call.session))
@@ -123,7 +123,9 @@ class Player:
         begin = call.count("begin")
         # Of one that was refused nobody knows how much it was to be.
         end = None if call.is_refused else begin + call.count("tokens")
-        rows = self._client.read(self.name(call.session), begin=begin, end=end)
+        rows = self._client.read(
+            self.name(call.session), self._made_up[call.count("layout")].model, begin=begin, end=end
+        )
         self._held[call.count("lease")] = rows
         for _ in rows.chunks():
             pass
@@ -190,7 +192,7 @@ class Player:
         try:
             made_up = self._made_up[layout]
             return self._client.create_session(
-                f"models/{made_up.model.model_id}", session_id=self._prefix + session,
+                made_up.model.name, session_id=self._prefix + session,
                 layout=made_up.streams, ttl_s=self._ttls_s.get(session), is_pinned=is_pinned,
             )  # fmt: skip
         except SessionAlreadyExists:
@@ -208,7 +210,7 @@ class Player:
         found, made_up = self._found(session, layout), self._made_up[layout]
         while (left_count := token_count - found.token_count) > 0:
             count = min(left_count, made_up.most_tokens)
-            with self._client.writer(found, count) as writer:
+            with self._client.writer(found, made_up.model, count) as writer:
                 for stream, rows in made_up.rows(count).items():
                     writer.write(stream, 0, rows)
                 found = writer.commit()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from ctxcache.client import CallerModel
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
@@ -25,12 +26,12 @@ class MadeUp:
             for layer, row_bytes in enumerate(sizes)
         ]
         digest = hashlib.sha256(repr(layout.streams).encode()).hexdigest()[:16]
-        self.model = ModelSpec(
+        spec = ModelSpec(
             model_id=f"replay-{digest}", architecture="Replay", revision="", weights_digest="",
             tokenizer_digest="", dtype=DType.INT8, layer_count=len(sizes), hidden_size=1, kv_head_count=1,
             head_size=1, rope="", norm="", is_relocatable=True, streams=tuple(specs),
         )  # fmt: skip
-        self.fingerprint = self.model.fingerprint()
+        self.model = CallerModel(spec)
         self.streams = tuple(spec.stream for spec in specs)
         self._sizes = {TOKENS: TOKENS_SPEC.row_bytes} | {spec.stream: spec.row_bytes for spec in specs}
         segments = WRITE_BYTES // (sum(self._sizes.values()) * SEGMENT_TOKENS)

@@ -19,6 +19,7 @@ from statistics import median
 from torch import Tensor
 from transformers import DynamicCache
 
+from ctxcache.client import CallerModel
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
@@ -119,7 +120,7 @@ class HistoryRun:
 
     def _saver(self, method: Method) -> Saver:
         plan = self._subject.plan(method)
-        return Saver(self._store.client, self._subject.spec.resolve(plan.streams()))
+        return Saver(self._store.client, CallerModel(self._subject.spec), plan.streams())
 
     def _prefill(
         self, cache: DynamicCache, begin: int, end: int,
@@ -192,7 +193,7 @@ class HistoryRun:
             client.demote_session(session.name)
         else:
             # A read brings what lies on SSD alone into DRAM.
-            client.read(session).close()
+            client.read(session, CallerModel(self._subject.spec)).close()
         found = source_of(client, session_id, self._subject.spec.fingerprint())
         if found is not case.source:
             self._problems[case] = (

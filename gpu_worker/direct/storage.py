@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ctxcache.client import Client, SessionRows
+from ctxcache.client import CallerModel, Client, SessionRows
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.ssd_files import SsdFiles
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
@@ -53,30 +53,40 @@ class DirectStorage:
         return self._live
 
     def read(
-        self, session: Session, *, streams: Iterable[Stream], end: int | None = None, if_generation_match: int | None = None,
-    ) -> SessionRows:  # fmt: skip
+        self,
+        session: Session,
+        model: CallerModel,
+        *,
+        streams: Iterable[Stream],
+        end: int | None = None,
+        if_generation_match: int | None = None,
+    ) -> SessionRows:
         """Rows of tokens [0, end), by default of all, left on SSD where a path is live. Raises as Client.read."""
         if self._machine.path is DirectPath.OFF:
             return self._client.read(
-                session, streams=streams, end=end, if_generation_match=if_generation_match
+                session, model, streams=streams, end=end, if_generation_match=if_generation_match
             )
         self._look(self._client.ssd_files())
         is_suspect = session.name in self._suspects
         rows = self._client.read(
-            session, streams=streams, end=end, if_generation_match=if_generation_match,
+            session,
+            model,
+            streams=streams,
+            end=end,
+            if_generation_match=if_generation_match,
             leave_on_ssd=not is_suspect,
-        )  # fmt: skip
+        )
         if is_suspect:
             self._suspects.discard(session.name)
         return rows
 
     @contextmanager
-    def source(self, rows: SessionRows) -> Iterator[Source]:
+    def source(self, rows: SessionRows, model: CallerModel) -> Iterator[Source]:
         """The source of what `read` returned, for one restore, which is drained when it is left."""
         if not isinstance(rows, FiledRows):
             yield LeasedSource(rows)
             return
-        source = self._direct(rows)
+        source = self._direct(rows, model)
         try:
             yield source
         finally:
@@ -84,12 +94,12 @@ class DirectStorage:
             with self._lock:
                 self.read_bytes += source.read_bytes
 
-    def _direct(self, rows: FiledRows) -> DirectSource:
+    def _direct(self, rows: FiledRows, model: CallerModel) -> DirectSource:
 
         def again() -> SessionRows:
             session = rows.session
             return self._client.read(
-                session, streams=rows.streams, end=rows.end, if_generation_match=session.generation
+                session, model, streams=rows.streams, end=rows.end, if_generation_match=session.generation
             )
 
         def failed(error: CacheError) -> None:

@@ -5,7 +5,7 @@ Knows the store's client. Worst case: another engine writes to the same session;
 
 from collections.abc import Sequence
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
@@ -24,9 +24,9 @@ MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 """What a read may answer for state that cannot be had: a miss, never a failed turn."""
 
 
-def tokens_of(client: Client, session: Session) -> list[int]:
-    """The session's token ids. Raises what a read raises."""
-    with client.read(session, streams=[TOKENS]) as rows:
+def tokens_of(client: Client, model: CallerModel, session: Session) -> list[int]:
+    """Token ids of a session of `model`. Raises what a read raises."""
+    with client.read(session, model, streams=[TOKENS]) as rows:
         return token_ids_of(rows.array(TOKENS))
 
 
@@ -37,10 +37,10 @@ def cut(client: Client, session: Session, token_count: int) -> Session:
     return client.keep_first(session.name, token_count, if_generation_match=session.generation)
 
 
-def emptied(client: Client, session: Session, lost: Sequence[int]) -> Session:
+def emptied(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
     """Keep nothing of a session that held the tokens `lost`; where it was changed meanwhile, it stays, and takes no rows for this one."""
     try:
-        return cut(client, _remains(client, session, lost), 0)
+        return cut(client, _remains(client, model, session, lost), 0)
     except MISSES:
         # No generation that was is one again: whatever is written for this one is refused.
         gone = Session()
@@ -49,10 +49,10 @@ def emptied(client: Client, session: Session, lost: Sequence[int]) -> Session:
         return gone
 
 
-def _remains(client: Client, session: Session, lost: Sequence[int]) -> Session:
+def _remains(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
     """The session as it is now, if all that became of it is that tokens were cut off its end, as a store cuts off damaged ones."""
     now = client.get_session(session.name)
     is_shorter = now.uid == session.uid and now.token_count <= len(lost)
     if now.generation == session.generation or not is_shorter:
         return session
-    return now if tokens_of(client, now) == list(lost[: now.token_count]) else session
+    return now if tokens_of(client, model, now) == list(lost[: now.token_count]) else session

@@ -8,9 +8,8 @@ from collections import OrderedDict
 
 import torch
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
 from gpu_worker.saving import Saver
 
@@ -21,17 +20,17 @@ LAYOUT_LIMIT = 2
 class Savers:
     """One saver for each layout, made when it is first needed. Close it."""
 
-    def __init__(self, client: Client, spec: ModelSpec, device: torch.device) -> None:
-        self._client, self._spec, self._device = client, spec, device
+    def __init__(self, client: Client, model: CallerModel, device: torch.device) -> None:
+        self._client, self._model, self._device = client, model, device
         self._by_layout: OrderedDict[frozenset[Stream], Saver] = OrderedDict()
 
     def of(self, layout: frozenset[Stream]) -> Saver:
-        """The saver of sessions with this layout. Raises KeyError(stream) for one the model does not have."""
+        """The saver of sessions with this layout. Raises InvalidArgument for a stream that the model does not have."""
         found = self._by_layout.pop(layout, None)
         if found is None:
             while len(self._by_layout) >= LAYOUT_LIMIT:
                 self._by_layout.popitem(last=False)[1].close()
-            found = Saver(self._client, self._spec.resolve(layout), device=self._device)
+            found = Saver(self._client, self._model, layout, device=self._device)
         self._by_layout[layout] = found
         return found
 

@@ -21,7 +21,6 @@ from ctxcache.client.tracing import span
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
-    ModelFingerprintMismatch,
     PositionsNotRelocatable,
     SessionNotFound,
 )
@@ -108,8 +107,8 @@ class TransformersEngine:
         )
         self._place = Place.DRAM
         self._sink_count, self._durability = sink_count, durability
-        self._registered = client.register_model(spec)
-        self._savers = Savers(client, spec, model.device)
+        self._own = client.register_model(spec)
+        self._savers = Savers(client, self._own, model.device)
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +181,7 @@ class TransformersEngine:
         if cutting is None:
             return session, None if history is None else list(history)
         turn.dropped_token_count = history_count - cutting.kept_count
-        known = tokens_of(self._client, session) if history is None else history
+        known = tokens_of(self._client, self._own, session) if history is None else history
         if session.token_count == history_count:
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
@@ -191,15 +190,8 @@ class TransformersEngine:
         try:
             session = self._client.get_session(f"sessions/{session_id}")
         except SessionNotFound:
-            return self._client.create_session(
-                self._registered.name, session_id=session_id, layout=self._layout
-            )
-        if session.model_fingerprint != self._registered.fingerprint:
-            # Reads and appends go by the session's own fingerprint: another model's state would pass.
-            raise ModelFingerprintMismatch(
-                model=session.name, actual=session.model_fingerprint.hex(),
-                expected=self._registered.fingerprint.hex(),
-            )  # fmt: skip
+            return self._client.create_session(self._own.name, session_id=session_id, layout=self._layout)
+        self._own.check(session.name, session.model_fingerprint)
         return session
 
     def _truncate(self, session: session_pb2.Session, recent_count: int, turn: Turn) -> session_pb2.Session:
@@ -233,7 +225,7 @@ class TransformersEngine:
             return _Start(session, [], self._empty_cache())
         held = frozenset(map(stream_from_wire, session.layout))
         choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
-        rows = self._client.read(session, streams=choice.streams())
+        rows = self._client.read(session, self._own, streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
             self._place = Place.DRAM if rows.is_local else Place.REMOTE
@@ -268,7 +260,7 @@ class TransformersEngine:
         return _Start(session, saved, self._empty_cache(), is_missing=True)
 
     def _nothing_restored(self, session: session_pb2.Session, lost: Sequence[int] = ()) -> _Start:
-        return _Start(emptied(self._client, session, lost), [], self._empty_cache(), lost=lost)
+        return _Start(emptied(self._client, self._own, session, lost), [], self._empty_cache(), lost=lost)
 
     def _empty_cache(self) -> Cache:
         return DynamicCache(config=self._model.config)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ctxcache.client import Client, SessionRows
+from ctxcache.client import CallerModel, Client, SessionRows
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, Stream
@@ -63,9 +63,9 @@ def stored(
         times = []
         for _ in range(repeat_count):
             session = client.create_session(model.name, layout=plan.streams())
-            times.append(_save(adapter, client, spec, plan, session, context))
+            times.append(_save(adapter, client, model, plan, session, context))
         pass_s, save_s = map(median, zip(*times, strict=True))
-        cache, restore_s = _restore(adapter, client, spec, plan, session.name, repeat_count)
+        cache, restore_s = _restore(adapter, client, model, plan, session.name, repeat_count)
         layout = SegmentLayout(spec.resolve(plan.streams()))
         row_bytes = sum(item.row_bytes for item in layout.specs)
         found[text] = Stored(
@@ -78,7 +78,7 @@ def stored(
 def _save(
     adapter: Adapter,
     client: Client,
-    spec: ModelSpec,
+    model: CallerModel,
     plan: RestorePlan,
     session: Session,
     token_ids: Sequence[int],
@@ -86,7 +86,7 @@ def _save(
     """Run the tokens and save what comes out; seconds of the pass, and from there until all is durable."""
     streams = [stream for stream in plan.streams() if stream != TOKENS]
     cache = DynamicCache(config=adapter.model.config)
-    with Saver(client, spec.resolve(plan.streams()), device=adapter.layers[0].device) as saver:
+    with Saver(client, model, plan.streams(), device=adapter.layers[0].device) as saver:
         saver.open(session)
         begin_s = time.perf_counter()
         with (
@@ -108,15 +108,15 @@ def _pass(adapter: Adapter, cache: Cache, token_ids: Sequence[int]) -> None:
 
 
 def _restore(
-    adapter: Adapter, client: Client, spec: ModelSpec, plan: RestorePlan, name: str, repeat_count: int
+    adapter: Adapter, client: Client, model: CallerModel, plan: RestorePlan, name: str, repeat_count: int
 ) -> tuple[Cache, float]:
     """The cache, and the median of the seconds that it took."""
     taken = []
     for _ in range(repeat_count):
         begin_s = time.perf_counter()
-        with client.read(name, streams={TOKENS, *plan.streams()}) as rows:
+        with client.read(name, model, streams={TOKENS, *plan.streams()}) as rows:
             ids = torch.tensor(token_ids_of(rows.array(TOKENS)))
-            read = _reader(rows, spec, plan)
+            read = _reader(rows, model.spec, plan)
             cache = restore_cache(adapter, plan, read, positions=torch.arange(len(ids)), token_ids=ids)
             rows.check()
         taken.append(time.perf_counter() - begin_s)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ctxcache.client import Client, SessionWriter
+from ctxcache.client import CallerModel, Client, SessionWriter
 from ctxcache.errors import CapacityExceeded, ReservationNotFound, TooManyRequests
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.v1.session_pb2 import Session
@@ -25,10 +25,10 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 
 
 class Lane:
-    """Appends rows out of `staging` to a session, as it was when it was last looked at."""
+    """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
 
-    def __init__(self, client: Client, session: Session) -> None:
-        self._client = client
+    def __init__(self, client: Client, model: CallerModel, session: Session) -> None:
+        self._client, self._model = client, model
         self.session = session
         """As its last commit left it."""
         self._writer: SessionWriter | None = None
@@ -86,11 +86,11 @@ class Lane:
         room = count if is_last else max(count, ROOM_TOKENS)
         generation = self.session.generation
         try:
-            return self._client.writer(self.session, room, if_generation_match=generation)
+            return self._client.writer(self.session, self._model, room, if_generation_match=generation)
         except (CapacityExceeded, TooManyRequests):
             if room == count:
                 raise
-            return self._client.writer(self.session, count, if_generation_match=generation)
+            return self._client.writer(self.session, self._model, count, if_generation_match=generation)
 
 
 def scratch_for(staging: Staging) -> Bytes:

@@ -7,7 +7,7 @@ tokens before the first that was shed or failed, and what staging holds is lost 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteOffsetMismatch,
 )
-from ctxcache.format.streams import StateKind, Stream, StreamSpec
+from ctxcache.format.streams import StateKind, Stream
 from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.saving.board import Board
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 
 
 class Saver:
-    """Saves what goes through one model; `specs` are the streams of its sessions' layout. A context manager.
+    """Saves what goes through `model`; `streams` are its sessions' layout. A context manager.
 
     One thread runs passes: `with saver.passing(...)` around each, `put` as the sink of a capture that leaves rows
     on `device`. The other calls come from any thread. `copies` says how rows leave the device, if not as usual.
@@ -52,16 +52,21 @@ class Saver:
     def __init__(
         self,
         client: Client,
-        specs: Sequence[StreamSpec],
+        model: CallerModel,
+        streams: Iterable[Stream],
         *,
         device: torch.device = _CPU,
         copies: Copies | None = None,
         staging_bytes: int = STAGING_BYTES,
         thread_count: int = THREAD_COUNT,
     ) -> None:
-        self._client = client
+        """Raises InvalidArgument for a stream that the model does not have."""
+        self._client, self._model = client, model
         self._staging = Staging(
-            specs, copies or copies_from(device), size_bytes=staging_bytes, is_pinned=device.type == "cuda"
+            tuple(model.specs(streams).values()),
+            copies or copies_from(device),
+            size_bytes=staging_bytes,
+            is_pinned=device.type == "cuda",
         )
         self._board = Board(self._staging)
         self._is_closing = False
@@ -107,7 +112,7 @@ class Saver:
         with self._board.changed:
             if session.name in self._board.sessions:
                 raise InvalidArgument(field="session", problem=f"{session.name} is being saved")
-            progress = self._board.sessions[session.name] = Progress(Lane(self._client, session))
+            progress = self._board.sessions[session.name] = Progress(Lane(self._client, self._model, session))
             progress.is_finished = progress.is_closed = self._is_closing
 
     def finish(self, session_name: str, *, durability: Durability.ValueType = DURABILITY_MEMORY) -> None:

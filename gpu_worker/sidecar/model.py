@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ctxcache.client import CallerModel
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
@@ -47,6 +48,7 @@ class AttachedModel:
     ) -> None:
         """`share`: all of the model by default. Raises InvalidArgument for one that the model cannot be shared out by."""
         layer_count = weights.spec.layer_count
+        self.own = CallerModel(weights.spec)
         self.weights, self.share = weights, share or Share(0, layer_count)
         if self.share.end_layer > layer_count:
             problem = f"layers end at {self.share.end_layer}, the model has {layer_count}"

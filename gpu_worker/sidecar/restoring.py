@@ -12,7 +12,7 @@ import torch
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.convert import stream_from_wire
 from ctxcache.client.filed_rows import FiledRows
-from ctxcache.errors import ModelFingerprintMismatch, TokenRangeOutOfBounds
+from ctxcache.errors import TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
@@ -98,7 +98,9 @@ def _restore(
     control.check()
     streams: set[Stream] = {*schedule.streams(), *([TOKENS] if asked.token_ids else [])}
     generation = session.generation if isinstance(together, SharedRound) else asked.generation
-    with direct.read(session, streams=streams, end=asked.end, if_generation_match=generation) as rows:
+    with direct.read(
+        session, model.own, streams=streams, end=asked.end, if_generation_match=generation
+    ) as rows:
         _check_tokens(rows, asked.token_ids)
         outcome.read_bytes = _read_bytes(schedule, rows, share)
         compute = model.compute(torch.arange(asked.end))
@@ -108,7 +110,7 @@ def _restore(
         if isinstance(together, SharedRound) and share.tensor_ranks > 1:
             together.connect(pipelines.device)
             compute = gathering = Gathering(compute, together)
-        with direct.source(rows) as source, pipelines.lent() as pipeline:
+        with direct.source(rows, model.own) as source, pipelines.lent() as pipeline:
             begun: list[Restoration] = []
 
             def begin() -> Callable[[], None]:
@@ -184,11 +186,7 @@ def _read_bytes(schedule: Schedule, rows: SessionRows, share: Share) -> int:
 
 
 def _check_session(session: Session, asked: Asked, attachment: Attachment) -> None:
-    fingerprint = attachment.model.spec.fingerprint()
-    if session.model_fingerprint != fingerprint:
-        raise ModelFingerprintMismatch(
-            model=session.name, actual=session.model_fingerprint.hex(), expected=fingerprint.hex()
-        )
+    attachment.model.own.check(session.name, session.model_fingerprint)
     if session.token_count < asked.end:
         raise TokenRangeOutOfBounds(begin=asked.begin, end=asked.end, token_count=session.token_count)
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client import Client
-from ctxcache.client.convert import row_sizes, stream_from_wire
-from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, SessionNotFound, WriteOffsetMismatch
+from ctxcache.client.convert import stream_from_wire
+from ctxcache.errors import InvalidArgument, SessionNotFound, WriteOffsetMismatch
 from ctxcache.format.streams import Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.sidecar.attachment import Attachment
@@ -22,37 +22,34 @@ def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest
     """Append the rows; the session as it is then. Raises InvalidArgument and what appending raises."""
     rows = _rows(attachment, request)
     session = _open(client, attachment, request, list(rows))
-    return client.append(session, rows, durability=request.durability)
+    return client.append(session, attachment.model.own, rows, durability=request.durability)
 
 
 def _rows(attachment: Attachment, request: worker_pb2.SaveRequest) -> Mapping[Stream, npt.NDArray[np.uint8]]:
     streams = [stream_from_wire(each.stream) for each in request.streams]
     if len(set(streams)) < len(streams) or not streams:
         raise InvalidArgument(field="streams", problem="none, or one is named twice")
-    sizes = row_sizes(attachment.model.spec, streams)
+    specs = attachment.model.own.specs(streams)
     found = {}
     for stream, each in zip(streams, request.streams, strict=True):
-        size_bytes = request.token_count * sizes[stream]
+        size_bytes = request.token_count * specs[stream].row_bytes
         data = attachment.rows_in_save_area(stream, each.offset_bytes, size_bytes)
-        found[stream] = data.numpy().reshape(request.token_count, sizes[stream])
+        found[stream] = data.numpy().reshape(request.token_count, specs[stream].row_bytes)
     return found
 
 
 def _open(
     client: Client, attachment: Attachment, request: worker_pb2.SaveRequest, layout: list[Stream]
 ) -> Session:
-    spec = attachment.model.spec
+    own = attachment.model.own
     try:
         session = client.get_session(request.session)
     except SessionNotFound:
         if request.write_offset:
             raise
         session_id = request.session.removeprefix("sessions/")
-        session = client.create_session(f"models/{spec.model_id}", session_id=session_id, layout=layout)
-    if session.model_fingerprint != spec.fingerprint():
-        raise ModelFingerprintMismatch(
-            model=session.name, actual=session.model_fingerprint.hex(), expected=spec.fingerprint().hex()
-        )
+        session = client.create_session(own.name, session_id=session_id, layout=layout)
+    own.check(session.name, session.model_fingerprint)
     if session.token_count != request.write_offset:
         raise WriteOffsetMismatch(
             session=session.name, token_count=session.token_count, write_offset=request.write_offset

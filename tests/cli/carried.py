@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from stored import connected, model_spec
+from stored_model import stored_model
 
 from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
@@ -45,14 +46,14 @@ def keep(client: Client, spec: ModelSpec, session_id: str, token_count: int, **e
     )
     rows = make_rows(spec, token_count, token_count)
     if token_count:
-        client.append(made, rows)
+        client.append(made, model, rows)
     return rows
 
 
 def found(client: Client, session_id: str) -> Rows:
     """The rows of a session."""
     session = client.get_session(f"sessions/{session_id}")
-    with client.read(session) as read:
+    with client.read(session, stored_model(client, session.name)) as read:
         return {stream: read.array(stream) for stream in read.streams}
 
 

@@ -54,5 +54,5 @@ def store_session(
                 TOKENS: np.arange(token_count, dtype=np.int32).reshape(-1, 1),
                 HIDDEN: np.zeros((token_count, ROW_BYTES), np.uint8),
             }
-            client.append(session, rows)
+            client.append(session, model, rows)
     return session.name

@@ -16,6 +16,7 @@ from stored import HIDDEN, ROW_BYTES, connected, model_spec
 
 from ctxcache.backup.receiving import receive
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import CallerModel
 from ctxcache.errors import TooManyRequests
 from ctxcache.format.streams import TOKENS, Stream
 
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             model = client.register_model(model_spec())
             for name in NAMES:
                 session = client.create_session(model.name, session_id=name, layout=[HIDDEN])
-                client.append(session, rows_of(name))
+                client.append(session, model, rows_of(name))
                 client.flush_session(session.name)
         yield started
 
@@ -76,7 +77,7 @@ def test_a_store_comes_back_elsewhere(running: str, tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "new") as other, connected(other.target) as client:
         assert [session.name for session in client.list_sessions()] == [f"sessions/{n}" for n in NAMES]
         for name in NAMES:
-            with client.read(f"sessions/{name}") as read:
+            with client.read(f"sessions/{name}", CallerModel(model_spec())) as read:
                 for stream, expected in rows_of(name).items():
                     np.testing.assert_array_equal(read.array(stream), expected.view(np.uint8))
         assert ctxcache_json(other.target, "verify")["bad"] == []

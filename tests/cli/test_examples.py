@@ -14,6 +14,7 @@ from command_line import TIMEOUT_S
 from operated import SESSION, operated_server, prepare
 from server_process import COMMAND_LINE, ServerProcess, without_settings
 from stored import store_session
+from stored_model import stored_model
 from typer.testing import CliRunner
 
 from ctxcache.backup.receiving import receive
@@ -124,7 +125,7 @@ def test_an_example_works(
         CliRunner().invoke(app, ["export", SESSION, "--to", file, "--force"], env=environment)
     with Client(server.target, access="local") as reader:
         if line.startswith("ctxcache lease"):
-            reader.read(f"sessions/{SESSION}")
+            reader.read(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}"))
             line = line.replace("17", str(next(reader.list_leases()).lease_id))
         if line.startswith("ctxcache restore"):
             receive((answer.data for answer in reader.backup()), tmp_path / "monday.ctxbackup")

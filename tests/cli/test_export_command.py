@@ -18,6 +18,7 @@ from server_process import COMMAND_LINE, ServerProcess, without_settings
 from stored import connected
 
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.client import CallerModel
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "export-v1.ctxexport"
 TOKEN_COUNT = 130
@@ -102,7 +103,7 @@ def test_rows_of_every_kind_come_back_bit_for_bit(export: Export, there: ServerP
             SPEC.fingerprint(),
         )
         assert (c.ttl.seconds, c.token_count, len(c.layout)) == (3600, 0, len(SPEC.streams) + 1)
-        client.append(a, rows["a"])
+        client.append(a, CallerModel(SPEC), rows["a"])
 
 
 def test_the_file_is_private_and_not_written_over(

@@ -15,7 +15,7 @@ from server_process import COMMAND_LINE, ServerProcess, without_settings
 from stored import connected
 
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import FileUnusable, Unavailable
 from ctxcache.portable import exporting
 from ctxcache.portable.exporting import Exporter
@@ -126,7 +126,7 @@ def test_a_session_that_changes_meanwhile_is_read_again(client: Client) -> None:
     keep(client, SPEC, "x", TOKEN_COUNT)
 
     def change() -> None:
-        client.append("sessions/x", make_rows(SPEC, 10, 7))
+        client.append("sessions/x", CallerModel(SPEC), make_rows(SPEC, 10, 7))
 
     outcomes, data = exported(client, "x", step=once(change))
 
@@ -143,7 +143,7 @@ def test_another_session_of_the_same_name_is_not_mixed_in(client: Client) -> Non
         made = client.create_session(
             f"models/{SPEC.model_id}", session_id="x", layout=[one.stream for one in SPEC.streams]
         )
-        client.append(made, make_rows(SPEC, TOKEN_COUNT, 99))
+        client.append(made, CallerModel(SPEC), make_rows(SPEC, TOKEN_COUNT, 99))
 
     outcomes, data = exported(client, "x", step=once(replace))
 
@@ -158,7 +158,7 @@ def test_a_session_that_never_rests_fails_and_others_do_not(client: Client) -> N
 
     def step(name: str, count: int, _size_bytes: int) -> None:
         if name == "sessions/restless" and count > 0:
-            client.append(name, make_rows(SPEC, 1, 7))
+            client.append(name, CallerModel(SPEC), make_rows(SPEC, 1, 7))
 
     outcomes, data = exported(client, "restless", "calm", step=step)
 
@@ -257,7 +257,7 @@ def test_what_is_replaced_stays_when_it_has_changed(client: Client) -> None:
     _, data = exported(client, "x")
 
     def change() -> None:
-        client.append("sessions/x", make_rows(SPEC, 10, 7))
+        client.append("sessions/x", CallerModel(SPEC), make_rows(SPEC, 10, 7))
 
     (outcome,) = imported(client, data, Wishes(on_conflict=OnConflict.REPLACE), once(change))
 

@@ -9,10 +9,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from command_line import TIMEOUT_S, ctxcache, ctxcache_json
 from server_process import COMMAND_LINE, ServerProcess, without_settings
-from stored import TOKEN_COUNT, store_session
+from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.v1.session_pb2 import Session
 
 
@@ -117,7 +117,8 @@ def test_truncate_of_another_generation_is_a_conflict(target: str) -> None:
 def test_truncate_while_somebody_writes_is_a_conflict(target: str) -> None:
     """An open reservation refuses truncation."""
     store_session(target, "written")
-    with Client(target, access="local") as client, client.writer("sessions/written", 1):
+    own = CallerModel(model_spec())
+    with Client(target, access="local") as client, client.writer("sessions/written", own, 1):
         ran = ctxcache("--target", target, "session", "truncate", "written", "--keep-first", "1")
 
     assert ran.exit_code == ExitCode.CONFLICT

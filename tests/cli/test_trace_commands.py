@@ -16,7 +16,7 @@ from server_process import COMMAND_LINE, ServerProcess, without_settings
 from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import SessionNotFound
 
 PLACES = {"empty": 0, "refused": 0}
@@ -53,13 +53,13 @@ def calls_of(path: Path) -> list[dict[str, Any]]:
 
 def work(target: str) -> None:
     """Ask for everything that can be recorded; `last` is deleted last."""
-    name = store_session(target, "one")
+    name, own = store_session(target, "one"), CallerModel(model_spec())
     with Client(target, access="local") as client:
         for _ in range(2):
-            with client.read(name, end=70):
+            with client.read(name, own, end=70):
                 pass
             client.demote_session(name)
-        with client.read(name):
+        with client.read(name, own):
             client.lookup(
                 [(name, model_spec().fingerprint()), ("sessions/nobody", model_spec().fingerprint())]
             )
@@ -71,7 +71,7 @@ def work(target: str) -> None:
         client.prefetch(name)
         client.expect(name, 30)
         with pytest.raises(SessionNotFound):
-            client.read("sessions/nobody")
+            client.read("sessions/nobody", own)
     store_session(target, "last")
     with Client(target, access="remote") as client:
         client.delete_session("sessions/last")

@@ -17,8 +17,8 @@ import numpy as np
 from control_side import ControlSide
 
 from ctxcache import errors
-from ctxcache.client import Client
-from ctxcache.client.convert import model_to_wire, row_sizes, stream_from_wire, stream_to_wire
+from ctxcache.client import CallerModel, Client
+from ctxcache.client.convert import model_to_wire, stream_from_wire, stream_to_wire
 from ctxcache.format.identity import SegmentIdentity, chunk_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
@@ -46,7 +46,8 @@ SPEC = ModelSpec(
     streams=(StreamSpec(HIDDEN, 8, DType.FLOAT16), StreamSpec(KV, 16, DType.FLOAT16)),
 )
 LAYOUT = (TOKENS, HIDDEN, KV)
-ROW_SIZES = row_sizes(SPEC, LAYOUT)
+OWN = CallerModel(SPEC)
+ROW_SIZES = {stream: spec.row_bytes for stream, spec in OWN.specs(LAYOUT).items()}
 SEGMENT_TOKENS = 4
 ROWS_PER_CHUNK = 3
 LEASE_ID = 7
@@ -240,7 +241,9 @@ class FarSide(
     def _acquire_lease(self, request: arena_pb2.AcquireLease) -> arena_pb2.OperationResult:
         if self.is_arena_full:
             raise errors.CapacityExceeded(tier="dram", needed_bytes=2, free_bytes=1, limit_bytes=1)
-        session = self.sessions[request.session]
+        session = self.sessions.get(request.session)
+        if session is None:
+            raise errors.SessionNotFound(session=request.session)
         begin, end = 0, session.token_count
         if request.HasField("range"):
             begin, end = request.range.begin, request.range.end

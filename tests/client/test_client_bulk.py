@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from far_side import HIDDEN, KV, LAYOUT, ROW_SIZES, SPEC, Connect, FarSide, make_rows
+from far_side import HIDDEN, KV, LAYOUT, OWN, ROW_SIZES, SPEC, Connect, FarSide, make_rows
 from server_process import ServerProcess
 
 from ctxcache.client import Client, bulk_channel
@@ -51,13 +51,13 @@ def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Cl
 
 def append(client: Client, begin: int, end: int) -> None:
     """Append rows of these tokens."""
-    client.append(NAME, make_rows(end - begin, first=begin), durability=DURABILITY_DISK)
+    client.append(NAME, OWN, make_rows(end - begin, first=begin), durability=DURABILITY_DISK)
 
 
 def check_rows(client: Client, token_count: int) -> None:
     """Fail unless every stream has its rows."""
     expected = make_rows(token_count)
-    with client.read(NAME) as rows:
+    with client.read(NAME, OWN) as rows:
         assert not rows.is_local
         for stream in LAYOUT:
             np.testing.assert_array_equal(rows.array(stream), expected[stream])
@@ -70,13 +70,13 @@ def test_rows_come_back_as_they_went_in(client: Client) -> None:
     expected = make_rows(TOKEN_COUNT)
     check_rows(client, TOKEN_COUNT)
 
-    with client.read(NAME, begin=3, end=150, streams=[KV, TOKENS]) as rows:
+    with client.read(NAME, OWN, begin=3, end=150, streams=[KV, TOKENS]) as rows:
         assert rows.streams == (TOKENS, KV)
         out = np.empty((147, ROW_SIZES[KV]), np.uint8)
         assert rows.array(KV, out=out) is out
         np.testing.assert_array_equal(out, expected[KV][3:150])
         np.testing.assert_array_equal(rows.array(TOKENS), expected[TOKENS][3:150])
-    with client.read(NAME) as rows:
+    with client.read(NAME, OWN) as rows:
         assert not any(piece.rows.flags.writeable for piece in rows.chunks())
 
 
@@ -84,8 +84,8 @@ def test_rows_longer_than_a_piece_come_back(client: Client) -> None:
     """Many frames of many parts."""
     token_count = 40_000
     rows = make_rows(token_count)
-    client.append(NAME, rows)
-    with client.read(NAME) as found:
+    client.append(NAME, OWN, rows)
+    with client.read(NAME, OWN) as found:
         for stream in LAYOUT:
             np.testing.assert_array_equal(found.array(stream), rows[stream])
 
@@ -93,7 +93,7 @@ def test_rows_longer_than_a_piece_come_back(client: Client) -> None:
 def test_a_writer_commits_in_parts(client: Client) -> None:
     """Layer by layer, the rest of the room kept."""
     rows = make_rows(100)
-    with client.writer(NAME, 100) as writer:
+    with client.writer(NAME, OWN, 100) as writer:
         for begin, end in ((0, 60), (60, 100)):
             for stream in LAYOUT:
                 writer.write(stream, begin, rows[stream][begin:end])
@@ -108,13 +108,13 @@ def test_errors_are_the_servers_own(client: Client) -> None:
     stale = client.get_session(NAME)
     append(client, 10, 20)
     with pytest.raises(WriteOffsetMismatch) as caught:
-        client.append(stale, make_rows(5))
+        client.append(stale, OWN, make_rows(5))
     with pytest.raises(GenerationMismatch):
-        client.append(NAME, make_rows(5), if_generation_match=1)
+        client.append(NAME, OWN, make_rows(5), if_generation_match=1)
     with pytest.raises(GenerationMismatch):
-        client.read(NAME, if_generation_match=1)
+        client.read(NAME, OWN, if_generation_match=1)
     with pytest.raises(SessionNotFound):
-        client.read("sessions/none")
+        client.read("sessions/none", OWN)
 
     assert caught.value.facts["token_count"] == 20
     check_rows(client, 20)
@@ -127,18 +127,18 @@ def test_an_append_that_fails_early_stops_early(client: Client) -> None:
     append(client, 10, 20)
     for _ in range(3):
         with pytest.raises(WriteOffsetMismatch):
-            client.append(stale, make_rows(100_000))
+            client.append(stale, OWN, make_rows(100_000))
 
     check_rows(client, 20)
 
 
 def test_a_read_that_is_left_costs_only_its_connection(client: Client) -> None:
     """The next one is as whole as ever."""
-    client.append(NAME, make_rows(40_000))
+    client.append(NAME, OWN, make_rows(40_000))
     for _ in range(3):
-        with client.read(NAME) as rows:
+        with client.read(NAME, OWN) as rows:
             next(rows.chunks())
-    with client.read(NAME, begin=0, end=7) as rows:
+    with client.read(NAME, OWN, begin=0, end=7) as rows:
         np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(7)[HIDDEN])
 
 
@@ -150,7 +150,7 @@ def test_a_closed_client_says_so(server: ServerProcess) -> None:
         session = client.create_session("models/tiny", layout=LAYOUT)
         client.close()
         with pytest.raises(Unavailable):
-            client.read(session)
+            client.read(session, OWN)
 
 
 # -- the bulk channel alone ------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def bulk(server: ServerProcess) -> Iterator[Client]:
     with Client(server.target, access="bulk") as client:
         client.register_model(SPEC)
         client.create_session("models/tiny", session_id="a", layout=LAYOUT)
-        client.append(NAME, make_rows(60_000), durability=DURABILITY_DISK)
+        client.append(NAME, OWN, make_rows(60_000), durability=DURABILITY_DISK)
         yield client
         client.delete_session(NAME)
 
@@ -177,7 +177,7 @@ def break_connections(client: Client) -> None:
 def test_a_broken_read_goes_on_where_it_broke(bulk: Client, piece_count: int) -> None:
     """On another connection, and nothing that arrived is lost or comes twice."""
     expected = make_rows(60_000)
-    with bulk.read(NAME) as rows:
+    with bulk.read(NAME, OWN) as rows:
         pieces = rows.chunks()
         arrived = [next(pieces) for _ in range(piece_count)]
         break_connections(bulk)
@@ -191,7 +191,7 @@ def test_a_broken_read_goes_on_where_it_broke(bulk: Client, piece_count: int) ->
 def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
     """What was half received is received again."""
     expected = make_rows(60_000)
-    with bulk.read(NAME) as rows:
+    with bulk.read(NAME, OWN) as rows:
         rows.array(TOKENS, out=np.empty(expected[TOKENS].shape, np.uint8))
         break_connections(bulk)
         np.testing.assert_array_equal(
@@ -201,22 +201,22 @@ def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
 
 def test_a_kept_connection_that_ended_is_not_used_again(bulk: Client) -> None:
     """The next request opens another one and never notices."""
-    with bulk.read(NAME, end=3) as rows:
+    with bulk.read(NAME, OWN, end=3) as rows:
         rows.array(KV)
     assert bulk._bulk._idle
     for connection in bulk._bulk._idle:
         connection.shut()
 
-    assert bulk.append(NAME, make_rows(2)).token_count == 60_002
+    assert bulk.append(NAME, OWN, make_rows(2)).token_count == 60_002
 
 
 def test_a_connection_is_used_again(bulk: Client) -> None:
     """One ticket and one connection for many requests."""
     for _ in range(5):
-        with bulk.read(NAME, end=3) as rows:
+        with bulk.read(NAME, OWN, end=3) as rows:
             for stream in LAYOUT:
                 rows.array(stream)
-        bulk.append(NAME, make_rows(1))
+        bulk.append(NAME, OWN, make_rows(1))
 
     assert len(bulk._bulk._idle) == 1
     assert not bulk._bulk._in_use
@@ -233,10 +233,10 @@ def test_a_connection_that_the_server_is_about_to_end_is_not_used(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, idle_s: float, *, is_same: bool
 ) -> None:
     """It says how long it waits for the next request; what is on its way then would be lost."""
-    bulk.append(NAME, make_rows(1))
+    bulk.append(NAME, OWN, make_rows(1))
     before, now_s = kept(bulk), time.monotonic()
     monkeypatch.setattr(bulk_channel, "time", SimpleNamespace(monotonic=lambda: now_s + idle_s))
-    bulk.append(NAME, make_rows(1))
+    bulk.append(NAME, OWN, make_rows(1))
 
     assert (kept(bulk) is before) is is_same
 
@@ -263,10 +263,10 @@ def test_a_read_on_a_kept_connection_that_had_ended_begins_again(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, after: Kind | None
 ) -> None:
     """The server closes an idle connection at the very moment of a request: nobody has noticed yet."""
-    bulk.append(NAME, make_rows(1))
+    bulk.append(NAME, OWN, make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, after)
 
-    with bulk.read(NAME, end=3) as rows:
+    with bulk.read(NAME, OWN, end=3) as rows:
         np.testing.assert_array_equal(rows.array(KV), make_rows(3)[KV])
 
 
@@ -275,21 +275,21 @@ def test_an_append_on_a_kept_connection_that_had_ended_begins_again(
     bulk: Client, monkeypatch: pytest.MonkeyPatch, after: Kind | None
 ) -> None:
     """Nothing of it was asked to be visible yet."""
-    bulk.append(NAME, make_rows(1))
+    bulk.append(NAME, OWN, make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, after)
 
-    assert bulk.append(NAME, make_rows(2)).token_count == 60_003
+    assert bulk.append(NAME, OWN, make_rows(2)).token_count == 60_003
 
 
 def test_an_append_whose_commit_was_sent_is_not_repeated(
     bulk: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server may have carried it out: whoever asked for it has to look."""
-    bulk.append(NAME, make_rows(1))
+    bulk.append(NAME, OWN, make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, Kind.FINISH)
     monkeypatch.setattr(bulk._bulk, "_connect", lambda: pytest.fail("it was asked again"))
     with pytest.raises(Unavailable):
-        bulk.append(NAME, make_rows(2))
+        bulk.append(NAME, OWN, make_rows(2))
 
 
 def test_a_client_that_closes_meanwhile_leaves_no_connection(
@@ -322,7 +322,7 @@ def test_without_a_bulk_channel_rows_travel_by_grpc(tmp_path: Path) -> None:
             append(client, 0, 10)
             check_rows(client, 10)
         with Client(process.target, access="bulk") as client, pytest.raises(Unavailable):
-            client.read(NAME)
+            client.read(NAME, OWN)
 
 
 def test_a_full_bulk_channel_leaves_grpc(tmp_path: Path) -> None:
@@ -341,10 +341,10 @@ def test_a_full_bulk_channel_leaves_grpc(tmp_path: Path) -> None:
 def test_a_server_of_an_earlier_version_is_read_by_grpc(connect: Connect, far_side: FarSide) -> None:
     """It knows no bulk channel, which is no error."""
     far_side.add(NAME, 5)
-    with connect(access="remote").read(NAME) as rows:
+    with connect(access="remote").read(NAME, OWN) as rows:
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
     with pytest.raises(CacheError):
-        connect(access="bulk").read(NAME)
+        connect(access="bulk").read(NAME, OWN)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from far_side import LAYOUT, SPEC, Connect, FarSide
+from far_side import LAYOUT, OWN, SPEC, Connect, FarSide
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -23,7 +23,7 @@ NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 
 
 class Recorder(grpc.GenericRpcHandler):
-    """Answers every unary call with an empty message and keeps what was asked."""
+    """Keeps every unary call and answers it with an empty message, a registration with the model's fingerprint."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bytes]] = []
@@ -35,6 +35,8 @@ class Recorder(grpc.GenericRpcHandler):
 
     def _record(self, method: str, request: bytes) -> bytes:
         self.calls.append((method, request))
+        if method == "RegisterModel":
+            return model_pb2.Model(name=OWN.name, fingerprint=OWN.fingerprint).SerializeToString()
         return b""
 
 
@@ -222,7 +224,7 @@ def test_a_server_that_never_answers_costs_the_deadline(connect: Connect, far_si
     far_side.stalls = True
 
     with pytest.raises(DeadlineExceeded):
-        connect(timeout_s=0.2).read(NAME)
+        connect(timeout_s=0.2).read(NAME, OWN)
 
 
 def test_an_unknown_kind_of_access_is_refused() -> None:

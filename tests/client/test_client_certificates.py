@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from far_side import KV, LAYOUT, SPEC, make_rows
+from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from pki import Pki
 from server_process import ServerProcess
 
@@ -112,7 +112,9 @@ def tls_of(pki: Pki, name: str) -> ClientTls:
 def fill(client: Client, session_id: str, rows: Any) -> session_pb2.Session:
     """A session with these rows."""
     client.register_model(SPEC)
-    return client.append(client.create_session("models/tiny", session_id=session_id, layout=LAYOUT), rows)
+    return client.append(
+        client.create_session("models/tiny", session_id=session_id, layout=LAYOUT), OWN, rows
+    )
 
 
 def ensure(client: Client, session_id: str) -> None:
@@ -123,7 +125,7 @@ def ensure(client: Client, session_id: str) -> None:
 
 def rows_of(client: Client, name: str) -> Any:
     """The K/V that a reader is given."""
-    with client.read(name) as found:
+    with client.read(name, OWN) as found:
         return np.array(found.array(KV))
 
 
@@ -142,7 +144,7 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
         partial(other.fork_session, name),
         partial(other.flush_session, name),
         partial(other.delete_session, name),
-        partial(other.append, mine, make_rows(1)),
+        partial(other.append, mine, OWN, make_rows(1)),
         partial(rows_of, other, name),
         lambda: rows_of_snapshot(other, mine),
     ]
@@ -162,8 +164,8 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
 
 def rows_of_snapshot(client: Client, session: session_pb2.Session) -> Any:
     """Read by what another has learnt of a session: no call before the read could refuse it."""
-    client._sizes.put(session.uid, dict.fromkeys(LAYOUT, 8))
-    with client.read(session) as found:
+    client._layouts.put(session.uid, OWN.specs(LAYOUT))
+    with client.read(session, OWN) as found:
         return found.array(KV)
 
 
@@ -273,7 +275,7 @@ def test_an_operator_acts_for_a_tenant_and_sees_no_rows(
     operator.evict_session(name)
     again = fill(connect("a"), "acted-on", make_rows(5))
     with pytest.raises(CacheError):
-        operator.read(again.name)
+        operator.read(again.name, OWN)
     with pytest.raises(PermissionDenied, match="acting for tenant"):
         user.get_session(name)
     assert f'tenant={tenant} role=operator method=UpdateSession request={{"name":"{name}"' in server.stderr
@@ -347,7 +349,7 @@ def test_without_shared_memory_rows_come_by_stream(connect: Callable[..., Client
     assert isinstance(from_rpc_error(caught.value, "it"), PermissionDenied)
     with pytest.raises(Unavailable):
         connect("a", "local").get_session("sessions/streamed") and connect("a", "local").read(
-            "sessions/streamed"
+            "sessions/streamed", OWN
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from far_side import LAYOUT, SPEC, make_rows
+from far_side import LAYOUT, OWN, SPEC, make_rows
 from live_server import LiveServer
 
 from ctxcache.client import Client, EngineQueue, QueuedJob
@@ -54,7 +54,7 @@ def client(live: LiveServer) -> Iterator[Client]:
         made.register_model(SPEC)
         for name in ("a", "b"):
             made.create_session("models/tiny", session_id=name, layout=LAYOUT)
-            made.append(f"sessions/{name}", make_rows(10), durability=DURABILITY_DISK)
+            made.append(f"sessions/{name}", OWN, make_rows(10), durability=DURABILITY_DISK)
         yield made
 
 
@@ -117,7 +117,7 @@ def test_events_are_iterated_over_until_the_queue_is_closed(client: Client, publ
     queue.flush()
     client.demote(A)
     wait_for(hints_pb2.SESSION_CHANGE_DEMOTED)
-    with client.read(A) as rows:
+    with client.read(A, OWN) as rows:
         assert rows.token_count == 10
     wait_for(hints_pb2.SESSION_CHANGE_PROMOTED)
     queue.close()
@@ -388,6 +388,6 @@ def test_hints_are_answered(client: Client) -> None:
     assert (batch[0].action_id, batch[0].outcome) == ("x", hints_pb2.HINT_OUTCOME_MISSING)
     with pytest.raises(InvalidArgument):
         client.pin(A, ttl_s=0)
-    with client.read(A) as rows:
+    with client.read(A, OWN) as rows:
         for stream, expected in make_rows(10).items():
             assert np.array_equal(np.concatenate(list(rows.pieces(stream))), expected)

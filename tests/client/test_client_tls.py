@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from far_side import KV, LAYOUT, SPEC, make_rows
+from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from pki import Pki
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 
@@ -52,9 +52,9 @@ def test_rows_travel_by_tls(pki: Pki, server: ServerProcess, access: Access) -> 
     with Client(server.target, access=access, tls=tls_of(pki)) as client:
         client.register_model(SPEC)
         session = client.create_session("models/tiny", layout=LAYOUT)
-        session = client.append(session, rows)
+        session = client.append(session, OWN, rows)
         for _ in range(2):
-            with client.read(session) as found:
+            with client.read(session, OWN) as found:
                 for stream in LAYOUT:
                     np.testing.assert_array_equal(found.array(stream), rows[stream])
 
@@ -85,8 +85,8 @@ def test_the_unix_socket_needs_none(pki: Pki, server: ServerProcess) -> None:
     """Its directory says who may use it; rows by its bulk socket too."""
     with Client(server.unix_target, access="bulk") as client:
         client.register_model(SPEC)
-        session = client.append(client.create_session("models/tiny", layout=LAYOUT), make_rows(5))
-        with client.read(session) as rows:
+        session = client.append(client.create_session("models/tiny", layout=LAYOUT), OWN, make_rows(5))
+        with client.read(session, OWN) as rows:
             np.testing.assert_array_equal(rows.array(KV), make_rows(5)[KV])
 
 

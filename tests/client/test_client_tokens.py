@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from far_side import KV, LAYOUT, SPEC, make_rows
+from far_side import KV, LAYOUT, OWN, SPEC, make_rows
 from server_process import ServerDidNotStart, ServerProcess, write_secret
 
 from ctxcache.cli.exit_codes import ExitCode
@@ -85,7 +85,7 @@ def fill(client: Client, session_id: str, token_count: int = 70) -> session_pb2.
     """A session of so many tokens."""
     client.register_model(SPEC)
     session = client.create_session("models/tiny", session_id=session_id, layout=LAYOUT)
-    return client.append(session, make_rows(token_count))
+    return client.append(session, OWN, make_rows(token_count))
 
 
 def attached(client: Client) -> Attachment:
@@ -140,9 +140,9 @@ def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) ->
     session = fill(client, "in-place", 200)
     assert session.tenant == "a"
     client.flush_session(session.name)
-    with connect("a", "local-socket").read(session.name) as found:
+    with connect("a", "local-socket").read(session.name, OWN) as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(200)[KV])
-    with connect("a", "remote").read(session.name) as streamed:
+    with connect("a", "remote").read(session.name, OWN) as streamed:
         np.testing.assert_array_equal(streamed.array(KV), make_rows(200)[KV])
     assert list(connect("ops", "remote").verify())[-1].bad == []
 
@@ -153,7 +153,7 @@ def test_a_token_without_shared_memory_gets_none(
     """On the control socket neither, where the arena's descriptor would come with the welcome; rows come by stream."""
     client = connect("far")
     session = fill(client, "streamed")
-    with client.read(session.name) as found:
+    with client.read(session.name, OWN) as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(70)[KV])
     assert client._attach() is None
     assert client.ssd_files() is None
@@ -262,7 +262,7 @@ def test_a_revoked_token_ends_what_is_open_with_it(
     for way in ways:
         with pytest.raises(Unauthenticated, match="revoked"):
             way.carry_out(arena_pb2.Operation(acquire_lease=lease))
-    with pytest.raises(Unauthenticated), bulk.read(session) as rows:
+    with pytest.raises(Unauthenticated), bulk.read(session, OWN) as rows:
         rows.array(KV)
     queue.put(QueuedJob("1", session.name, position=1.0))
     changed(GRANTS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from far_side import HIDDEN, KV, LAYOUT, SPEC, Connect, FarSide, make_rows
+from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, Connect, FarSide, make_rows
 from live_server import LiveServer
 
 from ctxcache.client import Client, SessionRows
@@ -65,7 +65,9 @@ def client(live: LiveServer) -> Iterator[Client]:
 def add(client: Client, session_id: str, token_count: int, *, first: int = 0) -> None:
     """A durable session."""
     client.create_session("models/tiny", session_id=session_id, layout=LAYOUT)
-    client.append(f"sessions/{session_id}", make_rows(token_count, first=first), durability=DURABILITY_DISK)
+    client.append(
+        f"sessions/{session_id}", OWN, make_rows(token_count, first=first), durability=DURABILITY_DISK
+    )
 
 
 def leave(live: LiveServer) -> None:
@@ -117,7 +119,7 @@ def assert_same(found: dict[Stream, np.ndarray], tokens: Sequence[int]) -> None:
 @pytest.mark.parametrize("access", ["local-socket", "local-grpc"])
 def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, access: Access) -> None:
     """All of it, by lease and past the arena; it stays on SSD, and lies on both paths."""
-    with Client(live.target, access=access) as other, other.read(NAME, leave_on_ssd=True) as rows:
+    with Client(live.target, access=access) as other, other.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         assert rows.ssd_token_count == TOKEN_COUNT
         assert_same(read_all(rows), range(TOKEN_COUNT))
@@ -125,7 +127,7 @@ def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, 
     assert client.get_session(NAME).dram_bytes == 0
     assert {slot.path_index for slot in slots_of(live)} == {0, 1}
 
-    with client.read(NAME) as rows:
+    with client.read(NAME, OWN) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(TOKEN_COUNT))
     assert client.get_session(NAME).dram_bytes > 0
@@ -134,7 +136,7 @@ def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, 
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (63, 65), (100, 200), (64, 128), (5, 5)])
 def test_a_part_is_read_as_a_part(client: Client, begin: int, end: int) -> None:
     """Whatever it cuts."""
-    with client.read(NAME, begin=begin, end=end, streams=[KV], leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, begin=begin, end=end, streams=[KV], leave_on_ssd=True) as rows:
         found = rows.array(KV)
 
         assert np.array_equal(found, make_rows(TOKEN_COUNT)[KV][begin:end])
@@ -144,17 +146,17 @@ def test_a_part_is_read_as_a_part(client: Client, begin: int, end: int) -> None:
 
 def test_what_was_appended_since_comes_from_the_arena(live: LiveServer, client: Client) -> None:
     """A session of both, cut in its middle, and its fork."""
-    client.append(NAME, make_rows(70, first=TOKEN_COUNT))
+    client.append(NAME, OWN, make_rows(70, first=TOKEN_COUNT))
     client.keep_recent(NAME, 180, sink_token_count=4)
     client.fork_session(NAME, session_id="b", token_count=150)
     kept = [*range(4), *range(90, 270)]
 
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         assert 0 < rows.ssd_token_count < len(kept)
         assert_same(read_all(rows), kept)
     leave(live)
-    with client.read("sessions/b", leave_on_ssd=True) as rows:
+    with client.read("sessions/b", OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         assert rows.ssd_token_count == 150
         assert_same(read_all(rows), kept[:150])
@@ -164,7 +166,7 @@ def test_what_is_in_the_arena_is_leased_there(client: Client) -> None:
     """Nothing is on SSD only: an ordinary lease."""
     add(client, "warm", 10)
 
-    with client.read("sessions/warm", leave_on_ssd=True) as rows:
+    with client.read("sessions/warm", OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(10))
 
@@ -184,19 +186,19 @@ def test_a_damaged_byte_is_a_miss(live: LiveServer, client: Client, place: str) 
     offset = {**_HEADER_PLACES, "first row": chunk.start, "last row": chunk.stop - 1}[place]
     flip(live, slots_of(live)[number], offset)
 
-    with client.read(NAME, leave_on_ssd=True) as rows, pytest.raises(CorruptSegment) as direct:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows, pytest.raises(CorruptSegment) as direct:
         rows.array(HIDDEN)
     with pytest.raises(CorruptSegment) as loaded:
-        client.read(NAME)
+        client.read(NAME, OWN)
 
     assert int(direct.value.facts["segment_id"]) == int(loaded.value.facts["segment_id"])
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert rows.token_count == 64 * number
 
 
 def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, client: Client) -> None:
     """Deleted under the reader: all can be read, and the slots are free only when it has gone."""
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         client.delete_session(NAME)
         used = live.ask(lambda server: server._cache.residency.ssd.used_bytes_by_path)
         add(client, "b", TOKEN_COUNT, first=1000)
@@ -237,7 +239,7 @@ def test_a_stale_lease_never_shows_others_rows(
 ) -> None:
     """The slots are another session's: the header says so, even where nobody notices that the lease has ended."""
     _never_checked(monkeypatch)
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         _reused(live, client)
 
         for stream in LAYOUT:
@@ -250,7 +252,7 @@ def test_rows_that_change_behind_their_header_are_seen(
 ) -> None:
     """The slots become another's between header and rows."""
     _never_checked(monkeypatch)
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         rows.array(TOKENS)
         _reused(live, client)
 
@@ -264,7 +266,7 @@ def test_a_lease_that_ended_is_told_from_damage(
     live: LiveServer, client: Client, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The session is not damaged: only the lease has ended, by its deadline as it is known here."""
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         if when == "meanwhile":
             rows.array(TOKENS)
@@ -277,7 +279,7 @@ def test_a_lease_that_ended_is_told_from_damage(
 
 def test_a_server_that_ended_ends_the_read(live: LiveServer, client: Client) -> None:
     """What was read is not returned: who knows whose it is by now."""
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         live.stop()
         with pytest.raises(LeaseNotFound):
             rows.array(KV)
@@ -297,12 +299,12 @@ def test_a_device_that_fails_says_so(
     client: Client, monkeypatch: pytest.MonkeyPatch, preadv: Callable[..., int]
 ) -> None:
     """An error, or nothing more to read: a reason, and rows of the store by the usual way."""
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         monkeypatch.setattr(os, "preadv", preadv)
         with pytest.raises(TierFailure):
             rows.array(KV)
     monkeypatch.undo()
-    with client.read(NAME) as rows:
+    with client.read(NAME, OWN) as rows:
         assert_same(read_all(rows), range(TOKEN_COUNT))
 
 
@@ -313,7 +315,7 @@ def test_reads_that_come_in_parts_are_put_together(client: Client, monkeypatch: 
     def part(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return whole(fd, [buffers[0][:4096]], offset)
 
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         monkeypatch.setattr(os, "preadv", part)
         assert_same(read_all(rows), range(TOKEN_COUNT))
 
@@ -323,7 +325,7 @@ def test_files_that_cannot_be_opened_leave_the_usual_way(live: LiveServer, clien
     path = live.settings.ssd_directories[1] / "segments.dat"
     path.rename(path.with_name("elsewhere"))
 
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(TOKEN_COUNT))
     files = client.ssd_files()
@@ -364,11 +366,11 @@ def test_a_brief_answer_cannot_say_where_in_a_file(client: Client) -> None:
 def test_more_than_the_arena_holds_is_leased_on_ssd(live: LiveServer, client: Client) -> None:
     """It takes no room there."""
     for i in range(20):
-        client.append(NAME, make_rows(64, first=TOKEN_COUNT + 64 * i), durability=DURABILITY_DISK)
+        client.append(NAME, OWN, make_rows(64, first=TOKEN_COUNT + 64 * i), durability=DURABILITY_DISK)
         leave(live)
     count = TOKEN_COUNT + 64 * 20
 
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert_same(read_all(rows), range(count))
         assert client.get_session(NAME).dram_bytes == 0
 
@@ -386,7 +388,7 @@ def test_a_server_that_knows_nothing_of_it_is_read_as_ever(
             far_side.control.welcomes.CopyFrom(far_side.facts)
     client = connect()
 
-    with client.read(NAME, leave_on_ssd=True) as rows:
+    with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, LeasedRows)
         assert_same(read_all(rows), range(10))
     files = client.ssd_files()
@@ -398,7 +400,7 @@ def test_elsewhere_there_are_no_files(live: LiveServer, client: Client) -> None:
     """By stream, as ever."""
     with Client(live.target, access="remote") as remote:
         assert remote.ssd_files() is None
-        with remote.read(NAME, leave_on_ssd=True) as rows:
+        with remote.read(NAME, OWN, leave_on_ssd=True) as rows:
             assert_same(read_all(rows), range(TOKEN_COUNT))
     with pytest.raises(Unavailable), Client(f"unix:{live.settings.unix_socket}.not", timeout_s=0.5) as nobody:
         nobody.ssd_files()

@@ -26,7 +26,7 @@ from independent_reader import (
 )
 from server_process import ServerProcess
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS as TOKENS_STREAM
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
@@ -81,19 +81,21 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     path = directory / "ssd" / "segments.dat"
     with ServerProcess(directory) as server:
         with Client(server.target, access="remote") as client:
-            source = new_session(client)
-            client.append(source.name, saved_rows(0, EARLY_COUNT), durability=DURABILITY_DISK)
+            model, source = new_session(client)
+            client.append(source.name, model, saved_rows(0, EARLY_COUNT), durability=DURABILITY_DISK)
             early_file = path.read_bytes()
-            client.append(source.name, saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=DURABILITY_DISK)
+            client.append(
+                source.name, model, saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=DURABILITY_DISK
+            )
             fork = client.fork_session(source.name, token_count=FORK_TOKEN_COUNT)
             added = saved_rows(TOKEN_COUNT, TOKEN_COUNT + FORK_APPENDED_COUNT)
-            client.append(fork.name, added, durability=DURABILITY_DISK)
+            client.append(fork.name, model, added, durability=DURABILITY_DISK)
             source = client.drop_ranges(source.name, [(DROPPED.start, DROPPED.stop)])
         assert server.terminate() == 0
     return Stopped(path, early_file, path.read_bytes(), source, fork)
 
 
-def new_session(client: Client) -> Session:
+def new_session(client: Client) -> tuple[CallerModel, Session]:
     """Create a session that stores hidden states of one layer and K/V of another, packed too."""
     specs = tuple(StreamSpec(stream, ROW_BYTES[stream], dtype) for stream, dtype in DTYPES.items())
     model = client.register_model(
@@ -102,7 +104,7 @@ def new_session(client: Client) -> Session:
             is_relocatable=True, streams=specs,
         )
     )  # fmt: skip
-    return client.create_session(model.name, layout=list(DTYPES))
+    return model, client.create_session(model.name, layout=list(DTYPES))
 
 
 def whole_segments(file: bytes) -> list[Segment]:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import grpc
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import stream_to_wire
 from ctxcache.errors import CacheError, WriteInProgress
 from ctxcache.format.identity import wire_checksum
@@ -36,6 +36,7 @@ from tests.server_process import ServerProcess
 
 Call: TypeAlias = "grpc.Future[AppendSessionResponse]"
 SHAPE = Shape(3, 160)
+OWN = CallerModel(SHAPE.model)
 SESSIONS_PER_CLIENT = 8
 KEPT_TOKENS = 70
 SAVED_TOKENS = 150
@@ -140,7 +141,7 @@ class Aborter(threading.Thread):
         self._expect_failure(call, session)
 
     def _give_up(self, client: Client, session: Session) -> None:
-        with client.writer(session, SAVED_TOKENS) as writer:
+        with client.writer(session, OWN, SAVED_TOKENS) as writer:
             for stream, rows in self._rows.items():
                 writer.write(stream, 0, rows[: self._random.randint(1, SAVED_TOKENS)])
 
@@ -169,7 +170,7 @@ def abort_saves(server: ServerProcess, report: Report, count: int, *, seed: int)
         model = client.register_model(SHAPE.model)
         sessions = [
             client.append(
-                client.create_session(model.name, session_id=f"kept{i}", layout=SHAPE.streams),
+                client.create_session(model.name, session_id=f"kept{i}", layout=SHAPE.streams), model,
                 ledger.rows(ledger.take_tags(KEPT_TOKENS)), durability=DURABILITY_DISK,
             )
             for i in range(SESSIONS_PER_CLIENT * CLIENTS)
@@ -194,11 +195,12 @@ def _die_writing(target: str, sessions: Sequence[Session], ledger: Ledger) -> No
     """A client process that is killed while it holds a reservation with rows in it."""
     script = (
         "import sys, time, numpy as np; from ctxcache.client import Client\n"
+        "from tests.faults.aborts import OWN\n"
         "client = Client(sys.argv[1], access='local')\n"
-        f"writers = [client.writer(name, {SAVED_TOKENS}) for name in sys.argv[2:]]\n"
+        f"writers = [client.writer(name, OWN, {SAVED_TOKENS}) for name in sys.argv[2:]]\n"
         "for writer in writers:\n"
-        "    for stream, size in writer._row_sizes.items():\n"
-        f"        writer.write(stream, 0, np.ones(({SAVED_TOKENS}, size), np.uint8))\n"
+        "    for stream, spec in writer._specs.items():\n"
+        f"        writer.write(stream, 0, np.ones(({SAVED_TOKENS}, spec.row_bytes), np.uint8))\n"
         "print('written', flush=True); time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, target, *(session.name for session in sessions)]
@@ -218,7 +220,7 @@ def _look(client: Client, ledger: Ledger, sessions: Sequence[Session]) -> None:
         ledger.find(f"{stats.reservation_count} reservations are left of aborted saves")
     for session in sessions:
         check(client, ledger, session)
-        with client.read(session.name) as rows:
+        with client.read(session.name, OWN) as rows:
             tags, problem = ledger.read_tags(rows)
         ledger.find(problem)
         if len(tags) != KEPT_TOKENS:

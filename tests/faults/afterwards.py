@@ -7,7 +7,7 @@ the caller sees as Unavailable.
 import time
 from contextlib import suppress
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CapacityExceeded, SessionNotFound
 from ctxcache.v1.admin_pb2 import Stats
 from ctxcache.v1.session_pb2 import TIER_DRAM, TIER_SSD, Session, Tier
@@ -79,7 +79,7 @@ def _check_session(client: Client, ledger: Ledger, session: Expected, view: Sess
     if not has_sliding_expiry and expire_time_ns not in session.expire_times_ns():
         ledger.find(f"{session.name} expires at {expire_time_ns}, not at one of {session.expire_times_ns()}")
     try:
-        with client.read(view) as rows:
+        with client.read(view, CallerModel(ledger.shape.model)) as rows:
             tags, problem = ledger.read_tags(rows)
     except SessionNotFound:
         _check_absence(ledger, session, time.time_ns(), Terms())

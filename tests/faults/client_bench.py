@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from tests.faults.harness import Report
@@ -37,6 +37,7 @@ MODEL = ModelSpec(
     dtype=DType.FLOAT16, layer_count=1, hidden_size=8, kv_head_count=1, head_size=4, rope="", norm="",
     is_relocatable=True, streams=(StreamSpec(KV, ROW_BYTES, DType.FLOAT16),),
 )  # fmt: skip
+OWN = CallerModel(MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Bench:
         name = f"sessions/{session_id}"
         self.client.create_session("models/clients", session_id=session_id, layout=[KV])
         self.client.append(
-            name, {s: rows_of(owner, s, 0, TOKENS_EACH, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
+            name, OWN, {s: rows_of(owner, s, 0, TOKENS_EACH, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
         )
         self.client.flush_session(name)
         return name
@@ -88,7 +89,7 @@ class Bench:
         """Read a session, locally or by stream: all that was written, and nothing else."""
         with (
             Client(self.server.target, timeout_s=TIMEOUT_S, access="local" if access == "local" else "remote") as client,
-            client.read(f"sessions/s{owner}") as rows,
+            client.read(f"sessions/s{owner}", OWN) as rows,
         ):  # fmt: skip
             found = np.concatenate([np.asarray(piece) for piece in rows.pieces(KV)])
             if len(found) != TOKENS_EACH or first_difference(found, owner, KV, 0) is not None:

@@ -26,6 +26,7 @@ from tests.faults.client_bench import (
     KEEPALIVE_S,
     KV,
     MODEL,
+    OWN,
     ROW_BYTES,
     SESSIONS,
     SILENT_GONE_WITHIN_S,
@@ -252,7 +253,7 @@ def _wrong_appends() -> dict[str, tuple[list[session_pb2.AppendSessionRequest], 
 
 def _append_and_drop(bench: Bench, owner: int) -> None:
     rows = {s: rows_of(owner, s, TOKENS_EACH, TOKENS_EACH + 8, n) for s, n in ((KV, ROW_BYTES), (TOKENS, 4))}
-    bench.client.append(f"sessions/s{owner}", rows)
+    bench.client.append(f"sessions/s{owner}", OWN, rows)
     bench.client.keep_first(f"sessions/s{owner}", TOKENS_EACH)
 
 

@@ -14,6 +14,7 @@ from ctxcache.client import Client
 from ctxcache.errors import LeaseNotFound
 from ctxcache.format.streams import TOKENS
 from tests.faults import planted, plants  # noqa: F401  # they register
+from tests.stored_model import stored_model
 
 TOKENS_COPIED = 8
 """So few that copying them never lets go of the interpreter: the thread that receives hears of nothing before."""
@@ -22,7 +23,7 @@ TOKENS_COPIED = 8
 def copy_on(target: str, name: str) -> str:
     """Copy for as long as the copies are good; returns what ended it."""
     with Client(target, access="local-grpc") as client:
-        rows = client.read(name, streams=[TOKENS], end=TOKENS_COPIED)
+        rows = client.read(name, stored_model(client, name), streams=[TOKENS], end=TOKENS_COPIED)
         first, views = rows.array(TOKENS), rows.pieces(TOKENS)
         copy = np.empty_like(first)
         _say("copies")

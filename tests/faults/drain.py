@@ -22,7 +22,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, CapacityExceeded, Draining, TooManyRequests, Unavailable
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
@@ -61,7 +61,7 @@ class Writer(threading.Thread):
                 try:
                     if name not in sessions:
                         sessions[name] = client.get_session(name)
-                    sessions[name] = client.append(sessions[name], rows)
+                    sessions[name] = client.append(sessions[name], CallerModel(model(0)), rows)
                     self.acknowledged[name] = begin + count
                 except (TooManyRequests, CapacityExceeded):
                     continue
@@ -101,7 +101,7 @@ def _slow_work(server: ServerProcess, acknowledged: dict[str, int], report: Repo
     def read(slow: Slow, access: str) -> None:
         with (
             Client(server.unix_target, access=access) as client,  # type: ignore[arg-type]  # one of the words
-            client.read("sessions/slow") as rows,
+            client.read("sessions/slow", CallerModel(model(0))) as rows,
         ):
             slow.wait_past_signal()
             for spec in STORED:
@@ -113,7 +113,7 @@ def _slow_work(server: ServerProcess, acknowledged: dict[str, int], report: Repo
         with Client(server.unix_target, access="local") as client:
             begin = acknowledged.get("sessions/slow-writer", 0)
             end = begin + SLOW_WRITE_TOKENS
-            with client.writer("sessions/slow-writer", SLOW_WRITE_TOKENS) as writer:
+            with client.writer("sessions/slow-writer", CallerModel(model(0)), SLOW_WRITE_TOKENS) as writer:
                 for spec in STORED:
                     writer.write(spec.stream, 0, rows_of(98, spec.stream, begin, end, spec.row_bytes))
                 slow.wait_past_signal()
@@ -163,7 +163,7 @@ def _prepare(server: ServerProcess) -> None:
             layout = [spec.stream for spec in STORED[1:]]
             client.create_session("models/soak-0", session_id=name, layout=layout)
         rows = {s.stream: rows_of(99, s.stream, 0, SLOW_TOKENS, s.row_bytes) for s in STORED}
-        client.append("sessions/slow", rows)
+        client.append("sessions/slow", CallerModel(model(0)), rows)
 
 
 def _cycle(
@@ -235,7 +235,7 @@ def _verify(report: Report, server: ServerProcess, acknowledged: dict[str, int])
                     report.find(f"{name}: {session.token_count} tokens of {token_count} acknowledged")
                 acknowledged[name] = session.token_count
             owner = 98 if "slow" in name else int(name.removeprefix("sessions/w").split("-")[0])
-            with client.read(name, streams=[STORED[1].stream]) as rows:
+            with client.read(name, CallerModel(model(0)), streams=[STORED[1].stream]) as rows:
                 found = np.asarray(rows.array(STORED[1].stream)).view(np.uint8)
                 wrong = first_difference(found.reshape(-1, STORED[1].row_bytes), owner, STORED[1].stream, 0)
             if wrong is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
 from tests.faults.harness import Harness, Report, progress
@@ -74,7 +74,7 @@ class Watch:
         if not self.is_read:
             client.get_session(STAYS)
             return
-        with client.read(STAYS) as rows:
+        with client.read(STAYS, CallerModel(model(0))) as rows:
             rows.array(STORED[1].stream)
 
 
@@ -110,7 +110,11 @@ def _date(target: str, count: int, rate_hz: float) -> datetime:
 def _fill(client: Client, name: str, token_count: int) -> None:
     layout = [spec.stream for spec in STORED[1:]]
     client.create_session("models/soak-0", session_id=name.removeprefix("sessions/"), layout=layout)
-    client.append(name, {s.stream: rows_of(1, s.stream, 0, token_count, s.row_bytes) for s in STORED})
+    client.append(
+        name,
+        CallerModel(model(0)),
+        {s.stream: rows_of(1, s.stream, 0, token_count, s.row_bytes) for s in STORED},
+    )
     client.flush_session(name)
 
 

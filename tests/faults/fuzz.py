@@ -26,7 +26,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 
 import ctxcache.v1
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
@@ -315,14 +315,14 @@ def _count(report: Report, fuzzers: Sequence[Fuzzer]) -> None:
 
 
 def _make_canaries(client: Client) -> None:
-    client.register_model(_model("canary"))
+    own = client.register_model(_model("canary"))
     for owner in range(CANARIES):
         client.create_session(
             "models/canary", session_id=f"canary-{owner}", layout=[s.stream for s in STREAMS]
         )
         rows = {s.stream: rows_of(owner, s.stream, 0, CANARY_TOKENS, s.row_bytes) for s in STREAMS}
         rows[TOKENS] = rows_of(owner, TOKENS, 0, CANARY_TOKENS, 4)
-        client.append(f"sessions/canary-{owner}", rows)
+        client.append(f"sessions/canary-{owner}", own, rows)
         client.flush_session(f"sessions/canary-{owner}")
 
 
@@ -378,7 +378,7 @@ def _check_after(report: Report, server: ServerProcess, client: Client, used_byt
 
 def _check_canary(report: Report, client: Client, owner: int) -> None:
     try:
-        with client.read(f"sessions/canary-{owner}") as rows:
+        with client.read(f"sessions/canary-{owner}", CallerModel(_model("canary"))) as rows:
             for spec in STREAMS:
                 found = np.concatenate([np.asarray(piece) for piece in rows.pieces(spec.stream)])
                 if len(found) != CANARY_TOKENS or first_difference(found, owner, spec.stream, 0) is not None:

@@ -15,6 +15,7 @@ import grpc
 from ctxcache.client import Client
 from ctxcache.v1.session_pb2 import AppendHeader, AppendSessionRequest, ReadSessionRequest
 from ctxcache.v1.session_pb2_grpc import SessionServiceStub
+from tests.stored_model import stored_model
 
 NEW_TOKENS = 64
 
@@ -22,13 +23,13 @@ NEW_TOKENS = 64
 def lease(target: str, names: list[str]) -> list[Any]:
     """Lease all tokens of each."""
     client = Client(target, access="local")
-    return [client, *(client.read(name) for name in names)]
+    return [client, *(client.read(name, stored_model(client, name)) for name in names)]
 
 
 def reservation(target: str, names: list[str]) -> list[Any]:
     """Reserve room behind each."""
     client = Client(target, access="local")
-    return [client, *(client.writer(name, NEW_TOKENS) for name in names)]
+    return [client, *(client.writer(name, stored_model(client, name), NEW_TOKENS) for name in names)]
 
 
 def read(target: str, names: list[str]) -> list[Any]:

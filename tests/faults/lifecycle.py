@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
@@ -24,6 +24,7 @@ SHORT_LIFE_S = 0.4
 REFUSALS = (TierFailure, CapacityExceeded)
 """What a fault of a system call may look like to a client: a path and a reason each."""
 STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
+OWN = CallerModel(model_spec())
 T = TypeVar("T")
 
 
@@ -95,7 +96,7 @@ class Lifecycle:
             for stream, row_bytes in STREAMS.items()
         }
         durability = {"durability": DURABILITY_DISK} if is_durable else {}
-        done = self.try_(f"append {name}", lambda: client.append(before, rows, **durability), known)
+        done = self.try_(f"append {name}", lambda: client.append(before, OWN, rows, **durability), known)
         if done is not None and is_durable:
             known.least = max(known.least, begin + count)
 
@@ -183,7 +184,7 @@ class Lifecycle:
             known.must_be_gone = True
 
     def _compare(self, client: Client, session: Session, known: Known) -> bool:
-        with client.read(session) as rows:
+        with client.read(session, OWN) as rows:
             for stream in STREAMS:
                 self._compare_stream(
                     np.concatenate([np.asarray(p) for p in rows.pieces(stream)]), known, stream

@@ -31,7 +31,7 @@ from statistics import median
 
 import numpy as np
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, TooManyRequests
 from ctxcache.format.identity import wire_checksum
 from ctxcache.format.model import ModelSpec
@@ -63,6 +63,7 @@ SPEC = ModelSpec(
     is_relocatable=True,
     streams=tuple(StreamSpec(Stream(i, StateKind.KV), ROW_BYTES, DType.FLOAT16) for i in range(LAYERS)),
 )  # fmt: skip
+OWN = CallerModel(SPEC)
 STORED = (TOKENS_SPEC, *SPEC.streams)
 
 
@@ -127,7 +128,7 @@ class LocalClient(threading.Thread):
             while time.monotonic() < until_s:
                 began_s = time.monotonic()
                 try:
-                    client.read("sessions/context-0").close()
+                    client.read("sessions/context-0", OWN).close()
                     self.latencies_s.append(time.monotonic() - began_s)
                 except TooManyRequests:
                     self._report.count("refused_lease_count")
@@ -215,7 +216,7 @@ def _create(client: Client, name: str) -> None:
 def _fill(client: Client, name: str, owner: int) -> None:
     _create(client, name)
     rows = {s.stream: rows_of(owner, s.stream, 0, CONTEXT_TOKENS, s.row_bytes) for s in STORED}
-    client.append(f"sessions/{name}", rows)
+    client.append(f"sessions/{name}", OWN, rows)
 
 
 def _read(name: str, token_count: int = CONTEXT_TOKENS) -> str:

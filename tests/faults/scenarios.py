@@ -17,7 +17,7 @@ from ctxcache.errors import CacheError, SessionNotFound, WriteInProgress
 from tests.cli.stored import HIDDEN
 from tests.faults.harness import Unsupported
 from tests.faults.interposed import FOR_EVER, Interposer
-from tests.faults.lifecycle import DEADLINE_S, STREAMS, Lifecycle
+from tests.faults.lifecycle import DEADLINE_S, OWN, STREAMS, Lifecycle
 from tests.faults.rows import rows_of
 from tests.server_process import ServerProcess
 
@@ -129,11 +129,13 @@ def _write_across(client: Client, life: Lifecycle, jump: Callable[[], None], pro
     known = life.sessions["kept"]
     rows = {s: rows_of(known.owner, s, 100, 110, row_bytes) for s, row_bytes in STREAMS.items()}
     try:
-        with client.read("sessions/kept"), client.writer("sessions/kept", 10) as writer:
+        with client.read("sessions/kept", OWN), client.writer("sessions/kept", OWN, 10) as writer:
             jump()
             if client.stats().lease_count != 1:
                 problem("a lease ended with the jump")
-            expect(WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", 1), problem)
+            expect(
+                WriteInProgress, "a second writer", lambda: client.writer("sessions/kept", OWN, 1), problem
+            )
             for stream, view in rows.items():
                 writer.write(stream, 0, view)
             writer.commit()

@@ -28,6 +28,7 @@ from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
 from tests.faults.rows import first_difference, rows_of
 from tests.server_process import ServerProcess
+from tests.stored_model import stored_model
 
 STORED = (TOKENS_SPEC, *(StreamSpec(Stream(i, StateKind.KV), 1024, DType.FLOAT16) for i in range(3)))
 WAYS: tuple[Access, ...] = ("local", "remote", "grpc", "local-grpc")
@@ -116,10 +117,15 @@ class Churn:
         begin = session.token_count
         rows = {s.stream: rows_of(self._owner, s.stream, begin, begin + count, s.row_bytes) for s in STORED}
         is_durable = self._draw.random() < 0.1
-        client.append(session, rows, **({"durability": DURABILITY_DISK} if is_durable else {}))
+        client.append(
+            session,
+            stored_model(client, name),
+            rows,
+            **({"durability": DURABILITY_DISK} if is_durable else {}),
+        )
 
     def _read(self, client: Client, name: str) -> None:
-        with client.read(name) as rows:
+        with client.read(name, stored_model(client, name)) as rows:
             for spec in STORED:
                 at = 0
                 for piece in rows.pieces(spec.stream):
@@ -130,7 +136,7 @@ class Churn:
 
     def _half_read(self, client: Client, name: str) -> None:
         """Take the first piece, and let the client be closed with the rest in hand."""
-        next(iter(client.read(name).pieces(STORED[1].stream)), None)
+        next(iter(client.read(name, stored_model(client, name)).pieces(STORED[1].stream)), None)
         self._go(client)
 
     def _go(self, client: Client) -> None:
@@ -139,7 +145,7 @@ class Churn:
         self._is_gone = True
 
     def _give_up_writing(self, client: Client, name: str) -> None:
-        writer = client.writer(name, self._draw.choice((1, 100)))
+        writer = client.writer(name, stored_model(client, name), self._draw.choice((1, 100)))
         spec = STORED[1]
         writer.write(spec.stream, 0, rows_of(self._owner, spec.stream, 0, 1, spec.row_bytes))
         if self._draw.random() < 0.2:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from tests.faults.drain import HARNESS
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
@@ -36,7 +36,7 @@ def test_a_device_that_hangs_does_not_hold_the_end(tmp_path: Path) -> None:
         with Client(hanging.target, access="remote") as client:
             client.register_model(model(0))
             client.create_session("models/soak-0", session_id="a", layout=[s.stream for s in STORED[1:]])
-            client.append("sessions/a", rows)
+            client.append("sessions/a", CallerModel(model(0)), rows)
         code = hanging.terminate()
         arena = Path(hanging.ready["arena"]["path"])
         is_arena_left = arena.exists()

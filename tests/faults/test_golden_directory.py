@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rocksdict import Options, Rdict
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CorruptMetadata
 from ctxcache.rebuild import rebuild
 from tests.faults.planted import command as planted
 from tests.faults.rows import rows_of
-from tests.golden.make_directory import ARCHIVE, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
+from tests.golden.make_directory import ARCHIVE, MODEL, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 
@@ -40,7 +40,7 @@ def wrong_sessions(running: ServerProcess) -> list[str]:
         found = {session.name.removeprefix("sessions/") for session in client.list_sessions()}
         for name, ranges in SESSIONS.items():
             indexes = [i for begin, end in ranges for i in range(begin, end)]
-            with client.read(f"sessions/{name}") as rows:
+            with client.read(f"sessions/{name}", CallerModel(MODEL)) as rows:
                 for spec in STREAMS:
                     whole = [
                         rows_of(owner_of(name, i), spec.stream, i, i + 1, spec.row_bytes) for i in indexes

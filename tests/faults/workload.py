@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.errors import (
     CacheError,
@@ -58,6 +58,7 @@ class Worker(threading.Thread):
         self._random = random.Random(seed)
         self._terms = terms
         self._engine = f"crash-{seed}"
+        self._own = CallerModel(ledger.shape.model)
         self._foresight: Foresight
         self._deleted: list[Expected] = []
         self._stopping = threading.Event()
@@ -177,13 +178,13 @@ class Worker(threading.Thread):
     def _append(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         session.begin(Change((*session.live, *tags), cut=tags[-1] + 1))
-        view = client.append(session.name, self._ledger.rows(tags), durability=DURABILITY_MEMORY)
+        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=DURABILITY_MEMORY)
         self._acknowledged(session, view)
 
     def _append_durably(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         session.begin(Change((*session.live, *tags), cut=tags[-1] + 1))
-        view = client.append(session.name, self._ledger.rows(tags), durability=DURABILITY_DISK)
+        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=DURABILITY_DISK)
         self._acknowledged(session, view)
         session.flushed()
         self._ledger.count("durable_token_count", len(tags))
@@ -191,7 +192,7 @@ class Worker(threading.Thread):
     def _write_in_parts(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         first = self._random.randint(1, len(tags))
-        with client.writer(session.name, len(tags)) as writer:
+        with client.writer(session.name, self._own, len(tags)) as writer:
             for begin, end in ((0, first), (first, len(tags))):
                 if begin == end:
                     continue
@@ -209,7 +210,7 @@ class Worker(threading.Thread):
 
     def _abandon(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
-        with client.writer(session.name, len(tags)) as writer:
+        with client.writer(session.name, self._own, len(tags)) as writer:
             for stream, rows in list(self._ledger.rows(tags).items())[: self._random.randint(1, 3)]:
                 writer.write(stream, 0, rows)
         self._look(session, client.get_session(session.name))
@@ -262,7 +263,7 @@ class Worker(threading.Thread):
         session.flushed()
 
     def _read(self, client: Client, session: Expected) -> None:
-        with client.read(session.name) as rows:
+        with client.read(session.name, self._own) as rows:
             tags, problem = self._ledger.read_tags(rows)
         self._ledger.find(problem)
         if problem is None and tags != session.live:

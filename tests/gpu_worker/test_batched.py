@@ -60,15 +60,15 @@ def test_sessions_of_a_batch_are_saved_and_go_on_alone(client: Client, session_i
     packed, alone = build("llama"), build("llama")
     spec, adapter = model_spec(packed, model_id="llama"), adapt(packed)
     plan = RestorePlan.uniform(Method(method), spec.layer_count)
-    model, streams = client.register_model(spec).name, plan.streams()
+    model, streams = client.register_model(spec), plan.streams()
     names = [f"{session_id}-{i}" for i in range(len(PROMPTS))]
-    with Saver(client, spec.resolve(streams)) as saver:
+    with Saver(client, model, streams) as saver:
         seen = _Seen(saver)
         engine = BatchedEngine(packed, saver, pass_tokens=32)
         with Capture(adapter, streams, seen.put, is_on_host=False):
             running = []
             for name, prompt in zip(names, PROMPTS, strict=True):
-                session = client.create_session(model, session_id=name, layout=streams)
+                session = client.create_session(model.name, session_id=name, layout=streams)
                 running.append(engine.add(session, prompt, reply_count=REPLY_TOKENS))
                 engine.step()
             engine.run()
@@ -78,7 +78,7 @@ def test_sessions_of_a_batch_are_saved_and_go_on_alone(client: Client, session_i
     assert saver.shed_token_counts == {}
     for one, prompt in zip(running, PROMPTS, strict=True):
         assert one.reply == _alone(alone, prompt, REPLY_TOKENS)
-        with client.read(one.session.name) as rows:
+        with client.read(one.session.name, model) as rows:
             assert token_ids_of(rows.array(TOKENS)) == [*prompt, *one.reply]
             for item in spec.resolve(streams)[1:]:
                 found = unpack_rows(rows.array(item.stream).data.cast("B"), item)

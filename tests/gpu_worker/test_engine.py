@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
+from stored_model import stored_model
 from tiny_models import build
 from transformers import DynamicCache, PreTrainedModel
 
@@ -83,14 +84,14 @@ def _turn(
 
 
 def _saved_ids(client: Client, session_id: str) -> list[int]:
-    with client.read(f"sessions/{session_id}") as rows:
+    with client.read(f"sessions/{session_id}", stored_model(client, f"sessions/{session_id}")) as rows:
         return token_ids_of(rows.array(TOKENS))
 
 
 def _corrupt(server: ServerProcess, client: Client, session_id: str, token: int) -> None:
     """Flip a bit of one token's KV wherever it lies on disk: other tests' sessions say the same."""
     name = f"sessions/{session_id}"
-    with client.read(name) as rows:
+    with client.read(name, stored_model(client, name)) as rows:
         row = rows.array(Stream(1, StateKind.KV))[token].tobytes()
     client.demote_session(name)
     path = next(Path(server.data_directory).rglob("segments.dat"))

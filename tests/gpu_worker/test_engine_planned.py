@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from stored_model import stored_model
 from tiny_models import build
 from transformers import DynamicCache, PreTrainedModel
 
@@ -252,7 +253,8 @@ def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
         monkeypatch.setattr(LeasedSource, "fill", overtaken)
         turn = engine.turn(session_id, TURNS[1], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
         failure = engine.wait(session_id)
-        with client.read(f"sessions/{session_id}", streams=[TOKENS]) as rows:
+        name = f"sessions/{session_id}"
+        with client.read(name, stored_model(client, name), streams=[TOKENS]) as rows:
             held = token_ids_of(rows.array(TOKENS))
 
     assert turn.token_ids == _never_dropped("llama")[1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kept_sessions import Kept, fresh
 from server_process import ServerProcess
+from stored_model import stored_model
 from tiny_models import VOCABULARY_SIZE, build
 from transformers import Cache, PreTrainedModel
 
@@ -160,7 +161,8 @@ class _Walk:
         self._check_restored(start, expected, all_cached)
         self._check_computed(count, [*prefilled, *new], turn.token_ids, all_cached)
         token_ids = [*expected.token_ids, *prefilled, *new, *turn.token_ids]
-        with client.read(f"sessions/{session_id}", streams=[TOKENS]) as rows:
+        name = f"sessions/{session_id}"
+        with client.read(name, stored_model(client, name), streams=[TOKENS]) as rows:
             assert token_ids_of(rows.array(TOKENS)) == token_ids
         # What was saved before stays as it was saved, whatever this turn made of it.
         self._kept[session_id] = expected.and_then(Kept.of_cache(token_ids, all_cached))

@@ -9,7 +9,7 @@ from server_process import ServerProcess
 from tiny_models import build
 from transformers import PreTrainedModel
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
@@ -78,9 +78,9 @@ def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client,
         with TransformersEngine(_model(), client, _spec(), plan) as engine:
             engine.turn(f"{session_id}-{kind}", TURNS[0], max_new_tokens=1)
     exact, packed = (Stream(1, kind) for kind in (StateKind.HIDDEN, StateKind.HIDDEN_INT8))
-    with client.read(f"sessions/{session_id}-{exact.kind}") as rows:
+    with client.read(f"sessions/{session_id}-{exact.kind}", CallerModel(_spec())) as rows:
         wide = torch.from_numpy(rows.array(exact).copy()).view(torch.float32)
-    with client.read(f"sessions/{session_id}-{packed.kind}") as rows:
+    with client.read(f"sessions/{session_id}-{packed.kind}", CallerModel(_spec())) as rows:
         stored = torch.from_numpy(rows.array(packed).copy())
 
     assert stored.shape == (len(TURNS[0]) + 1, PACKINGS[packed.kind].row_bytes(64))

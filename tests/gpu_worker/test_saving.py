@@ -13,7 +13,7 @@ import torch
 from server_process import ServerProcess
 from torch import Tensor
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.errors import (
     CacheError,
@@ -41,6 +41,8 @@ _SPEC = ModelSpec(
     dtype=DType.FLOAT32, layer_count=2, hidden_size=8, kv_head_count=1, head_size=8, rope="", norm="",
     is_relocatable=True, streams=_STATE,
 )  # fmt: skip
+_OWN = CallerModel(_SPEC)
+_LAYOUT = [spec.stream for spec in _STATE]
 
 Create = Callable[[str], Session]
 
@@ -87,7 +89,7 @@ def _pass(saver: Saver, *slices: tuple[Session, int, int]) -> None:
 
 
 def _assert_holds(client: Client, session: Session, ids: Sequence[int]) -> None:
-    with client.read(session.name) as rows:
+    with client.read(session.name, _OWN) as rows:
         assert token_ids_of(rows.array(TOKENS)) == list(ids)
         for spec in _STATE:
             found = rows.array(spec.stream).view(np.float32)
@@ -106,7 +108,7 @@ def test_a_packed_batch_is_sorted_into_its_sessions(
 ) -> None:
     """Prefill chunks and decode steps of several sessions in the same passes: each session has its own, bit for bit."""
     long, short, other = create("long"), create("short"), create("other")
-    with Client(server.target, access=access) as client, Saver(client, _SPECS) as saver:
+    with Client(server.target, access=access) as client, Saver(client, _OWN, _LAYOUT) as saver:
         for session in (long, short):
             saver.open(session)
         _pass(saver, (long, 0, 150), (short, 0, 3))
@@ -127,7 +129,7 @@ def test_a_packed_batch_is_sorted_into_its_sessions(
 
 def test_decoding_commits_a_segment_at_a_time(client: Client, session: Session) -> None:
     """Without anybody asking, rows are committed where a segment ends; the rest waits for the turn's end."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         for token in range(64):
             _pass(saver, (session, token, token + 1))
@@ -147,7 +149,7 @@ def test_decoding_commits_a_segment_at_a_time(client: Client, session: Session) 
 def test_full_staging_sheds_and_counts(server: ServerProcess, client: Client, create: Create) -> None:
     """What a slow store cannot take is shed at once, and what follows too; what came before the gap is saved."""
     session, other = create("one"), create("other")
-    with Saver(client, _SPECS, staging_bytes=200 * _TOKEN_BYTES) as saver:
+    with Saver(client, _OWN, _LAYOUT, staging_bytes=200 * _TOKEN_BYTES) as saver:
         saver.open(session)
         saver.open(other)
         with _stopped(server):
@@ -166,7 +168,7 @@ def test_full_staging_sheds_and_counts(server: ServerProcess, client: Client, cr
 
 def test_after_a_look_at_the_session_saves_go_on(client: Client, session: Session) -> None:
     """Once `wait` has told of the loss, the session takes rows again from where it ends."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         _pass(saver, (session, 0, 6))
         _pass(saver, (session, 8, 12))
@@ -187,7 +189,7 @@ def test_after_a_look_at_the_session_saves_go_on(client: Client, session: Sessio
 def test_a_failed_save_stops_only_its_session(client: Client, create: Create) -> None:
     """Rows of a session that was deleted meanwhile are lost and counted; another session's are not."""
     session, other = create("one"), create("other")
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         saver.open(other)
         client.delete_session(session.name)
@@ -204,7 +206,7 @@ def test_a_failed_save_stops_only_its_session(client: Client, create: Create) ->
 
 def test_waiting_has_an_end(server: ServerProcess, client: Client, session: Session) -> None:
     """A store that does not answer costs the waiter its deadline, and the save is not lost by that."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         with _stopped(server):
             _pass(saver, (session, 0, 3))
@@ -220,7 +222,7 @@ def test_waiting_has_an_end(server: ServerProcess, client: Client, session: Sess
 
 def test_closing_saves_what_is_in_staging(client: Client, session: Session) -> None:
     """Rows of passes before close are saved; rows after it are shed, and `wait` says so."""
-    saver = Saver(client, _SPECS)
+    saver = Saver(client, _OWN, _LAYOUT)
     saver.open(session)
     _pass(saver, (session, 0, 9))
 
@@ -236,7 +238,7 @@ def test_closing_has_an_end(server: ServerProcess, client: Client, create: Creat
     """A store that does not answer costs close its deadline; what no thread has taken by then is shed."""
     taken, left = create("taken"), create("left")
     copies = _LateCopies()
-    saver = Saver(client, _SPECS, copies=copies, thread_count=1)
+    saver = Saver(client, _OWN, _LAYOUT, copies=copies, thread_count=1)
     for session in (taken, left):
         saver.open(session)
 
@@ -255,14 +257,14 @@ def test_closing_has_an_end(server: ServerProcess, client: Client, create: Creat
 
 def test_a_session_never_opened_is_not_waited_for(client: Client) -> None:
     """There is nothing to wait for, and nothing went wrong."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         assert saver.wait("sessions/never") is None
         assert saver.flush("sessions/never") is None
 
 
 def test_a_session_is_open_once(client: Client, session: Session) -> None:
     """Whoever opens a session again has to look at what became of it first."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         with pytest.raises(InvalidArgument, match="is being saved"):
             saver.open(session)
@@ -274,7 +276,7 @@ def test_sessions_that_nobody_waits_for_are_forgotten(
     """An engine that saves sessions and never looks at them again does not fill memory with what became of them."""
     monkeypatch.setattr("gpu_worker.saving.board.CLOSED_LIMIT", 2)
     sessions = [create(str(number)) for number in range(5)]
-    with Saver(client, _SPECS, thread_count=1) as saver:
+    with Saver(client, _OWN, _LAYOUT, thread_count=1) as saver:
         for session in sessions:
             saver.open(session)
             _pass(saver, (session, 0, 3))
@@ -294,7 +296,7 @@ def test_sessions_that_nobody_waits_for_are_forgotten(
 def test_slices_are_the_pass(client: Client, session: Session) -> None:
     """Slices of other lengths than the tokens are refused before anything is taken."""
     with (
-        Saver(client, _SPECS) as saver,
+        Saver(client, _OWN, _LAYOUT) as saver,
         pytest.raises(InvalidArgument, match="not the 3 tokens"),
         saver.passing([Slice(session.name, 0, 2)], [1, 2, 3]),
     ):
@@ -303,7 +305,7 @@ def test_slices_are_the_pass(client: Client, session: Session) -> None:
 
 def test_a_pass_that_raises_is_a_gap(client: Client, session: Session) -> None:
     """The engine gets its own error; tokens before that pass are saved, those of it and behind it are not."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         _pass(saver, (session, 0, 4))
         with pytest.raises(ZeroDivisionError), saver.passing([Slice(session.name, 4, 1)], [4]):
@@ -320,7 +322,7 @@ def test_a_pass_that_raises_is_a_gap(client: Client, session: Session) -> None:
 def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None:
     """What cannot be stored as it is costs the save, never the pass, and the room it had goes to the next one."""
     session, next_session = create("one"), create("next")
-    with Saver(client, _SPECS, staging_bytes=2 * _TOKEN_BYTES) as saver:
+    with Saver(client, _OWN, _LAYOUT, staging_bytes=2 * _TOKEN_BYTES) as saver:
         saver.open(session)
         saver.open(next_session)
         with saver.passing([Slice(session.name, 0, 2)], [0, 1]):
@@ -336,10 +338,10 @@ def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None
 def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: Session) -> None:
     """A session of the same length with other tokens is another generation: rows of ours do not follow those."""
     row = {TOKENS: np.array([7], "<i4"), **{spec.stream: _rows(spec, [7]).numpy() for spec in _STATE}}
-    with Saver(client, _SPECS) as saver:
-        first = client.append(session, row)
+    with Saver(client, _OWN, _LAYOUT) as saver:
+        first = client.append(session, _OWN, row)
         saver.open(first)
-        client.append(client.keep_first(first.name, 0), row)
+        client.append(client.keep_first(first.name, 0), _OWN, row)
         _pass(saver, (session, 1, 3))
         failure = saver.wait(session.name)
 
@@ -350,7 +352,7 @@ def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: S
 
 def test_a_reservation_that_ended_is_opened_again(client: Client, session: Session) -> None:
     """An idle session's room runs out of time; its next rows are written where nobody else came."""
-    with Saver(client, _SPECS) as saver:
+    with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
         _pass(saver, (session, 0, 5))
         saver.flush(session.name)
@@ -365,14 +367,14 @@ def test_a_reservation_that_ended_is_opened_again(client: Client, session: Sessi
 def test_a_full_arena_sheds_until_there_is_room(server: ServerProcess, create: Create) -> None:
     """Room ahead is a wish: where there is little, rows get what they need, and where there is none they are shed."""
     session, big, more = create("one"), create("big"), create("more")
-    with Client(server.target, access="local") as client, Saver(client, _SPECS) as saver:
+    with Client(server.target, access="local") as client, Saver(client, _OWN, _LAYOUT) as saver:
         segment_tokens, slot_bytes = 64, 4 << 12
         half = (server.ready["arena"]["size_bytes"] // 2 // slot_bytes) * segment_tokens
         saver.open(session)
-        with client.writer(big, half - 2 * segment_tokens):
+        with client.writer(big, _OWN, half - 2 * segment_tokens):
             _pass(saver, (session, 0, 64))
             fitting = saver.flush(session.name)
-            with client.writer(more, segment_tokens):
+            with client.writer(more, _OWN, segment_tokens):
                 _pass(saver, (session, 64, 128))
                 failure = saver.wait(session.name)
         saver.open(client.get_session(session.name))
@@ -389,7 +391,7 @@ def test_a_full_arena_sheds_until_there_is_room(server: ServerProcess, create: C
 def test_a_paused_session_does_not_keep_staging_from_others(client: Client, create: Create) -> None:
     """Few old rows of one session are committed early where another needs the room."""
     paused, busy = create("paused"), create("busy")
-    with Saver(client, _SPECS, staging_bytes=128 * _TOKEN_BYTES, thread_count=1) as saver:
+    with Saver(client, _OWN, _LAYOUT, staging_bytes=128 * _TOKEN_BYTES, thread_count=1) as saver:
         saver.open(paused)
         saver.open(busy)
         _pass(saver, (paused, 0, 3))
@@ -444,7 +446,7 @@ class _LateMark:
 def test_rows_are_read_and_their_room_reused_behind_the_copy(client: Client, session: Session) -> None:
     """Neither does a thread read rows that are not there yet, nor does another pass get their room."""
     copies = _LateCopies()
-    with Saver(client, _SPECS, copies=copies, staging_bytes=128 * _TOKEN_BYTES) as saver:
+    with Saver(client, _OWN, _LAYOUT, copies=copies, staging_bytes=128 * _TOKEN_BYTES) as saver:
         saver.open(session)
         _pass(saver, (session, 0, 100))
         assert copies.asked.wait(timeout=30)
@@ -460,7 +462,7 @@ def test_a_failed_passes_room_waits_for_its_copies(client: Client, create: Creat
     """Nobody needs its rows any more, and the device still writes them: not into another pass's room."""
     failed, early, late = create("failed"), create("early"), create("late")
     copies = _LateCopies()
-    with Saver(client, _SPECS, copies=copies, staging_bytes=2 * _TOKEN_BYTES) as saver:
+    with Saver(client, _OWN, _LAYOUT, copies=copies, staging_bytes=2 * _TOKEN_BYTES) as saver:
         for session in (failed, early, late):
             saver.open(session)
         with saver.passing([Slice(failed.name, 0, 2)], [0, 1]):
@@ -503,7 +505,7 @@ class _FailingMark:
 def test_a_failed_device_is_a_gap(client: Client, session: Session, *, is_failing_at_once: bool) -> None:
     """The pass goes on, nothing of it becomes visible, and nobody waits for a copy that never ends."""
     copies = _FailingCopies(is_failing_at_once=is_failing_at_once)
-    with Saver(client, _SPECS, copies=copies) as saver:
+    with Saver(client, _OWN, _LAYOUT, copies=copies) as saver:
         saver.open(session)
         _pass(saver, (session, 0, 64))
         failure = saver.wait(session.name)
@@ -516,7 +518,7 @@ def test_a_failed_device_is_a_gap(client: Client, session: Session, *, is_failin
 def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> None:
     """Killed between two saves: what is shed is counted, and what it wakes up with is a prefix, bit for bit."""
     with ServerProcess(tmp_path / "data") as server:
-        with Client(server.target, timeout_s=5) as client, Saver(client, _SPECS) as saver:
+        with Client(server.target, timeout_s=5) as client, Saver(client, _OWN, _LAYOUT) as saver:
             layout = [spec.stream for spec in _STATE]
             model = client.register_model(_SPEC).name
             sessions = [

@@ -16,7 +16,7 @@ from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.queue_outbox import QueuedJob
 from ctxcache.core.placement.policy import Facts, Tier
 from tests.live.compare import Setting, Sizes
-from tests.live.engine import SLOT_BYTES, Engine
+from tests.live.engine import OWN, SLOT_BYTES, Engine
 from tests.live.killed import KilledServer
 from tests.live.names import name_of
 
@@ -85,7 +85,7 @@ def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:
         raise AssertionError("they are not where they are to be read from")
     began_s = time.monotonic()
     for uid in uids:
-        client.read(name_of(uid)).close()
+        client.read(name_of(uid), OWN).close()
     return len(uids) * SESSION_SEGMENTS * SLOT_BYTES / (time.monotonic() - began_s)
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Protocol
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.rows import SessionRows
 from ctxcache.core.placement.ledger import Move
 from ctxcache.core.placement.policy import Facts, Tier
@@ -28,6 +28,7 @@ MODEL = ModelSpec(
     dtype=DType.FLOAT16, layer_count=2, hidden_size=64, kv_head_count=1, head_size=16, rope="", norm="",
     is_relocatable=True, streams=STORED[1:],
 )  # fmt: skip
+OWN = CallerModel(MODEL)
 LAYOUT = SegmentLayout(STORED)
 SLOT_BYTES = LAYOUT.size_bytes
 TOKEN_BYTES = SLOT_BYTES // LAYOUT.segment_tokens
@@ -162,7 +163,7 @@ class Engine:
                 self._client.delete_session(name_of(uid))
 
     def _read(self, uid: bytes) -> SessionRows:
-        rows = self._client.read(name_of(uid))
+        rows = self._client.read(name_of(uid), OWN)
         for spec in STORED:
             wrong = first_difference(rows.array(spec.stream), owner_of(uid), spec.stream, 0)
             if wrong is not None:
@@ -175,7 +176,7 @@ class Engine:
         begin, end = session.token_count, self._sizes[uid]
         if begin == end:
             return
-        with self._client.writer(session, end - begin) as writer:
+        with self._client.writer(session, OWN, end - begin) as writer:
             if held:
                 held.close()
             for spec in STORED:

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.client.tracing import trace_metadata, trace_parent
 from ctxcache.errors import InvalidConfiguration, SessionNotFound
@@ -69,10 +69,10 @@ def _turn(client: Client, provider: TracerProvider) -> str:
     with provider.get_tracer("engine").start_as_current_span("request") as request:
         client.register_model(MODEL)
         session = client.create_session("models/tiny", session_id="one", layout=[HIDDEN])
-        session = client.append(session, rows)
+        session = client.append(session, CallerModel(MODEL), rows)
         client.flush_session(session.name)
         client.demote_session(session.name)
-        with client.read(session) as read:
+        with client.read(session, CallerModel(MODEL)) as read:
             read.array(HIDDEN)
         with pytest.raises(SessionNotFound):
             client.get_session("sessions/none")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from server_process import ServerProcess
 
-from ctxcache.client import Client, DecodeBatch
+from ctxcache.client import CallerModel, Client, DecodeBatch
 from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.errors import (
     CapacityExceeded,
@@ -31,6 +31,7 @@ SPEC = ModelSpec(
     is_relocatable=True,
     streams=tuple(StreamSpec(stream, ROW_BYTES[stream], DType.FLOAT16) for stream in (KV, HIDDEN, ODD)),
 )  # fmt: skip
+OWN = CallerModel(SPEC)
 LANES = 5
 
 
@@ -67,7 +68,7 @@ def create(client: Client, count: int = LANES) -> list[str]:
         names.append(session.name)
         if lane:
             first = {s: np.concatenate([rows(i, s, [lane]) for i in range(-lane * 9, 0)]) for s in ROW_BYTES}
-            client.append(session, first)
+            client.append(session, OWN, first)
     return names
 
 
@@ -79,7 +80,7 @@ def step(batch: DecodeBatch, number: int) -> None:
 
 def check(client: Client, name: str, lane: int, steps: int) -> None:
     """Every row of a session is what was written."""
-    with client.read(name) as found:
+    with client.read(name, OWN) as found:
         assert found.end == lane * 9 + steps
         for stream in ROW_BYTES:
             expected = np.concatenate([rows(i, stream, [lane]) for i in range(-lane * 9, steps)])
@@ -89,7 +90,7 @@ def check(client: Client, name: str, lane: int, steps: int) -> None:
 def test_steps_arrive_across_segments_and_rooms(client: Client) -> None:
     """Room for 50 steps at a time, segments of 64 tokens, 120 steps: each row is where it belongs."""
     names = create(client)
-    with client.decode_batch(names, room_tokens=50) as batch:
+    with client.decode_batch(names, OWN, room_tokens=50) as batch:
         for number in range(120):
             step(batch, number)
             assert batch.commit().tolist() == list(range(LANES))
@@ -101,7 +102,7 @@ def test_steps_arrive_across_segments_and_rooms(client: Client) -> None:
     for lane, name in enumerate(names):
         check(client, name, lane, 120)
     # What was not used is given back: another writer may come at once.
-    client.append(names[0], {s: rows(120, s, [0]) for s in ROW_BYTES})
+    client.append(names[0], OWN, {s: rows(120, s, [0]) for s in ROW_BYTES})
 
 
 def test_a_session_that_fails_leaves_the_others_alone(client: Client, server: ServerProcess) -> None:
@@ -109,8 +110,8 @@ def test_a_session_that_fails_leaves_the_others_alone(client: Client, server: Se
     names = create(client)
     with (
         Client(server.target, access="local") as other,
-        other.writer(names[1], 1),
-        client.decode_batch(names, room_tokens=10) as batch,
+        other.writer(names[1], OWN, 1),
+        client.decode_batch(names, OWN, room_tokens=10) as batch,
     ):
         assert isinstance(batch.failures[1], WriteInProgress)
         for number in range(15):
@@ -136,7 +137,7 @@ def test_an_answer_of_many_locations_arrives(client: Client) -> None:
     """A batch of full leases fills more than a request may; it breaks neither way."""
     session = client.create_session("models/tiny", session_id="long", layout=[ODD])
     count = 64 * 100
-    client.append(session, {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)})
+    client.append(session, OWN, {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)})
     acquire = AcquireLease(session=session.name, model_fingerprint=session.model_fingerprint)
     attachment = client._attach()
     assert attachment is not None
@@ -154,7 +155,7 @@ def test_a_batch_that_was_frozen_asks_before_it_writes(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slots may be others' by now; the server's answer decides."""
-    with client.decode_batch(create(client, 2)) as batch:
+    with client.decode_batch(create(client, 2), OWN) as batch:
         stream = batch._stream
         assert isinstance(stream, GrpcAccess)
         stream._sure_until_ns = 0
@@ -173,7 +174,7 @@ def _unheard(_: list[Operation]) -> AccessResponse:
 def test_a_step_can_be_durable(client: Client) -> None:
     """The commit waits for the disk when it is asked to."""
     names = create(client, 3)
-    with client.decode_batch(names) as batch:
+    with client.decode_batch(names, OWN) as batch:
         step(batch, 0)
         batch.commit(DURABILITY_DISK)
 
@@ -184,7 +185,7 @@ def test_a_step_can_be_durable(client: Client) -> None:
 def test_a_step_without_a_stream_is_not_committed(client: Client) -> None:
     """Nothing becomes visible that nobody wrote; the step may be completed then."""
     names = create(client, 2)
-    with client.decode_batch(names) as batch:
+    with client.decode_batch(names, OWN) as batch:
         batch.write(TOKENS, rows(0, TOKENS, range(2)))
         with pytest.raises(IncompleteAppend):
             batch.commit()
@@ -202,7 +203,7 @@ def test_sessions_that_differ_are_no_batch(client: Client) -> None:
     client.create_session("models/tiny", session_id="b", layout=[TOKENS, HIDDEN])
     for sessions in ([], ["sessions/a", "sessions/b"]):
         with pytest.raises(InvalidArgument, match="sessions"):
-            client.decode_batch(sessions)
+            client.decode_batch(sessions, OWN)
     assert client.stats().reservation_count == 0
 
 
@@ -217,14 +218,14 @@ def test_a_lane_that_cannot_be_durable_leaves_its_session_free(tmp_path: Path) -
             client.create_session("models/tiny", layout=list(ROW_BYTES), is_pinned=True).name
             for _ in range(LANES)
         ]
-        with client.decode_batch(names) as batch:
+        with client.decode_batch(names, OWN) as batch:
             step(batch, 0)
             done = batch.commit(DURABILITY_DISK).tolist()
             failed = sorted(batch.failures)
             counts = batch.token_counts.tolist()
             for lane in failed:
                 assert isinstance(batch.failures[lane], CapacityExceeded)
-                client.append(names[lane], {s: rows(1, s, [lane]) for s in ROW_BYTES})
+                client.append(names[lane], OWN, {s: rows(1, s, [lane]) for s in ROW_BYTES})
 
         assert done
         assert failed

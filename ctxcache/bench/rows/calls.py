@@ -16,7 +16,6 @@ from ctxcache.bench.contexts import Contexts, access, by_stream, contexts, model
 from ctxcache.bench.row import Place, Row, Scale, Side, Sides, WrongBytes
 from ctxcache.bench.rows import local, remote
 from ctxcache.bench.statistics import at_most, percentile
-from ctxcache.client import Client
 from ctxcache.client.decode_batch import DecodeBatch
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import Stream
@@ -107,14 +106,14 @@ def _decoding(place: Place) -> Iterator[Sides]:
         names = [c.create(f"decode{index}").name for index in range(DECODING_COUNT)]
         steps = [_step(one, owner) for owner in range(2)]
         copied = {stream: np.ones_like(rows) for stream, rows in steps[0].items()}
-        with c.client.decode_batch(names) as batch:
+        with c.client.decode_batch(names, c.model) as batch:
 
             def ours(number: int) -> float:
                 step = steps[number % 2]
                 taken = seconds(lambda: _append_step(batch, step))
                 if batch.failures:
                     raise next(iter(batch.failures.values()))
-                _verify_step(c.client, names, batch, step)
+                _verify_step(c, names, batch, step)
                 return taken
 
             def beside(number: int) -> float:
@@ -148,9 +147,9 @@ def _append_step(batch: DecodeBatch, step: Rows) -> None:
     batch.commit()
 
 
-def _verify_step(client: Client, names: list[str], batch: DecodeBatch, step: Rows) -> None:
+def _verify_step(c: Contexts, names: list[str], batch: DecodeBatch, step: Rows) -> None:
     for lane, (name, token_count) in enumerate(zip(names, batch.token_counts, strict=True)):
-        with client.read(name, begin=int(token_count) - 1, end=int(token_count)) as rows:
+        with c.client.read(name, c.model, begin=int(token_count) - 1, end=int(token_count)) as rows:
             for stream in rows.streams:
                 check(np.concatenate(rows.pieces(stream)), step[stream][lane], "a decoded token")
 

@@ -50,7 +50,7 @@ def _copy(c: Contexts, index: int) -> None:
 
 
 def _read(c: Contexts, index: int) -> None:
-    with c.client.read(c.sessions[index]) as rows:
+    with c.client.read(c.sessions[index], c.model) as rows:
         copy_out(rows, c.out)
 
 

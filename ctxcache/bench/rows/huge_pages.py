@@ -18,12 +18,12 @@ _NAME = "sessions/measured"
 
 def _promoting(c: Contexts) -> Side:
     """Lease a demoted context: seconds until its rows are in the arena, verified."""
-    c.client.append(c.create(_NAME.removeprefix("sessions/")), c.rows[0], durability=DURABILITY_DISK)
+    c.client.append(c.create(_NAME.removeprefix("sessions/")), c.model, c.rows[0], durability=DURABILITY_DISK)
 
     def side(_: int) -> float:
         c.client.demote_session(_NAME)
-        taken = seconds(lambda: c.client.read(_NAME).close())
-        with c.client.read(_NAME) as rows:
+        taken = seconds(lambda: c.client.read(_NAME, c.model).close())
+        with c.client.read(_NAME, c.model) as rows:
             copy_out(rows, c.out)
         c.verify(0, "read from SSD")
         return taken

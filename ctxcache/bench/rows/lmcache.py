@@ -34,7 +34,7 @@ class Pages:
 
     def fill(self, c: Contexts, index: int) -> None:
         """Lease a context and put every row into its page, straight from the arena."""
-        with c.client.read(c.sessions[index]) as reading:
+        with c.client.read(c.sessions[index], c.model) as reading:
             for stream, pages in self._layers.items():
                 begin = 0
                 for rows in reading.pieces(stream):
@@ -63,8 +63,8 @@ def _retrieving(c: Contexts) -> Side:
 def _storing(c: Contexts) -> Side:
     def once(index: int) -> float:
         session = c.create("saved")
-        took_s = seconds(lambda: c.client.append(session, c.rows[index]))
-        with c.client.read(session.name) as rows:
+        took_s = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
+        with c.client.read(session.name, c.model) as rows:
             for stream, expected in c.rows[index].items():
                 check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
         c.client.delete_session(session.name)

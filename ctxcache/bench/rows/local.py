@@ -45,7 +45,7 @@ def handing_over(c: Contexts) -> Side:
             rows.pieces(stream)
 
     def acquire(index: int) -> None:
-        with c.client.read(c.sessions[index]) as rows:
+        with c.client.read(c.sessions[index], c.model) as rows:
             views(rows)
 
     def step(index: int) -> float:
@@ -62,8 +62,8 @@ def saving(c: Contexts) -> Side:
 
     def step(index: int) -> float:
         session = c.create("saved")
-        taken = seconds(lambda: c.client.append(session, c.rows[index]))
-        with c.client.read(session.name) as rows:
+        taken = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
+        with c.client.read(session.name, c.model) as rows:
             for stream, expected in c.rows[index].items():
                 check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
         c.client.delete_session(session.name)
@@ -73,7 +73,7 @@ def saving(c: Contexts) -> Side:
 
 
 def _read(c: Contexts, index: int) -> None:
-    with c.client.read(c.sessions[index]) as rows:
+    with c.client.read(c.sessions[index], c.model) as rows:
         copy_out(rows, c.out)
 
 

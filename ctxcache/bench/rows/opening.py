@@ -8,11 +8,12 @@ from time import perf_counter_ns
 import numpy as np
 
 from ctxcache.bench.content import check
-from ctxcache.bench.many_segments import Made, make, session_name
+from ctxcache.bench.contexts import model_of
+from ctxcache.bench.many_segments import SHAPE, Made, make, session_name
 from ctxcache.bench.row import Place, Row, Sides
 from ctxcache.bench.server import Server, serving
 from ctxcache.bench.statistics import at_most
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 
 ARENA_BYTES = 64 << 20
 EMPTY_SSD_BYTES = 8 << 20
@@ -53,7 +54,7 @@ def _open_once(place: Place, made: Made) -> tuple[float, int]:
 
 
 def _verify(client: Client, made: Made, session: int) -> None:
-    with client.read(session_name(session)) as rows:
+    with client.read(session_name(session), CallerModel(model_of(SHAPE))) as rows:
         found = np.concatenate([piece.rows.reshape(-1) for piece in rows.chunks()])
     check(found, made.data(session), f"session {session} of many")
 

@@ -23,7 +23,7 @@ def reading(c: Contexts) -> Side:
     """Read every context into warm memory."""
 
     def whole(index: int) -> None:
-        with c.client.read(c.sessions[index]) as rows:
+        with c.client.read(c.sessions[index], c.model) as rows:
             copy_out(rows, c.out)
 
     def step(index: int) -> float:
@@ -39,8 +39,8 @@ def saving(c: Contexts) -> Side:
 
     def step(index: int) -> float:
         session = c.create("saved")
-        taken = seconds(lambda: c.client.append(session, c.rows[index]))
-        with c.client.read(session.name) as rows:
+        taken = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
+        with c.client.read(session.name, c.model) as rows:
             copy_out(rows, c.out)
         c.verify(index, "remote save")
         c.client.delete_session(session.name)

@@ -44,8 +44,8 @@ class _Served:
     def save(self, index: int) -> float:
         """Append a context, durable before the answer; seconds."""
         session = self.contexts.create(NAME.removeprefix("sessions/"))
-        client, rows = self.contexts.client, self.contexts.rows[index]
-        return seconds(lambda: client.append(session, rows, durability=DURABILITY_DISK))
+        c = self.contexts
+        return seconds(lambda: c.client.append(session, c.model, c.rows[index], durability=DURABILITY_DISK))
 
     def delete(self) -> None:
         """Make room for the next one."""
@@ -53,11 +53,11 @@ class _Served:
 
     def promote(self) -> float:
         """Lease all of a demoted session: seconds until its rows are in the arena, verified."""
-        return seconds(lambda: self.contexts.client.read(NAME).close())
+        return seconds(lambda: self.contexts.client.read(NAME, self.contexts.model).close())
 
     def verify(self, index: int, what: str) -> None:
         """Check what the server has."""
-        with self.contexts.client.read(NAME) as rows:
+        with self.contexts.client.read(NAME, self.contexts.model) as rows:
             copy_out(rows, self.contexts.out)
         self.contexts.verify(index, what)
 

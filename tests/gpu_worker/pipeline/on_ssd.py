@@ -10,6 +10,7 @@ import pytest
 import torch
 from sessions import Session
 from slow_pipelines import poisoned_target, schedule_of
+from stored_model import stored_model
 from torch import Tensor
 from transformers import Cache
 
@@ -55,7 +56,7 @@ def save(
     kept = client.create_session(model.name, session_id=session_id, layout=list(rows))
     for begin, end in ((0, FIRST_TOKENS), (FIRST_TOKENS, session.token_count)):
         parts = {stream: part[begin:end] for stream, part in rows.items()}
-        kept = client.append(kept, parts, durability=session_pb2.DURABILITY_DISK)
+        kept = client.append(kept, model, parts, durability=session_pb2.DURABILITY_DISK)
         leave(client, kept.name)
     return client.get_session(kept.name)
 
@@ -138,11 +139,12 @@ def restored(
 ) -> Cache:  # fmt: skip
     """The session restored from the store. `meanwhile` is called when the first layer is there. Raises why it was not."""
     target = target or poisoned_target(session)
+    model = stored_model(direct._client, kept.name)
     schedule = schedule_of(session, target, plan)
     compute = Modules(session.adapter, session.positions)
     with (
-        direct.read(kept, streams=schedule.streams()) as rows,
-        direct.source(rows) as source,
+        direct.read(kept, model, streams=schedule.streams()) as rows,
+        direct.source(rows, model) as source,
         pipeline.start(
             schedule,
             source,

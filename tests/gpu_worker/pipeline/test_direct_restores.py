@@ -10,6 +10,7 @@ from on_ssd import direct_by, flip, leave, restored, save
 from server_process import ServerProcess
 from sessions import Session, contents, saved_session
 from slow_pipelines import SMALL, poisoned_target, slowed
+from stored_model import stored_model
 
 from ctxcache.client import Client
 from ctxcache.client.filed_rows import FiledRows
@@ -176,7 +177,7 @@ def test_damage_on_the_device_ends_the_session_there(
     kept = save(client, session, session_id, [StateKind.KV])
     direct, _ = direct_by(client, way, monkeypatch)
     stream = Stream(1, StateKind.KV)
-    with direct.read(kept, streams=[stream]) as rows:
+    with direct.read(kept, stored_model(client, kept.name), streams=[stream]) as rows:
         assert isinstance(rows, FiledRows)
         (run,) = rows.runs(SEGMENT_TOKENS + 1, SEGMENT_TOKENS + 2)
         assert run.slot is not None

@@ -12,6 +12,7 @@ from attached import BLOCKS, saved_case
 from google.protobuf.message import Message
 from paged_engine import BLOCK_COUNT, BLOCK_TOKENS, PROMPT_TOKENS, conversation, running_engine, write_weights
 from server_process import ServerProcess
+from stored_model import stored_model
 
 from ctxcache.client import Client
 from ctxcache.errors import CacheError, InvalidArgument, ModelFingerprintMismatch, WriteOffsetMismatch
@@ -188,7 +189,7 @@ def test_wrong_requests_are_refused_and_the_rest_are_misses(
 def _corrupted(store: ServerProcess, session: str) -> bool:
     """Flip a bit of a session's rows on disk, and have the store forget its copy in memory."""
     with Client(store.target) as direct:
-        with direct.read(session) as rows:
+        with direct.read(session, stored_model(direct, session)) as rows:
             row = rows.array(Stream(1, StateKind.KV))[3].tobytes()
         direct.demote_session(session)
     path = next(Path(store.data_directory).rglob("segments.dat"))

@@ -1,0 +1,121 @@
+"""Calls that move rows name the caller's own model: another model's session is refused on every way."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, make_rows
+from live_server import LiveServer
+
+from ctxcache.client import CallerModel, Client, DecodeBatch, SessionWriter
+from ctxcache.client.client import Access
+from ctxcache.config import Settings
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
+from ctxcache.format.streams import DType, StreamSpec
+from ctxcache.v1.session_pb2 import Session
+
+MIB = 1 << 20
+ACCESSES: tuple[Access, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
+OTHER_WEIGHTS = CallerModel(replace(SPEC, weights_digest="others"))
+OTHER_DTYPE = CallerModel(
+    replace(
+        SPEC,
+        dtype=DType.BFLOAT16,
+        streams=tuple(StreamSpec(spec.stream, spec.row_bytes, DType.BFLOAT16) for spec in SPEC.streams),
+    )
+)
+OTHER_ORDER = CallerModel(replace(SPEC, streams=(StreamSpec(HIDDEN, 16, DType.FLOAT16), SPEC.streams[1])))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with a session of a model."""
+    place = tmp_path_factory.mktemp("models")
+    started = LiveServer(
+        Settings(
+            data_directory=place / "data",
+            listen="127.0.0.1:0",
+            unix_socket=str(place / "socket"),
+            bulk_listen="127.0.0.1:0",
+            arena_size_bytes=16 * MIB,
+            ssd_size_bytes=16 * MIB,
+            arena_huge_pages="off",
+        )
+    )
+    with Client(started.target) as client:
+        client.register_model(SPEC)
+        client.create_session("models/tiny", session_id="kept", layout=LAYOUT)
+        client.append("sessions/kept", OWN, make_rows(70))
+    yield started
+    started.stop()
+    started.close()
+
+
+CALLS: dict[str, Callable[[Client, str | Session, CallerModel], object]] = {
+    "read": lambda client, session, model: client.read(session, model),
+    "read the end": lambda client, session, model: client.read(session, model, begin=60),
+    "append": lambda client, session, model: client.append(session, model, make_rows(1, first=70)),
+    "writer": lambda client, session, model: client.writer(session, model, 1),
+    "decode": lambda client, session, model: client.decode_batch([session], model),
+}
+
+
+def calls_by(access: Access) -> list[str]:
+    """Decode batches write in place, by local ways alone."""
+    return [call for call in CALLS if call != "decode" or access.startswith("local")]
+
+
+@pytest.mark.parametrize("other", [OTHER_WEIGHTS, OTHER_DTYPE, OTHER_ORDER], ids=["weights", "dtype", "rows"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["by name", "by snapshot"])
+@pytest.mark.parametrize(("access", "call"), [(way, call) for way in ACCESSES for call in calls_by(way)])
+def test_another_models_session_is_refused(
+    server: LiveServer, access: Access, call: str, other: CallerModel, *, is_known: bool
+) -> None:
+    """Same shapes, other weights or element types: no row is read and none is written."""
+    with Client(server.target, access=access) as client, ExitStack() as held:
+        before = client.get_session("sessions/kept")
+        if call == "read":
+            held.enter_context(client.read("sessions/kept", OWN))
+
+        with pytest.raises(ModelFingerprintMismatch) as caught:
+            CALLS[call](client, before if is_known else "sessions/kept", other)
+
+        assert caught.value.facts["expected"] == other.fingerprint.hex()
+        after = client.get_session("sessions/kept")
+    assert (after.generation, after.token_count) == (before.generation, before.token_count)
+
+
+def use(opened: object) -> None:
+    """Write what was opened for writing, so that a refusal that comes late comes too."""
+    if isinstance(opened, DecodeBatch) and opened.failures:
+        raise opened.failures[0]
+    if isinstance(opened, SessionWriter):
+        for stream, rows in make_rows(1, first=70).items():
+            opened.write(stream, 0, rows)
+        opened.commit()
+
+
+@pytest.mark.parametrize(("access", "call"), [(way, call) for way in ACCESSES for call in calls_by(way)])
+def test_the_server_refuses_what_a_forged_snapshot_lets_pass(
+    server: LiveServer, access: Access, call: str
+) -> None:
+    """The client believes a snapshot; the server compares the caller's fingerprint with the session's own."""
+    with Client(server.target, access=access) as client:
+        forged = client.get_session("sessions/kept")
+        forged.model_fingerprint = OTHER_WEIGHTS.fingerprint
+
+        with pytest.raises(ModelFingerprintMismatch):
+            use(CALLS[call](client, forged, OTHER_WEIGHTS))
+
+
+def test_rows_of_another_element_type_are_refused(server: LiveServer) -> None:
+    """The bytes would fit: float16 and bfloat16 rows are equally long."""
+    with Client(server.target) as client:
+        rows = {stream: rows.copy() for stream, rows in make_rows(1, first=70).items()}
+        for wrong in (np.zeros((1, 8), np.int16), np.zeros((1, 4), np.float32)):
+            with pytest.raises(InvalidArgument, match="float16"):
+                client.append("sessions/kept", OWN, {**rows, KV: wrong})
+
+        assert client.get_session("sessions/kept").token_count == 70
