@@ -115,6 +115,7 @@ class Settings(BaseSettings):
     arena_size_bytes: Size = _knob("arena_size_bytes")
     arena_huge_pages: Literal["auto", "on", "off"] = _knob("arena_huge_pages")
     arena_prefault: bool = _knob("arena_prefault")
+    arena_sealed: bool = _knob("arena_sealed")
     ssd_directories: Paths = _knob("ssd_directories")
     ssd_size_bytes: Size = _knob("ssd_size_bytes")
     listen: str = _knob("listen")

@@ -152,8 +152,8 @@ class Server:
         self._arena = _arena_message(storage, path)
         self._local_turns = Turns()
         self._control = ControlSocket(
-            cache, self._arena, storage.arena.fd, self._admissions.local_clients, self._local_turns,
-            identification,
+            cache, self._arena, storage.arena.read_fd, storage.arena.write_fd, self._admissions.local_clients,
+            self._local_turns, identification,
         )  # fmt: skip
 
     @property
@@ -344,7 +344,9 @@ class Server:
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), served)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), served)
         local_clients = self._admissions.local_clients
-        arena_service = ArenaService(self._cache, self._arena, local_clients, self._local_turns)
+        arena_service = ArenaService(
+            self._cache, self._arena, local_clients, self._local_turns, is_sealed=self.settings.arena_sealed
+        )
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, served)
         bulk_service = BulkService(self._bulk, self._cache.state.clock)
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)

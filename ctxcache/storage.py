@@ -90,7 +90,7 @@ def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
         problem = f"cannot create the arena: {error.strerror}"
         raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
     path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
-    return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages)
+    return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
 
 
 def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]:

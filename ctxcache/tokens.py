@@ -1,6 +1,6 @@
 """Tokens: secrets that say who calls, of which a server has only the hashes, in a file of one line each.
 
-    NAME SHA-256-IN-HEX TENANT[:ROLE][:shared-memory]
+    NAME SHA-256-IN-HEX TENANT[:ROLE][:shared-memory|:write-in-place]
 
 Names are for people and logs. Worst case: a file that cannot be used, which raises InvalidConfiguration with the line.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxcache.core.identity import SHARED_MEMORY, Grant, Role, is_tenant, parse_grant
+from ctxcache.core.identity import Grant, is_tenant, parse_words
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.privacy import check_secret, secret_refusal
 
@@ -33,9 +33,7 @@ class Token:
 
     def line(self) -> str:
         """Its line in the file."""
-        words = [self.grant.tenant, *([self.grant.role] if self.grant.role is not Role.USER else [])]
-        words += [SHARED_MEMORY] if self.grant.has_shared_memory else []
-        return f"{self.name} {self.digest.hex()} {':'.join(words)}"
+        return f"{self.name} {self.digest.hex()} {':'.join((self.grant.tenant, *self.grant.words()))}"
 
 
 def new_secret() -> str:
@@ -92,16 +90,11 @@ def read_tokens(path: Path) -> Tokens:
 
 def _parse(line: str) -> Token:
     name, *rest = line.split()
-    if len(rest) != 2:
-        raise ValueError("is not NAME HASH TENANT[:ROLE][:shared-memory]")
+    if len(rest) != 2 or not name.isprintable():
+        raise ValueError("is not NAME HASH TENANT[:ROLE][:shared-memory|:write-in-place]")
     digest, (tenant, *words) = bytes.fromhex(rest[0]), rest[1].split(":")
     if len(digest) != hashlib.sha256().digest_size:
         raise ValueError("its second word is no SHA-256 hash")
     if not is_tenant(tenant):
         raise ValueError(f"{tenant!r} is no name of a tenant")
-    roles = [word for word in words if word != SHARED_MEMORY]
-    if len(roles) > 1 or not name.isprintable():
-        raise ValueError("is not NAME HASH TENANT[:ROLE][:shared-memory]")
-    return Token(
-        name, digest, parse_grant(tenant, role=(roles or ["user"])[0], shared_memory=SHARED_MEMORY in words)
-    )
+    return Token(name, digest, parse_words(tenant, words))

@@ -37,6 +37,9 @@ def new(
     shared_memory: Annotated[
         bool, typer.Option("--shared-memory", help="It may map the arena, where all tenants' bytes lie.")
     ] = False,
+    write_in_place: Annotated[
+        bool, typer.Option("--write-in-place", help="It may write all over the arena, too.")
+    ] = False,
 ) -> None:
     """Make a token, print it, and add its hash to the server's file. It is printed this once, and nowhere kept."""
     if not is_tenant(tenant):
@@ -44,7 +47,8 @@ def new(
     if not name.isprintable() or " " in name or not name or name.startswith("#"):
         raise typer.BadParameter(f"{name!r} is not one word", param_hint="NAME")
     secret = new_secret()
-    _add(file, Token(name, digest_of(secret), Grant(tenant, role, shared_memory)))
+    grant = Grant(tenant, role, shared_memory or write_in_place, write_in_place)
+    _add(file, Token(name, digest_of(secret), grant))
     typer.echo(secret)
 
 

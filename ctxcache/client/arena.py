@@ -5,11 +5,12 @@ memory away under a reader. Worst case: the memory is not the server's, and byte
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -48,7 +49,7 @@ class MappedArena:
     def writable(self) -> Bytes | None:
         """Map the arena for writing on first use; None where we may only read."""
         with self._lock:
-            if self._writable is None:
+            if self._writable is None and self._arena.may_write:
                 self._writable = _map(self._arena, self._opened, os.O_RDWR)
                 if self._writable is not None:
                     self._populating.append(_populate(self._writable, self._arena, is_for_writing=True))
@@ -74,21 +75,25 @@ def map_arena(arena: arena_pb2.Arena) -> MappedArena | None:
     return _mapped(arena, lambda access: _open_path(arena.path, access))
 
 
-def map_descriptor(arena: arena_pb2.Arena, fd: int) -> MappedArena | None:
-    """Map the arena that a descriptor leads to; None when it does not. Keeps a duplicate of it for `writable`."""
-    return _mapped(arena, _Kept(fd).open)
+def map_descriptors(arena: arena_pb2.Arena, fds: Sequence[int]) -> MappedArena | None:
+    """Map the arena that descriptors lead to, for reading and maybe for writing; None when they do not.
+
+    Keeps duplicates of them for `writable`.
+    """
+    return _mapped(arena, _Kept(fds).open)
 
 
 class _Kept:
-    """A duplicate of a descriptor, closed with the last reference."""
+    """Duplicates of descriptors, closed with the last reference."""
 
-    def __init__(self, fd: int) -> None:
-        self._file = os.fdopen(os.dup(fd), "rb", buffering=0, closefd=True)
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._files = [os.fdopen(os.dup(fd), "rb", buffering=0, closefd=True) for fd in fds]
 
     def open(self, access: int) -> AbstractContextManager[int]:
-        """The descriptor itself: it is good for either access."""
-        del access
-        return contextlib.nullcontext(self._file.fileno())
+        """The last one is good for all that this process may. Raises OSError where it may only read."""
+        if access == os.O_RDWR and len(self._files) == 1:
+            raise PermissionError(errno.EACCES, "the arena was given to be read")
+        return contextlib.nullcontext(self._files[-1 if access == os.O_RDWR else 0].fileno())
 
 
 def _mapped(arena: arena_pb2.Arena, opened: _Open) -> MappedArena | None:

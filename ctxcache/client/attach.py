@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ctxcache.client.access import PROBE, AccessStream
-from ctxcache.client.arena import MappedArena, map_arena, map_descriptor
+from ctxcache.client.arena import MappedArena, map_arena, map_descriptors
 from ctxcache.client.control import Control, connect_control
 from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.client.met import Met
@@ -95,7 +95,8 @@ class LocalAccess:
             control.stream.close()
             raise
         finally:
-            os.close(control.arena_fd)
+            for fd in control.fds:
+                os.close(fd)
         if mapped is None:
             control.stream.close()
             return None
@@ -106,7 +107,7 @@ class LocalAccess:
         told = control.arena
         if told.arena_id != arena.arena_id and told.arena_id != self._get_arena().arena_id:
             return None
-        return self._known(told) or map_descriptor(told, control.arena_fd)
+        return self._known(told) or map_descriptors(told, control.fds)
 
     def _open(self, arena: MappedArena) -> AccessStream | None:
         stream = GrpcAccess(self._wire)

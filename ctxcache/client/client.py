@@ -154,7 +154,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         attachment = self._attach()
         arena = None if attachment is None else attachment.arena.writable()
         if attachment is None or arena is None:
-            raise Unavailable(target=self._wire.target, problem="its arena cannot be written here")
+            raise Unavailable(target=self._wire.target, problem="its arena may not be written by this client")
         return DecodeBatch(attachment, arena, model, snapshots, room_tokens)
 
     def read(

@@ -27,10 +27,13 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A greeted control socket: the arena, a descriptor of it that is the caller's to close, and the operations."""
+    """A greeted control socket: the arena, descriptors of it that are the caller's to close, and the operations.
+
+    `fds`: one for reading, and where this process may write one for that.
+    """
 
     arena: Arena
-    arena_fd: int
+    fds: list[int]
     stream: SocketAccess
 
 
@@ -63,7 +66,7 @@ def _greet(connection: socket.socket, target: str, timeout_s: float, token: str)
         fds: list[int] = []
         received.callback(_close, fds)
         try:
-            hello = ControlHello(protocol_version=PROTOCOL_VERSION, token=token)
+            hello = ControlHello(protocol_version=PROTOCOL_VERSION, token=token, asks_to_write=True)
             frame = _first_frame(connection, hello, reader, fds, time.monotonic() + timeout_s)
             arena = _welcomed(frame, fds, target).arena
         except TimeoutError as error:
@@ -71,14 +74,15 @@ def _greet(connection: socket.socket, target: str, timeout_s: float, token: str)
         except (OSError, InvalidArgument, DecodeError) as error:
             raise Unavailable(target=target, problem=f"control socket: {error}") from error
         received.pop_all()
-    return Control(arena, fds[0], SocketAccess(connection, reader, target, timeout_s))
+    return Control(arena, fds, SocketAccess(connection, reader, target, timeout_s))
 
 
 def _welcomed(frame: Frame, fds: list[int], target: str) -> ControlWelcome:
     if frame.kind == Kind.END:
         raise from_status(status_pb2.Status.FromString(frame.message), target)
     welcome = ControlWelcome.FromString(frame.message)
-    if frame.kind != Kind.HELLO or welcome.protocol_version != PROTOCOL_VERSION or len(fds) != 1:
+    is_understood = frame.kind == Kind.HELLO and welcome.protocol_version == PROTOCOL_VERSION
+    if not is_understood or len(fds) != 1 + welcome.arena.may_write:
         raise Unavailable(target=target, problem="its control socket answers with another greeting")
     return welcome
 

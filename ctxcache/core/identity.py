@@ -7,10 +7,10 @@ Worst case: every rule is looked at, once for each of the subject's names.
 import enum
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = ("spiffe://", "dns:", "cn:", "uid:")
-SHARED_MEMORY = "shared-memory"
+SHARED_MEMORY, WRITE_IN_PLACE = "shared-memory", "write-in-place"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPLATE = re.compile(r"(?:[A-Za-z0-9._-]|\$[1-9])+")
 # What one `*` stands for: never a border of what it is a part of, nor a certificate's own wildcard.
@@ -26,11 +26,20 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a caller is let in as. `has_shared_memory`: it may map the arena, where all tenants' bytes lie."""
+    """What a caller is let in as.
+
+    `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to write as well.
+    """
 
     tenant: str
     role: Role = Role.USER
     has_shared_memory: bool = False
+    writes_in_place: bool = False
+
+    def words(self) -> list[str]:
+        """What configuration adds to the tenant's name to say it."""
+        role = [self.role.value] if self.role is not Role.USER else []
+        return role + ([WRITE_IN_PLACE] if self.writes_in_place else [SHARED_MEMORY] * self.has_shared_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Rule:
         tenant = re.sub(r"\$(\d)", lambda part: match[int(part[1])], self.grant.tenant)
         if not is_tenant(tenant):
             return None
-        return Grant(tenant, self.grant.role, self.grant.has_shared_memory)
+        return replace(self.grant, tenant=tenant)
 
     def _pattern(self) -> re.Pattern[str]:
         kind = next(kind for kind in KINDS if self.subject.startswith(kind))
@@ -85,39 +94,60 @@ def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, Grant] | 
     return None
 
 
-def parse_grant(tenant: str, *, role: str = Role.USER, shared_memory: object = False) -> Grant:
-    """A grant as configuration says it. Raises ValueError."""
+def parse_grant(
+    tenant: str, *, role: str = Role.USER, shared_memory: object = False, write_in_place: object = False
+) -> Grant:
+    """A grant as configuration says it; to write in place is to read too. Raises ValueError."""
     if role not in list(Role):
         raise ValueError(f"{role!r} is neither {' nor '.join(Role)}")
-    if not isinstance(shared_memory, bool):
-        raise ValueError(f"shared_memory: {shared_memory!r} is neither true nor false")  # noqa: TRY004  a setting's value
-    return Grant(tenant, Role(role), shared_memory)
+    for name, value in (("shared_memory", shared_memory), ("write_in_place", write_in_place)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: {value!r} is neither true nor false")  # noqa: TRY004  a setting's value
+    return Grant(tenant, Role(role), bool(shared_memory or write_in_place), bool(write_in_place))
+
+
+def parse_words(tenant: str, words: Iterable[str]) -> Grant:
+    """A grant as one line says it: `TENANT`, then `ROLE`, `shared-memory` or `write-in-place`. Raises ValueError."""
+    given = set(words)
+    roles = given - {SHARED_MEMORY, WRITE_IN_PLACE}
+    if len(roles) > 1:
+        raise ValueError(f"{' and '.join(sorted(roles))} are not one role")
+    return parse_grant(
+        tenant,
+        role=next(iter(roles), Role.USER),
+        shared_memory=SHARED_MEMORY in given,
+        write_in_place=WRITE_IN_PLACE in given,
+    )
 
 
 def parse_rules(value: object) -> object:
-    """`SUBJECT=TENANT[:ROLE][:shared-memory],…`, or a list of tables. Raises ValueError."""
+    """`SUBJECT=TENANT[:ROLE][:shared-memory|:write-in-place],…`, or a list of tables. Raises ValueError."""
     if isinstance(value, str):
-        value = [_fields(text.strip()) for text in value.split(",") if text.strip()]
+        value = [_parse_rule(text.strip()) for text in value.split(",") if text.strip()]
     if not isinstance(value, (list, tuple)):
         return value
     return tuple(given if isinstance(given, Rule) else _rule(given) for given in value)
 
 
-def _fields(text: str) -> Mapping[str, object]:
+def _parse_rule(text: str) -> Rule:
     subject, equals, rest = text.rpartition("=")
     tenant, *words = rest.split(":")
-    if not equals or len(set(words) - {SHARED_MEMORY}) > 1:
-        raise ValueError(f"{text!r} is not SUBJECT=TENANT[:ROLE][:{SHARED_MEMORY}]")
-    role = next((word for word in words if word != SHARED_MEMORY), Role.USER)
-    return {"subject": subject, "tenant": tenant, "role": role, "shared_memory": SHARED_MEMORY in words}
+    if not equals:
+        shape = f"SUBJECT=TENANT[:ROLE][:{SHARED_MEMORY}|:{WRITE_IN_PLACE}]"
+        raise ValueError(f"{text!r} is not {shape}")
+    return Rule(subject, parse_words(tenant, words))
 
 
 def _rule(given: object) -> Rule:
-    if not isinstance(given, Mapping) or set(given) - {"subject", "tenant", "role", "shared_memory"}:
-        raise ValueError(f"{given!r} is not a table of subject, tenant, role and shared_memory")
+    fields = {"subject", "tenant", "role", "shared_memory", "write_in_place"}
+    if not isinstance(given, Mapping) or set(given) - fields:
+        raise ValueError(
+            f"{given!r} is not a table of subject, tenant, role, shared_memory and write_in_place"
+        )
     grant = parse_grant(
         str(given.get("tenant", "")),
         role=str(given.get("role", Role.USER)),
         shared_memory=given.get("shared_memory", False),
+        write_in_place=given.get("write_in_place", False),
     )
     return Rule(str(given.get("subject", "")), grant)

@@ -45,10 +45,10 @@ LISTENING = Section(
             kind=Kind.IDENTITIES,
             default=(),
             shown="none",
-            help="Whom a certificate or a user is let in as; `:operator` and `:shared-memory` at the end give more.",
+            help="Whom a certificate or a user is let in as; `:operator`, `:shared-memory` and `:write-in-place` at the end give more.",
             more=(
                 "SUBJECT is `spiffe://…`, `dns:…`, `cn:…` or `uid:…`; `*` is one part of it, `$1` in TENANT the first such part."
-                " Tables in the file: `[[identities]]` with `subject`, `tenant`, `role`, `shared_memory`. The first that fits"
+                " Tables in the file: `[[identities]]` with `subject`, `tenant`, `role`, `shared_memory`, `write_in_place`. The first that fits"
                 " decides. Without any, and without `token_hashes`, everybody is tenant `default` and an operator."
             ),
             advice="set, or `token_hashes`, wherever callers shall not have each other's sessions; see operations.md, Security",

@@ -52,6 +52,14 @@ PLACES = Section(
             advice="true; a page nobody has touched costs four times as much to fill",
         ),
         Knob(
+            name="arena_sealed",
+            kind=Kind.SWITCH,
+            default=False,
+            help="No process but the server can write to the arena, whatever it is granted; all append by stream.",
+            more="The arena has no file then: local clients get it through the control socket.",
+            advice="true where local clients are not trusted with the arena; an append costs a copy more",
+        ),
+        Knob(
             name="ssd_directories",
             kind=Kind.DIRECTORIES,
             default=(),

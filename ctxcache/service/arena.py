@@ -17,8 +17,11 @@ from ctxcache.v1 import arena_pb2, arena_pb2_grpc
 class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     """See proto/ctxcache/v1/arena.proto."""
 
-    def __init__(self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns) -> None:
-        """`turns`: in which local clients' work is done that takes long."""
+    def __init__(
+        self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns, *, is_sealed: bool
+    ) -> None:
+        """`turns`: in which local clients' work is done that takes long. `is_sealed`: nobody writes to the arena."""
+        self._is_sealed = is_sealed
         self._cache = cache
         self._turns = turns
         self._admission = admission
@@ -27,7 +30,9 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     async def GetArena(self, request: arena_pb2.GetArenaRequest, context: Context) -> arena_pb2.Arena:  # noqa: ARG002, N802
         """See the proto."""
         if current().grant.has_shared_memory:
-            return self._arena
+            found = arena_pb2.Arena(may_write=self._may_write())
+            found.MergeFrom(self._arena)
+            return found
         return arena_pb2.Arena(arena_id=self._arena.arena_id, size_bytes=self._arena.size_bytes)
 
     async def Access(  # noqa: N802
@@ -36,7 +41,9 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         """See the proto."""
         # What is reserved has others' bytes in it, and would be committed unseen.
         current().check_shared_memory()
-        holder = Holder(self._cache, tenant_of(context), self._turns, self._admission)
+        holder = Holder(
+            self._cache, tenant_of(context), self._turns, self._admission, may_write=self._may_write()
+        )
         try:
             async with aclosing(self._until_drained(request_iterator, holder)) as requests:
                 async for request in requests:
@@ -44,6 +51,9 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
         finally:
             # A client that was killed looks like one that has said all: its requests end first.
             holder.end(is_abandoned=True)
+
+    def _may_write(self) -> bool:
+        return current().grant.writes_in_place and not self._is_sealed
 
     async def _until_drained(
         self, requests: AsyncIterator[arena_pb2.AccessRequest], holder: Holder

@@ -14,7 +14,7 @@ DEFAULT_TENANT = "default"
 CERTIFIED = ("spiffe://", "dns:", "cn:")
 TENANT_HEADER = "ctxcache-tenant"
 """Request metadata by which an operator names whose sessions a call is about."""
-EVERYTHING = Grant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True)
+EVERYTHING = Grant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True, writes_in_place=True)
 """What everybody is let in as where nobody is told apart, and whoever has the server's own user."""
 
 

@@ -46,22 +46,27 @@ class ControlSocket:
     """Listens for local clients. Owned by the event loop."""
 
     def __init__(
-        self, cache: Cache, arena: arena_pb2.Arena, arena_fd: int, admission: Admission, turns: Turns,
-        identification: Identification,
+        self, cache: Cache, arena: arena_pb2.Arena, read_fd: int, write_fd: int | None, admission: Admission,
+        turns: Turns, identification: Identification,
     ) -> None:  # fmt: skip
-        """`turns`: in which local clients' work is done that takes long."""
+        """`write_fd`: None where nobody may write. `turns`: in which local clients' work is done that takes long."""
         self.cache = cache
         self.identification = identification
         self.turns = turns
         self.admission = admission
-        self.arena_fd = arena_fd
-        self.welcome = arena_pb2.ControlWelcome(
+        self.read_fd, self.write_fd = read_fd, write_fd
+        self._welcome = arena_pb2.ControlWelcome(
             protocol_version=PROTOCOL_VERSION, arena=arena, message_limit_bytes=MESSAGE_LIMIT_BYTES
         )
         self.connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
         self._path = ""
         self._drain: asyncio.Task[None] | None = None
+
+    def welcome(self, *, may_write: bool) -> bytes:
+        """The answer to a hello."""
+        self._welcome.arena.may_write = may_write
+        return self._welcome.SerializeToString()
 
     async def start(self, path: str) -> None:
         """Listen at `path`, for this user and those that rules name; a socket that nobody listens to is replaced.
@@ -266,16 +271,21 @@ class _Connection(asyncio.Protocol):
         # It came as its user, whom several tenants may share.
         self._admitted.close()
         self._admitted.enter_context(self._control.admission.enter(self._caller.tenant))
+        may_write = self._caller.grant.writes_in_place and self._control.write_fd is not None
         self._holder = Holder(
-            self._control.cache, self._caller.tenant, self._control.turns, self._control.admission
-        )
+            self._control.cache, self._caller.tenant, self._control.turns, self._control.admission,
+            may_write=may_write,
+        )  # fmt: skip
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         # By itself and first: a descriptor comes with the byte that it was sent with.
         raw = socket.socket(fileno=self._transport.get_extra_info("socket").fileno())
         try:
-            message = encode_frame(Kind.HELLO, self._control.welcome.SerializeToString())
-            socket.send_fds(raw, [message], [self._control.arena_fd])
+            message = encode_frame(Kind.HELLO, self._control.welcome(may_write=may_write))
+            fds = [self._control.read_fd]
+            if may_write and hello.asks_to_write and self._control.write_fd is not None:
+                fds.append(self._control.write_fd)
+            socket.send_fds(raw, [message], fds)
         except OSError as error:
             raise _bad("hello", f"cannot be answered: {error.strerror}") from error
         finally:

@@ -19,6 +19,7 @@ from ctxcache.errors import (
     Draining,
     InvalidArgument,
     LeaseNotFound,
+    PermissionDenied,
     ReservationNotFound,
 )
 from ctxcache.service import convert, validate
@@ -41,8 +42,14 @@ _CLIENTS = itertools.count(1)
 class Holder:
     """One client's leases and reservations. `end` it when the client is gone."""
 
-    def __init__(self, cache: Cache, tenant: str, turns: Turns, admission: Admission) -> None:
-        """`turns`: in which holders carry out batches that take long. `admission`: says when no more is to be held."""
+    def __init__(
+        self, cache: Cache, tenant: str, turns: Turns, admission: Admission, *, may_write: bool
+    ) -> None:
+        """`turns`: in which holders carry out batches that take long. `admission`: says when no more is to be held.
+
+        `may_write`: it may reserve room, in which others' bytes still lie.
+        """
+        self._may_write = may_write
         self._cache = cache
         self._turns = turns
         self._tenant = tenant
@@ -173,6 +180,9 @@ class Holder:
 
     async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
         self._check_open()
+        if not self._may_write:
+            problem = "may not write in place here: append by stream"
+            raise PermissionDenied(subject=f"tenant {self._tenant}", problem=problem)
         reservation = await self._cache.writing.reserve(
             self._tenant,
             validate.session_id(request.session, "session"),

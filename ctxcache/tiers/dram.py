@@ -42,8 +42,10 @@ class DramArena:
 
     first_offset_bytes = ALIGN_BYTES
 
-    def __init__(self, path: str | Path, size_bytes: int, *, huge_pages: HugePages = "off") -> None:
-        """Create the memory fresh: a file at `path`, or huge pages of the pool, which have no path.
+    def __init__(
+        self, path: str | Path, size_bytes: int, *, huge_pages: HugePages = "off", is_sealed: bool = False
+    ) -> None:
+        """Create the memory fresh: a file at `path`, or huge pages of the pool or sealed memory, which have no path.
 
         `size_bytes` is a multiple of 4 KiB and at least two of them; huge pages need a multiple of 2 MiB.
         `auto` takes them where there are enough. A stale file at `path` is replaced. Raises
@@ -52,7 +54,7 @@ class DramArena:
         if size_bytes % ALIGN_BYTES or size_bytes < 2 * ALIGN_BYTES:
             problem = f"{size_bytes} B is not a multiple of {ALIGN_BYTES} B, or not two of them"
             raise InvalidConfiguration(source="DRAM size", problem=problem)
-        self._memory = create_shared(str(path), size_bytes, huge_pages)
+        self._memory = create_shared(str(path), size_bytes, huge_pages, is_sealed=is_sealed)
         self._size_bytes = size_bytes
         self._map = self._memory.map
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
@@ -73,9 +75,14 @@ class DramArena:
         return self._memory.path
 
     @property
-    def fd(self) -> int:
-        """Descriptor of the memory, open for reading and writing, to be handed to local clients."""
-        return self._memory.fd
+    def read_fd(self) -> int:
+        """Descriptor of the memory, good for reading alone, to be handed to local clients."""
+        return self._memory.read_fd
+
+    @property
+    def write_fd(self) -> int | None:
+        """One to write through, for those who may; None where the memory is sealed."""
+        return self._memory.write_fd
 
     @property
     def page_bytes(self) -> int:

@@ -1,7 +1,10 @@
-"""Shared memory for an arena: a file on a tmpfs, or huge pages of the kernel's pool.
+"""Shared memory for an arena: a file on a tmpfs, huge pages of the kernel's pool, or sealed memory without a name.
 
-Knows sizes and nothing of what lies inside. Worst case: there is no memory for all of it, which is
-found out here, never by a SIGBUS later: a file's pages are allocated, huge pages are reserved.
+Knows sizes and nothing of what lies inside. Others get it by one of two descriptors. That for reading cannot be
+made one for writing: its description is read-only and the memory's mode lets in nobody but its owner. Of sealed
+memory not even the owner gets another mapping to write through than the one that is made here, before the seal.
+Worst case: there is no memory for all of it, which is found out here, never by a SIGBUS later: a file's pages are
+allocated, huge pages are reserved.
 """
 
 import contextlib
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
+from ctxcache.privacy import FILE_MODE
 
 HugePages = Literal["auto", "on", "off"]
 HUGE_PAGE_BYTES = 2 << 20
@@ -22,6 +26,9 @@ SMALL_PAGE_BYTES = 4096
 MEMFD_NAME = "ctxcache-arena"
 _POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _MFD_HUGE_2MB = 21 << 26
+_SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+_F_SEAL_FUTURE_WRITE = 0x10
+"""From then on nobody writes, or maps to write; mappings that are there go on. Linux 5.1, for huge pages 5.13."""
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
@@ -31,10 +38,14 @@ _names: set[str] = set()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMemory:
-    """Memory that others map through `fd`, and by `path` unless that is empty. `reason`: why these pages."""
+    """Memory that others map by a descriptor, and by `path` unless that is empty. `reason`: why these pages.
+
+    `write_fd` is None where the memory is sealed.
+    """
 
     map: mmap.mmap
-    fd: int
+    read_fd: int
+    write_fd: int | None
     path: str
     page_bytes: int
     reason: str
@@ -48,7 +59,9 @@ class SharedMemory:
         """Remove the name and the mapping; what others have mapped or still view lives on."""
         with contextlib.suppress(BufferError):
             self.map.close()
-        os.close(self.fd)
+        os.close(self.read_fd)
+        if self.write_fd is not None:
+            os.close(self.write_fd)
         self.unlink()
 
     def unlink(self) -> None:
@@ -60,10 +73,13 @@ class SharedMemory:
             _names.discard(self.path)
 
 
-def create_shared(path: str, size_bytes: int, huge_pages: HugePages) -> SharedMemory:
+def create_shared(
+    path: str, size_bytes: int, huge_pages: HugePages, *, is_sealed: bool = False
+) -> SharedMemory:
     """Create memory of that size: a fresh file at `path`, or huge pages where `huge_pages` and the pool allow it.
 
-    Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
+    `is_sealed`: nobody but this process ever writes to it, and it has no path; there has to be as much room as for a
+    file. Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
     """
     problem = "not asked for" if huge_pages == "off" else _pool_problem(size_bytes)
     if huge_pages == "on" and size_bytes % HUGE_PAGE_BYTES:
@@ -72,7 +88,7 @@ def create_shared(path: str, size_bytes: int, huge_pages: HugePages) -> SharedMe
         # What stands behind a stale name is memory too, and nobody's any more.
         with contextlib.suppress(OSError):
             _remove_stale(path)
-    if not problem and (memory := _create_huge(size_bytes)) is not None:
+    if not problem and (memory := _create_huge(size_bytes, is_sealed=is_sealed)) is not None:
         return memory
     if huge_pages == "on":
         raise CapacityExceeded(
@@ -81,7 +97,8 @@ def create_shared(path: str, size_bytes: int, huge_pages: HugePages) -> SharedMe
             free_bytes=free_huge_bytes(),
             limit_bytes=_pool_bytes(),
         )
-    return _create_file(path, size_bytes, f"4 KiB pages: huge pages {problem or 'went while we asked'}")
+    reason = f"4 KiB pages: huge pages {problem or 'went while we asked'}"
+    return _create_sealed(path, size_bytes, reason) if is_sealed else _create_file(path, size_bytes, reason)
 
 
 def unlink_all() -> None:
@@ -117,19 +134,60 @@ def _pool_problem(size_bytes: int) -> str:
     return ""
 
 
-def _create_huge(size_bytes: int) -> SharedMemory | None:
+def _create_huge(size_bytes: int, *, is_sealed: bool) -> SharedMemory | None:
     """Reserve huge pages; None when another process was faster."""
     try:
-        fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB | _MFD_HUGE_2MB)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | _MFD_HUGE_2MB
+        fd = os.memfd_create(MEMFD_NAME, flags)
     except OSError:
         return None
     try:
         os.ftruncate(fd, size_bytes)
         # Reserves every page: a touch cannot fail afterwards.
-        return SharedMemory(mmap.mmap(fd, size_bytes), fd, "", HUGE_PAGE_BYTES, "2 MiB pages")
+        mapping = mmap.mmap(fd, size_bytes)
     except OSError:
         os.close(fd)
         return None
+    return _nameless(fd, mapping, HUGE_PAGE_BYTES, "2 MiB pages", is_sealed=is_sealed)
+
+
+def _create_sealed(path: str, size_bytes: int, reason: str) -> SharedMemory:
+    try:
+        _remove_stale(path)
+        directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
+    try:
+        # Nameless memory has no bound of its own but the machine's, where the kernel kills for it.
+        space = os.fstatvfs(directory)
+    finally:
+        os.close(directory)
+    if size_bytes > space.f_bavail * space.f_frsize:
+        raise _no_room(path, size_bytes, space)
+    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        mapping = _allocate(fd, path, size_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return _nameless(fd, mapping, SMALL_PAGE_BYTES, reason, is_sealed=True)
+
+
+def _nameless(fd: int, mapping: mmap.mmap, page_bytes: int, reason: str, *, is_sealed: bool) -> SharedMemory:
+    """Memory behind a descriptor alone. Nobody makes it shorter, which would kill who has it mapped."""
+    try:
+        # By itself everybody may open it again through /proc, to write as well.
+        os.fchmod(fd, FILE_MODE)
+        read_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        write_seal = _F_SEAL_FUTURE_WRITE if is_sealed else 0
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL | write_seal)
+    except OSError as error:
+        os.close(fd)
+        problem = f"this kernel cannot seal such memory: {error.strerror}"
+        raise InvalidConfiguration(source="arena_sealed", problem=problem) from error
+    if is_sealed:
+        os.close(fd)
+    return SharedMemory(mapping, read_fd, None if is_sealed else fd, "", page_bytes, reason)
 
 
 def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
@@ -137,15 +195,17 @@ def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
         _remove_stale(path)
         _names.add(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags, mode=0o600)
+        fd = os.open(path, flags, mode=FILE_MODE)
     except OSError as error:
         raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
     try:
         _claim(fd, path)
         mapping = _allocate(fd, path, size_bytes)
-        # Not the claimed description: who is given this one must not keep our claim alive.
-        shared_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        return SharedMemory(mapping, shared_fd, path, SMALL_PAGE_BYTES, reason)
+        # Not the claimed description: who is given these must not keep our claim alive.
+        read_fd, write_fd = (
+            os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC) for access in (os.O_RDONLY, os.O_RDWR)
+        )
+        return SharedMemory(mapping, read_fd, write_fd, path, SMALL_PAGE_BYTES, reason)
     except BaseException:
         Path(path).unlink(missing_ok=True)
         raise
@@ -175,9 +235,13 @@ def _allocate(fd: int, path: str, size_bytes: int) -> mmap.mmap:
     except OSError as error:
         if error.errno not in _NO_MEMORY:
             raise TierFailure(path=path, problem=f"cannot allocate the arena: {error.strerror}") from error
-        raise CapacityExceeded(
-            tier=f"DRAM {path}",
-            needed_bytes=size_bytes,
-            free_bytes=space.f_bavail * space.f_frsize,
-            limit_bytes=space.f_blocks * space.f_frsize,
-        ) from error
+        raise _no_room(path, size_bytes, space) from error
+
+
+def _no_room(path: str, size_bytes: int, space: os.statvfs_result) -> CapacityExceeded:
+    return CapacityExceeded(
+        tier=f"DRAM {path}",
+        needed_bytes=size_bytes,
+        free_bytes=space.f_bavail * space.f_frsize,
+        limit_bytes=space.f_blocks * space.f_frsize,
+    )

@@ -50,6 +50,7 @@ class Arena(_message.Message):
     CONTROL_SOCKET_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     SSD_FILES_FIELD_NUMBER: _builtins.int
+    MAY_WRITE_FIELD_NUMBER: _builtins.int
     arena_id: _builtins.bytes
     """16 random bytes, new at every start of the server; also the first 16 bytes of the file."""
     path: _builtins.str
@@ -64,6 +65,10 @@ class Arena(_message.Message):
     """
     page_bytes: _builtins.int
     """Size of the pages it is made of, in bytes."""
+    may_write: _builtins.bool
+    """Whether the caller may reserve room in it and write there. A caller that may not has its Reserve refused with
+    PERMISSION_DENIED (PERMISSION_DENIED), and appends by stream.
+    """
     @_builtins.property
     def ssd_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SsdFile]:
         """Files of the SSD tier, on the server's host; a location's `path_index` is a place in this list. For readers that
@@ -79,10 +84,11 @@ class Arena(_message.Message):
         control_socket: _builtins.str = ...,
         page_bytes: _builtins.int = ...,
         ssd_files: _abc.Iterable[Global___SsdFile] | None = ...,
+        may_write: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "control_socket", b"control_socket", "page_bytes", b"page_bytes", "path", b"path", "size_bytes", b"size_bytes", "ssd_files", b"ssd_files"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "control_socket", b"control_socket", "may_write", b"may_write", "page_bytes", b"page_bytes", "path", b"path", "size_bytes", b"size_bytes", "ssd_files", b"ssd_files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -122,6 +128,7 @@ class ControlHello(_message.Message):
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    ASKS_TO_WRITE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the framing that the client speaks: 1. Another one is refused with INVALID_ARGUMENT
     (INVALID_FIELD).
@@ -131,15 +138,18 @@ class ControlHello(_message.Message):
     as its user. One that is not known is refused with UNAUTHENTICATED (UNAUTHENTICATED), one that has no
     shared memory with PERMISSION_DENIED (PERMISSION_DENIED).
     """
+    asks_to_write: _builtins.bool
+    """Ask for a descriptor to write through as well. One comes where `may_write` says so. Default false."""
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
         token: _builtins.str = ...,
+        asks_to_write: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_to_write", b"asks_to_write", "protocol_version", b"protocol_version", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,7 +157,9 @@ Global___ControlHello: _TypeAlias = ControlHello  # noqa: Y015
 
 @_typing.final
 class ControlWelcome(_message.Message):
-    """The server's answer to a hello. The arena's file descriptor comes with its first byte."""
+    """The server's answer to a hello. With its first byte comes the arena's file descriptor, which is good for reading alone,
+    and behind it, where that was asked for and is granted, one for writing.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,7 +172,7 @@ class ControlWelcome(_message.Message):
     """Largest message that the server takes, in bytes, without its frame."""
     @_builtins.property
     def arena(self) -> Global___Arena:
-        """The arena that the descriptor leads to."""
+        """The arena that the descriptors lead to."""
 
     def __init__(
         self,
@@ -353,7 +365,7 @@ Global___ReleaseLease: _TypeAlias = ReleaseLease  # noqa: Y015
 @_typing.final
 class Reserve(_message.Message):
     """Opens the session's only reservation. Counts as an access. Errors: those of
-    SessionService.AppendSession.
+    SessionService.AppendSession; PERMISSION_DENIED (PERMISSION_DENIED) where `Arena.may_write` is false.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

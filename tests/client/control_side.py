@@ -68,7 +68,8 @@ class ControlSide:
             welcome = arena_pb2.ControlWelcome(protocol_version=1, arena=self.welcomes)
             frame = encode_frame(Kind.HELLO, welcome.SerializeToString())
             with Path(self.welcomes.path).open("r+b") as arena:
-                socket.send_fds(connection, [frame], [arena.fileno()])
+                fds = [arena.fileno()] * (1 + self.welcomes.may_write)
+                socket.send_fds(connection, [frame], fds)
         else:
             answer = self._answer(arena_pb2.AccessRequest.FromString(message))
             connection.sendall(encode_frame(Kind.ACCESS, answer.SerializeToString()))

@@ -112,6 +112,7 @@ class FarSide(
             path=str(self.arena_path),
             size_bytes=_ARENA_BYTES,
             control_socket=f"{self.directory}/control" if self.has_control_socket else "",
+            may_write=True,
         )
         self.facts = facts
         self.control = ControlSide(facts, self._answer) if self.has_control_socket else None

@@ -37,7 +37,7 @@ def arena(tmp_path: Path) -> arena_pb2.Arena:
     """An arena file that is as the server says."""
     path = tmp_path / "arena"
     path.write_bytes(ID.ljust(8192, b"\0"))
-    return arena_pb2.Arena(arena_id=ID, path=str(path), size_bytes=8192)
+    return arena_pb2.Arena(arena_id=ID, path=str(path), size_bytes=8192, may_write=True)
 
 
 def test_the_servers_arena_is_mapped_both_ways(arena: arena_pb2.Arena) -> None:

@@ -34,8 +34,8 @@ from ctxcache.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 
 GRANTS = {
-    "a": Grant("a", has_shared_memory=True),
-    "b": Grant("b", has_shared_memory=True),
+    "a": Grant("a", has_shared_memory=True, writes_in_place=True),
+    "b": Grant("b", has_shared_memory=True, writes_in_place=True),
     "far": Grant("b"),
     "ops": Grant("ops", Role.OPERATOR),
 }

@@ -30,7 +30,7 @@ TOKENS = 640
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     """A server of two tenants, who share a user, with room for three connections of either sort."""
     hashes = tmp_path / "hashes"
-    grants = {name: Grant(name, has_shared_memory=True) for name in ("a", "b")}
+    grants = {name: Grant(name, has_shared_memory=True, writes_in_place=True) for name in ("a", "b")}
     lines = (Token(name, digest_of(name), grant).line() for name, grant in grants.items())
     write_secret(hashes, "\n".join(lines))
     settings = Settings(

@@ -15,6 +15,7 @@ from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.testing.tiers import buffer
 from ctxcache.tiers.dram import DramArena, remove_abandoned
+from ctxcache.tiers.shared_memory import HugePages
 
 SIZE_BYTES = 8 << 20
 SOON_S = 30.0
@@ -157,7 +158,8 @@ def test_huge_pages_are_taken_where_there_are_enough(path: Path) -> None:
     """`auto` says which pages it got and why; what it got is shared by descriptor, and by path only as a file."""
     arena = DramArena(path, SIZE_BYTES, huge_pages="auto")
     is_huge = arena.page_bytes == 2 << 20
-    with mmap.mmap(arena.fd, SIZE_BYTES) as shared:
+    assert arena.write_fd is not None
+    with mmap.mmap(arena.write_fd, SIZE_BYTES) as shared:
         shared[ALIGN_BYTES] = 7
 
         assert arena.view(SLOT)[0] == 7
@@ -166,6 +168,30 @@ def test_huge_pages_are_taken_where_there_are_enough(path: Path) -> None:
     assert arena.paths == (("memfd:ctxcache-arena",) if is_huge else (str(path),))
     assert is_huge or "needed: 4" in arena.pages_reason
     arena.close()
+
+
+@pytest.mark.parametrize("huge_pages", ["off", "auto"])
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_is_given_to_read_cannot_be_written(
+    path: Path, huge_pages: HugePages, *, is_sealed: bool
+) -> None:
+    """Whatever the pages are; the arena itself goes on being written, and sealed memory gives nothing to write through."""
+    arena = DramArena(path, SIZE_BYTES, huge_pages=huge_pages, is_sealed=is_sealed)
+    with pytest.raises(OSError, match=r"Permission denied|Operation not permitted"):
+        mmap.mmap(arena.read_fd, SIZE_BYTES)
+    with mmap.mmap(arena.read_fd, SIZE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ) as shared:
+        arena.view(SLOT)[0] = 7
+
+        assert shared[SLOT.offset_bytes] == 7
+    assert (arena.write_fd is None) == is_sealed
+    assert path.exists() == (arena.page_bytes == ALIGN_BYTES and not is_sealed)
+    arena.close()
+
+
+def test_a_sealed_arena_takes_no_more_than_a_file_could(path: Path) -> None:
+    """Memory without a name has no bound, and the kernel would kill for it."""
+    with pytest.raises(CapacityExceeded):
+        DramArena(path, 1 << 50, is_sealed=True)
 
 
 def test_huge_pages_that_must_be_had_are_refused_with_what_is_there(path: Path) -> None:
