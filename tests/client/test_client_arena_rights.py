@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -128,31 +130,28 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with a token that may write in place, and with one that may only read there."""
-    place = tmp_path_factory.mktemp("granted")
-    place.chmod(0o711)
-    for above in place.parents[:2]:
-        if above.name.startswith("pytest-"):
-            above.chmod(0o711)
+def server() -> Iterator[ServerProcess]:
+    """A server with a token that may write in place, with one that may only read there, and a user that may."""
     grants = {
         "writer": Grant("a", has_shared_memory=True, writes_in_place=True),
         "reader": Grant("a", has_shared_memory=True),
     }
-    lines = [Token(name, digest_of(name), grant).line() for name, grant in grants.items()]
-    write_secret(place / "hashes", "\n".join(lines))
-    for name in grants:
-        write_secret(place / name, name)
-    (place / "data").mkdir(0o711)
-    (place / "data").chmod(0o711)
-    with ServerProcess(
-        place / "data",
-        "--token-hashes",
-        str(place / "hashes"),
-        "--identities",
-        f"uid:{STRANGER}=far:shared-memory",
-    ) as process:
-        yield process
+    # Other users cannot enter what pytest makes.
+    with TemporaryDirectory(prefix="ctxcache-rights-") as made:
+        place = Path(made)
+        (place / "run").mkdir()
+        for path in (place, place / "run"):
+            path.chmod(0o711)
+        lines = [Token(name, digest_of(name), grant).line() for name, grant in grants.items()]
+        write_secret(place / "hashes", "\n".join(lines))
+        for name in grants:
+            write_secret(place / name, name)
+        with ServerProcess(
+            place / "data", "--token-hashes", str(place / "hashes"),
+            "--control-socket", str(place / "run" / "control.sock"),
+            "--identities", f"uid:{STRANGER}=far:shared-memory",
+        ) as process:  # fmt: skip
+            yield process
 
 
 @pytest.fixture
