@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format settings chart image pod proto check-proto mutants setup setup-store test-store test-worker clean
+.PHONY: help demo stable test lint format settings chart image pod proto check-proto mutants setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test-worker: setup
 
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
+
+stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--runs 2 --busy-runs 1")
+	$(BIN)/python scripts/repeat_tests.py $(ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)
 	@$(PYTHON) scripts/setup.py worker

@@ -12,10 +12,11 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -23,15 +24,17 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
-from tests.faults.harness import Harness, Report, progress
+from tests.faults.harness import Harness, Report, Unsupported, progress
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
 from tests.faults.soak import STORED, model
 from tests.server_process import COMMAND_LINE, ServerProcess
 
+M = TypeVar("M")
 STAYS, STAYS_TOKENS = "sessions/stays", 1000
 WITH_ROWS, AT_A_TIME, SAMPLED = 50, 64, 100
 LEAD_S, CALM_S, GONE_S, BACK_S = 3.0, 3.0, 60.0, 10.0
+ATTEMPTS, REST_S, SLOWEST_RATE_HZ = 5, 0.05, 10.0
 P99_LIMIT_S, STALL_LIMIT_S = 0.05, 0.25
 """What a small call and a resident read of 3 MB may take at most while sessions expire: p99, and the longest."""
 
@@ -99,12 +102,13 @@ def _used_bytes(client: Client) -> list[int]:
 
 def _date(target: str, count: int, rate_hz: float) -> datetime:
     """Make sessions that expire together, and return when: later where the machine is too busy for the rate."""
-    while True:
+    while rate_hz >= SLOWEST_RATE_HZ:
         at = datetime.now(UTC) + timedelta(seconds=LEAD_S + CALM_S + count / rate_hz)
         asyncio.run(_date_many(target, count, at))
         if (at - datetime.now(UTC)).total_seconds() >= CALM_S:
             return at
         rate_hz /= 2
+    raise Unsupported(f"fewer than {SLOWEST_RATE_HZ:g} sessions a second are created here")
 
 
 def _fill(client: Client, name: str, token_count: int) -> None:
@@ -119,35 +123,52 @@ def _fill(client: Client, name: str, token_count: int) -> None:
 
 
 async def _date_many(target: str, count: int, at: datetime) -> None:
-    """Let sessions expire at `at`, and create those that are not there."""
+    """Let sessions expire at `at`, and create those that are not there. Raises CacheError."""
     expire_time = Timestamp()
     expire_time.FromDatetime(at)
     async with grpc.aio.insecure_channel(target) as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
-        kv = model_pb2.STATE_KIND_KV
-        layout = [model_pb2.StreamName(layer=spec.stream.layer, kind=kv) for spec in STORED[1:]]
-
-        async def date(number: int) -> None:
-            request = session_pb2.CreateSessionRequest(
-                session_id=f"ends-{number}", model="models/soak-0", layout=layout, expire_time=expire_time
-            )
-            try:
-                await stub.CreateSession(request)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
-                    raise
-                update = session_pb2.UpdateSessionRequest(
-                    name=f"sessions/ends-{number}", expire_time=expire_time
-                )
-                await stub.UpdateSession(update)
 
         async def date_every(first: int) -> None:
             for number in range(first, count, AT_A_TIME):
-                await date(number)
+                await _date_one(stub, f"ends-{number}", expire_time)
                 if number % 5000 == 0:
                     progress(number, count, "sessions created")
 
         await asyncio.gather(*(date_every(first) for first in range(AT_A_TIME)))
+
+
+async def _date_one(
+    stub: "session_pb2_grpc.SessionServiceAsyncStub", session_id: str, expire_time: Timestamp
+) -> None:
+    kv = model_pb2.STATE_KIND_KV
+    layout = [model_pb2.StreamName(layer=spec.stream.layer, kind=kv) for spec in STORED[1:]]
+    create = session_pb2.CreateSessionRequest(
+        session_id=session_id, model="models/soak-0", layout=layout, expire_time=expire_time
+    )
+    update = session_pb2.UpdateSessionRequest(name=f"sessions/{session_id}", expire_time=expire_time)
+    # On a slow machine a session of an earlier round may expire between the two calls.
+    for _ in range(ATTEMPTS):
+        if (created := await _ask(stub.CreateSession, create)) is grpc.StatusCode.OK:
+            return
+        if created is not grpc.StatusCode.ALREADY_EXISTS:
+            raise CacheError(f"{session_id} cannot be created: {created.name}")
+        if await _ask(stub.UpdateSession, update) is grpc.StatusCode.OK:
+            return
+    raise CacheError(f"{session_id} is neither there nor can it be created")
+
+
+async def _ask(call: Callable[[M], Awaitable[object]], request: M) -> grpc.StatusCode:
+    """What came of a call; asked again where the server has too much to do."""
+    while True:
+        try:
+            await call(request)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return error.code()
+            await asyncio.sleep(REST_S)
+        else:
+            return grpc.StatusCode.OK
 
 
 def _expire(

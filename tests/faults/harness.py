@@ -4,6 +4,7 @@
 
 A harness provokes one class of faults on real parts and lists what broke a promise: its findings.
 A control is a bug planted on purpose; with `--control` the run is good when it finds something.
+A harness that breaks has a verdict too: what it raised is a finding, and no control counts as found by it.
 Exit codes: 0 good, 1 not good, 2 usage, 77 skipped because the machine lacks what it needs.
 """
 
@@ -11,9 +12,10 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 GOOD, NOT_GOOD, SKIPPED = 0, 1, 77
 FINDINGS_SHOWN = 20
@@ -39,12 +41,14 @@ class Report:
     control: str | None = None
     figures: dict[str, object] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
+    is_broken: bool = False
+    """Whether the harness itself raised: then it proves nothing, whatever it had found."""
     duration_s: float = 0.0
 
     @property
     def is_good(self) -> bool:
-        """No findings; with a control, at least one."""
-        return bool(self.findings) == (self.control is not None)
+        """No findings; with a control, at least one, by a harness that is whole."""
+        return not self.is_broken and bool(self.findings) == (self.control is not None)
 
     def count(self, figure: str, by: int = 1) -> None:
         """Add to a figure that counts."""
@@ -56,6 +60,14 @@ class Report:
     def find(self, finding: str) -> None:
         """Note a broken promise."""
         self.findings.append(finding)
+
+    def find_broken(self, error: Exception) -> None:
+        """Note what the harness raised, and where."""
+        self.is_broken = True
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+        self.find(f"the harness broke: {type(error).__name__}: {error} ({place})")
+        sys.stderr.write("".join(traceback.format_exception(error)))
 
     def end_if_found(self) -> None:
         """Raises Found, which ends the run, when there is a control and a finding. For the run's own thread."""
@@ -82,8 +94,14 @@ class Harness:
         chosen = self._parser().parse_args(arguments)
         report = Report(self.name, chosen.seed, chosen.control)
         began_s = time.monotonic()
-        with suppress(Found):
+        try:
             self.run(chosen, report)
+        except Found:
+            pass
+        except Unsupported:
+            raise
+        except Exception as error:  # noqa: BLE001  a broken harness is a finding
+            report.find_broken(error)
         report.duration_s = round(time.monotonic() - began_s, 2)
         return report
 
@@ -130,7 +148,7 @@ def _json(report: Report) -> str:
 
 
 def _text(report: Report) -> str:
-    verdict = "good" if report.is_good else "NOT GOOD"
+    verdict = "BROKEN" if report.is_broken else "good" if report.is_good else "NOT GOOD"
     planted = f", planted: {report.control}" if report.control else ""
     lines = [f"{report.harness}: {verdict} in {report.duration_s:.1f} s (seed {report.seed}{planted})"]
     lines += [f"  {name:<32} {value}" for name, value in report.figures.items()]

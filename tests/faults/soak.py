@@ -19,7 +19,13 @@ import numpy as np
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
-from ctxcache.errors import CacheError, CapacityExceeded, SessionAlreadyExists, TooManyRequests
+from ctxcache.errors import (
+    CacheError,
+    CapacityExceeded,
+    SessionAlreadyExists,
+    SessionNotFound,
+    TooManyRequests,
+)
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
@@ -94,14 +100,23 @@ class Churn:
             self._draw.choice(self._steps)(client, name)
         except ALLOWED:
             return 1
+        except SessionNotFound:
+            return self._create(client, name)
         except CacheError as error:
-            if error.reason != "SESSION_NOT_FOUND":
-                self._report.find(f"{type(error).__name__}: {error}")
-            self._create(client, name)
+            self._report.find(f"{type(error).__name__}: {error}")
         return 0
 
-    def _create(self, client: Client, name: str) -> None:
-        number = self._draw.randrange(3)
+    def _create(self, client: Client, name: str) -> int:
+        """Create a session that was deleted or has expired; returns 1 where that is refused."""
+        try:
+            self._create_of_a_model(client, name, self._draw.randrange(3))
+        except ALLOWED:
+            return 1
+        except CacheError as error:
+            self._report.find(f"{name} cannot be created: {type(error).__name__}: {error}")
+        return 0
+
+    def _create_of_a_model(self, client: Client, name: str, number: int) -> None:
         client.register_model(model(number))
         client.create_session(
             f"models/soak-{number}", session_id=name.removeprefix("sessions/"),
