@@ -36,6 +36,7 @@ from ctxcache.errors import (
     InvalidConfiguration,
 )
 from ctxcache.lessons import Lessons
+from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import Sources, read
 from ctxcache.observe.loop_lag import LoopLag
@@ -127,6 +128,9 @@ class Server:
             Admission("operators' calls", OPERATORS_LIMIT),
         )
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        self._metrics_tls = load_tls(
+            settings.metrics_tls_certificate, settings.metrics_tls_key, None, prefix="metrics_"
+        )
         self._bulk = BulkChannel(
             cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
             tls=self._tls,
@@ -136,7 +140,13 @@ class Server:
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
         sources = self._sources(self._rpc_times)
         self._recording = Recording(lambda: Moment(read(sources)))
-        self._metrics = Endpoint(pages_of(sources, self._recording))
+        token = settings.metrics_token_file
+        metrics_tls = self._metrics_tls
+        self._metrics = Endpoint(
+            pages_of(sources, self._recording),
+            bearer=None if token is None else Bearer(token, source="metrics_token_file"),
+            tls=None if metrics_tls is None else lambda: metrics_tls.context,
+        )
         edge = Edge(
             self._admissions,
             Guard(identification),
@@ -290,8 +300,8 @@ class Server:
         self._watches = [
             loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run())
         ]  # fmt: skip
-        if self._tls:
-            self._watches.append(loop.create_task(self._tls.watch()))
+        for tls in filter(None, (self._tls, self._metrics_tls)):
+            self._watches.append(loop.create_task(tls.watch()))
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
 

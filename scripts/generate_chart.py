@@ -28,7 +28,7 @@ PACKAGED = {
 SET_BY_CHART = {
     "data_directory", "listen", "bulk_listen", "metrics_listen", "unix_socket", "control_socket", "arena_directory",
     "arena_size_bytes", "arena_huge_pages", "ssd_size_bytes", "ssd_directories", "insecure_listen", "token_hashes",
-    "tls_certificate", "tls_key", "tls_client_ca",
+    "tls_certificate", "tls_key", "tls_client_ca", "metrics_tls_certificate", "metrics_tls_key", "metrics_token_file",
 }  # fmt: skip
 NEVER_IN_A_CLUSTER = {"fault_injection"}
 QUANTITY = r"^[0-9.]+([KMGTPE]i?)?$"

@@ -85,6 +85,21 @@ LISTENING = Section(
             watch="ctxcache_scrape_seconds",
         ),
         Knob(
+            name="metrics_tls_certificate",
+            kind=Kind.FILE,
+            help="Certificate of the metrics' port with its chain, PEM; none: no TLS there.",
+            more="Taken over when it is renewed. It may be the one of `tls_certificate`; scrapers show none of their own.",
+            advice="set, with a token, wherever the metrics' address is not loopback",
+        ),
+        Knob(name="metrics_tls_key", kind=Kind.FILE, help="Its key, PEM."),
+        Knob(
+            name="metrics_token_file",
+            kind=Kind.FILE,
+            help="Token that whoever reads metrics shows, as a bearer or as a password; none: nobody is asked.",
+            more="One word of 16 characters or more; read again when it changes. `/healthz` and `/readyz` ask nobody.",
+            advice="set where others than the scraper reach the port; with TLS, or it can be read on its way",
+        ),
+        Knob(
             name="status_names",
             kind=Kind.WORD,
             default="auto",

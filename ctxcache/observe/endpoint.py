@@ -1,6 +1,6 @@
 """The metrics endpoint: a small HTTP server that only answers GET and HEAD, one request per connection.
 
-Bounded: CONNECTIONS_LIMIT connections, REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one, its answer's way
+With TLS where it is given, and with a token for all but OPEN_PATHS. Bounded: CONNECTIONS_LIMIT connections, REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one, its answer's way
 included; what goes beyond is closed, whoever has asked nothing yet before whoever comes: probes must get through. Knows
 no metric: pages are given to it. Worst case: a peer that neither sends nor reads is cut off by the timeout.
 """
@@ -8,11 +8,13 @@ no metric: pages are given to it. Worst case: a peer that neither sends nor read
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from ctxcache.errors import AddressUnusable
+from ctxcache.observe.bearer import CHALLENGE, Bearer
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ POLICY = (
 )
 """What a browser may do with a page: nothing but with files from here."""
 TEXT = "text/plain; charset=utf-8"
+OPEN_PATHS = frozenset(("/healthz", "/readyz"))
+"""What probes ask, which show no token; one word each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,15 @@ Page = Callable[[Mapping[str, str]], Awaitable[Answer]]
 class Endpoint:
     """Serves pages by path. Owned by the event loop."""
 
-    def __init__(self, pages: Mapping[str, Page]) -> None:
-        self._pages = pages
+    def __init__(
+        self,
+        pages: Mapping[str, Page],
+        *,
+        bearer: Bearer | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        """`tls` is asked for a context at each handshake."""
+        self._pages, self._bearer, self._tls = pages, bearer, tls
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -85,6 +96,9 @@ class Endpoint:
         self._silent[task] = writer
         try:
             async with asyncio.timeout(TIMEOUT_S):
+                if self._tls is not None:
+                    # Here and not as it is accepted, so that handshakes are counted and timed too.
+                    await writer.start_tls(self._tls())
                 head = await reader.readuntil(b"\r\n\r\n")
                 self._silent.pop(task, None)
                 await self._serve(head, writer)
@@ -111,17 +125,25 @@ class Endpoint:
             f"Content-Security-Policy: {POLICY}",
             "Referrer-Policy: no-referrer",
             "Connection: close",
+            *((f"WWW-Authenticate: {CHALLENGE}",) if answer.status is HTTPStatus.UNAUTHORIZED else ()),
         )
         writer.write("\r\n".join((*lines, "", "")).encode())
         if method != "HEAD":
             writer.write(answer.body)
         await writer.drain()
-        with contextlib.suppress(OSError):
-            writer.write_eof()
+        if writer.can_write_eof():
+            with contextlib.suppress(OSError):
+                writer.write_eof()
 
     async def _answer(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
         if method not in ("GET", "HEAD"):
             return _failure(HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus.BAD_REQUEST)
+        if (
+            path not in OPEN_PATHS
+            and self._bearer
+            and not self._bearer.allows(headers.get("authorization", ""))
+        ):
+            return _failure(HTTPStatus.UNAUTHORIZED)
         page = self._pages.get(path)
         if page is None:
             return _failure(HTTPStatus.NOT_FOUND)

@@ -32,6 +32,8 @@ class TlsFiles:
     certificate: Path
     key: Path
     client_ca: Path | None
+    prefix: str = ""
+    """What the names of the settings begin with."""
 
     def stamps(self) -> Stamps:
         """What tells whether one of them has changed."""
@@ -97,26 +99,29 @@ class Tls:
         return loaded.configuration
 
 
-def load_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
+def load_tls(
+    certificate: Path | None, key: Path | None, client_ca: Path | None, *, prefix: str = ""
+) -> Tls | None:
     """Read the files; None where there is no TLS. Raises InvalidConfiguration."""
     if certificate is None and key is None and client_ca is None:
         return None
     if certificate is None or key is None:
-        missing = "tls_key" if certificate else "tls_certificate"
+        missing = f"{prefix}tls_key" if certificate else f"{prefix}tls_certificate"
         raise InvalidConfiguration(source=missing, problem="TLS needs a certificate and its key")
-    return Tls(TlsFiles(certificate, key, client_ca))
+    return Tls(TlsFiles(certificate, key, client_ca, prefix))
 
 
 def _load(files: TlsFiles) -> _Loaded:
     certificate, key, client_ca = files.certificate, files.key, files.client_ca
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    chain, secret = _read(certificate, "tls_certificate"), _read(key, "tls_key", is_secret=True)
+    chain = _read(certificate, f"{files.prefix}tls_certificate")
+    secret = _read(key, f"{files.prefix}tls_key", is_secret=True)
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:
         problem = f"{certificate} and {key} are no certificate and its key: {error}"
-        raise InvalidConfiguration(source="tls_certificate", problem=problem) from error
+        raise InvalidConfiguration(source=f"{files.prefix}tls_certificate", problem=problem) from error
     authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED

@@ -58,6 +58,16 @@ def serve(
     metrics_listen: Annotated[
         str, typer.Option(help="Prometheus metrics by HTTP.", metavar="HOST:PORT", show_default="none")
     ] = _DEFAULTS.metrics_listen,
+    metrics_tls_certificate: Annotated[
+        Path | None,
+        typer.Option(help="Certificate of the metrics' port, PEM.", metavar="FILE", show_default="none"),
+    ] = None,
+    metrics_tls_key: Annotated[
+        Path | None, typer.Option(help="Its key, PEM.", metavar="FILE", show_default="none")
+    ] = None,
+    metrics_token_file: Annotated[
+        Path | None, typer.Option(help="Token that Prometheus shows.", metavar="FILE", show_default="none")
+    ] = None,
     trace_endpoint: Annotated[
         str,
         typer.Option(help="Collector that spans go to, OTLP over gRPC.", metavar="URL", show_default="none"),
@@ -100,6 +110,7 @@ def serve(
     settings = Settings(
         store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
         store_key=store_key, listen=listen, metrics_listen=metrics_listen,
+        metrics_tls_certificate=metrics_tls_certificate, metrics_tls_key=metrics_tls_key, metrics_token_file=metrics_token_file,
         trace_endpoint=trace_endpoint, trace_ratio=trace_ratio, device=device, direct=direct, profile_directory=given.profile_directory(directory),
         ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
         max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,

@@ -1,23 +1,41 @@
-"""A worker's metrics: its counts as Prometheus reads them, over HTTP, by the Prometheus library's own server.
+"""A worker's metrics: its counts as Prometheus reads them, over HTTP, with TLS and a token where these are given.
 
 Reads what the event loop owns from another thread, by copies. Worst case: a scrape between two counts, which is
-behind by one. Without TLS and without a login: names no session, no engine and no model.
+behind by one. Names no session, no engine and no model.
 """
 
+import logging
+import socket
+import ssl
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from ctxcache.errors import AddressUnusable, CorruptSegment, InvalidConfiguration, TierFailure
+from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Kind
+from ctxcache.privacy import check_secret, secret_refusal
 from gpu_worker.direct.path import DirectPath, Live
 from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
 from gpu_worker.sidecar.metric_table import METRICS, TABLE
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0
+"""How long a scraper may be silent."""
 
 
 class _Value(NamedTuple):
@@ -101,25 +119,137 @@ class WorkerCollector(Collector):
         yield _Value("longest_idle_seconds", attached.longest_idle_s)
 
 
+@dataclass(frozen=True, slots=True)
+class MetricsGuard:
+    """Who may read the metrics, and what stands on the way to them."""
+
+    certificate: Path | None = None
+    """The port's certificate with its chain, PEM; none: no TLS."""
+    key: Path | None = None
+    """Its key, PEM."""
+    token: Path | None = None
+    """What a scraper shows; none: nobody is asked."""
+
+
 class MetricsServer:
     """Serves a collector at `host:port` until it is stopped."""
 
-    def __init__(self, address: str, collector: Collector) -> None:
+    def __init__(
+        self, address: str, collector: Collector, guard: MetricsGuard = MetricsGuard()
+    ) -> None:  # it never changes
         """Listen. Raises InvalidConfiguration, AddressUnusable."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise InvalidConfiguration(source="metrics_listen", problem=f"{address!r} is not host:port")
+        certificate = _Certificate.of(guard)
+        bearer = None if guard.token is None else Bearer(guard.token, source="metrics_token_file")
         registry = CollectorRegistry()
         registry.register(collector)
+        host = host.strip("[]")
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+            self._server = make_server(
+                host, int(port), _guarded(make_wsgi_app(registry), bearer), _server_of(host, certificate),
+                handler_class=_Silent,
+            )  # fmt: skip
         except (OSError, OverflowError) as error:
             problem = getattr(error, "strerror", None) or str(error)
             raise AddressUnusable(address=address, problem=problem) from error
-        self.address = f"{host}:{self._server.server_address[1]}"
+        self.address = f"{address.rpartition(':')[0]}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Listen no more."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Certificate:
+    """The certificate that holds now: its files are looked at for each connection."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = (certificate, key)
+        self._seen = self._stamps()
+        self._context = self._load()
+
+    @classmethod
+    def of(cls, guard: MetricsGuard) -> "_Certificate | None":
+        """None where there is none. Raises InvalidConfiguration."""
+        if guard.certificate is None and guard.key is None:
+            return None
+        if guard.certificate is None or guard.key is None:
+            missing = "metrics_tls_key" if guard.certificate else "metrics_tls_certificate"
+            raise InvalidConfiguration(source=missing, problem="TLS needs a certificate and its key")
+        return cls(guard.certificate, guard.key)
+
+    def context(self) -> ssl.SSLContext:
+        """For the handshake that begins now; files that cannot be used change nothing."""
+        stamps = self._stamps()
+        if stamps != self._seen:
+            try:
+                self._context = self._load()
+                self._seen = stamps
+            except InvalidConfiguration as error:
+                log.error("certificate_refused error=%s", error)  # noqa: TRY400  the sentence says all
+        return self._context
+
+    def _load(self) -> ssl.SSLContext:
+        certificate, key = self._files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            check_secret(key, secret_refusal("metrics_tls_key", key))
+            context.load_cert_chain(certificate, key)
+        except (OSError, ValueError) as error:
+            problem = f"{certificate} and {key} are no certificate and its key: {error}"
+            raise InvalidConfiguration(source="metrics_tls_certificate", problem=problem) from error
+        return context
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        found = []
+        for path in self._files:
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            found.append((status.st_mtime_ns, status.st_ino))
+        return found
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the library's name
+        """Log no request."""
+
+
+def _server_of(host: str, certificate: _Certificate | None) -> type[ThreadingWSGIServer]:
+    class Server(ThreadingWSGIServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def finish_request(self, request: Any, client_address: Any) -> None:
+            """In the connection's own thread: a handshake that does not end holds nobody else up."""
+            request.settimeout(TIMEOUT_S)
+            if certificate is None:
+                super().finish_request(request, client_address)
+                return
+            try:
+                with certificate.context().wrap_socket(request, server_side=True) as wrapped:
+                    super().finish_request(wrapped, client_address)
+            except OSError:
+                # Nobody is there to be told.
+                return
+
+    return Server
+
+
+def _guarded(application: "WSGIApplication", bearer: Bearer | None) -> "WSGIApplication":
+    if bearer is None:
+        return application
+
+    def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if bearer.allows(environ.get("HTTP_AUTHORIZATION", "")):
+            return application(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", CHALLENGE), ("Content-Type", "text/plain")])
+        return [b"Unauthorized\n"]
+
+    return guarded

@@ -30,7 +30,7 @@ from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import Edge
 from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
-from gpu_worker.sidecar.metrics import MetricsServer, WorkerCollector
+from gpu_worker.sidecar.metrics import MetricsGuard, MetricsServer, WorkerCollector
 from gpu_worker.sidecar.model import Models
 from gpu_worker.sidecar.pipelines import Pipelines
 from gpu_worker.sidecar.regions import Opener
@@ -84,7 +84,11 @@ class Worker:
     async def start(self) -> None:
         """Listen. Raises AddressUnusable, InvalidConfiguration."""
         if self.settings.metrics_listen:
-            self._metrics = MetricsServer(self.settings.metrics_listen, self._collector())
+            guard = MetricsGuard(
+                self.settings.metrics_tls_certificate, self.settings.metrics_tls_key,
+                self.settings.metrics_token_file,
+            )  # fmt: skip
+            self._metrics = MetricsServer(self.settings.metrics_listen, self._collector(), guard)
         path = self.settings.socket
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

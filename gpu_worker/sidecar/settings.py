@@ -38,6 +38,12 @@ class Settings:
     """Unix socket to listen at; none: `worker.sock` of the user. Descriptors are passed beside it."""
     metrics_listen: str = ""
     """Where Prometheus may ask, `host:port`; empty: nowhere."""
+    metrics_tls_certificate: Path | None = None
+    """Certificate of that port with its chain, PEM; none: no TLS there."""
+    metrics_tls_key: Path | None = None
+    """Its key, PEM."""
+    metrics_token_file: Path | None = None
+    """Token that Prometheus shows, read again when it changes; none: nobody is asked."""
     trace_endpoint: str = ""
     """Collector of OpenTelemetry (OTLP over gRPC) that spans go to; empty: nothing is traced."""
     trace_ratio: float = 0.0

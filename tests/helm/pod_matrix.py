@@ -135,12 +135,12 @@ def _rows() -> dict[Stream, npt.NDArray[np.generic]]:
 def _write(client: Client, session_id: str) -> None:
     model = client.register_model(_spec())
     session = client.create_session(model.name, session_id=session_id, layout=[HIDDEN])
-    client.append(session, _rows(), durability=DURABILITY_DISK)
+    client.append(session, model, _rows(), durability=DURABILITY_DISK)
 
 
 def _assert_rows_are_there(client: Client, session_id: str) -> None:
     session = client.get_session(f"sessions/{session_id}")
-    with client.read(session) as rows:
+    with client.read(session, client.register_model(_spec())) as rows:
         for stream, expected in _rows().items():
             assert rows.array(stream).tobytes() == expected.tobytes()
 

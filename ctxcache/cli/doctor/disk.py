@@ -103,7 +103,7 @@ def modes(settings: Settings) -> Iterator[Finding]:
     data, directories = settings.data_directory, ssd_directories_of(settings)
     for directory in (data, *directories):
         yield _directory_modes(directory, data_entries(data) if directory == data else ssd_entries(directory))
-    for source in ("tls_key", "token_hashes"):
+    for source in ("tls_key", "token_hashes", "metrics_tls_key", "metrics_token_file"):
         if (path := getattr(settings, source)) is not None:
             yield _secret_modes(source, path)
 

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from attached import saved_case, until
 from dashboard_json import names_in, queries
 from dashboard_table import WORKER
 from paged_engine import running_engine, write_weights
+from pki import Pki
 from prometheus_client.parser import text_string_to_metric_families
 from promtool import answered, needs_promtool, series_of
 from scraped import parsed
@@ -28,7 +31,7 @@ from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
 from gpu_worker.sidecar.metric_table import METRICS
-from gpu_worker.sidecar.metrics import MetricsServer, WorkerCollector
+from gpu_worker.sidecar.metrics import MetricsGuard, MetricsServer, WorkerCollector
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +201,41 @@ def test_every_metric_of_a_workers_alert_is_exposed(shown: tuple[str, str]) -> N
             labels = {label for selector in asked for label in re.findall(r"(\w+)[!=]", selector)}
             assert name in parsed(shown[1])
             assert labels <= set(METRICS[name].labels), alert.name
+
+
+def test_with_a_token_and_tls_it_answers_who_shows_the_one_and_knows_the_other(tmp_path: Path) -> None:
+    """Anybody else is refused; a certificate that is renewed is taken over; a silent handshake holds nobody up."""
+    pki = Pki(tmp_path)
+    old = ssl.create_default_context(cafile=str(pki.authority("old")))
+    new = ssl.create_default_context(cafile=str(pki.authority("new")))
+    certificate, key = pki.issue("worker", "old")
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    server = MetricsServer("127.0.0.1:0", _collector(), MetricsGuard(certificate, key, token))
+    host, _, port = server.address.rpartition(":")
+    url = f"https://{server.address}/metrics"
+    asked = urllib.request.Request(url, headers={"Authorization": "Bearer 0123456789abcdef"})
+    try:
+        with socket.create_connection((host, int(port))):
+            with _opened(asked, old) as answer:
+                assert _values(answer.read().decode())
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                _opened(urllib.request.Request(url), old)
+        with pytest.raises(urllib.error.URLError):
+            _opened(asked, new)
+        pki.issue("worker", "new")
+        with _opened(asked, new) as answer:
+            assert answer.status == 200
+    finally:
+        server.stop()
+
+
+def _opened(request: urllib.request.Request, context: ssl.SSLContext) -> Any:
+    return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context)).open(request, timeout=10)
+
+
+def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
+    """By the name of what is missing."""
+    with pytest.raises(InvalidConfiguration, match="metrics_tls_key"):
+        MetricsServer("127.0.0.1:0", _collector(), MetricsGuard(certificate=tmp_path))
