@@ -77,9 +77,10 @@ app.kubernetes.io/component: test
 {{- end -}}
 {{- end }}
 
+{{/* Directories below the mounts: the store makes them for itself alone, whatever mode a volume has. */}}
 {{- define "ctxcache.settings" -}}
 {{- $own := dict
-  "data_directory" "/var/lib/ctxcache"
+  "data_directory" "/var/lib/ctxcache/store"
   "listen" (printf "0.0.0.0:%v" .Values.service.port)
   "bulk_listen" (printf "0.0.0.0:%v" .Values.service.bulkPort)
   "metrics_listen" (printf "0.0.0.0:%v" .Values.metrics.port)
@@ -93,7 +94,7 @@ app.kubernetes.io/component: test
 {{- with .Values.store.ssdFileSize }}{{ $_ := set $own "ssd_size_bytes" . }}{{ end -}}
 {{- if .Values.store.ssd -}}
 {{- $directories := list -}}
-{{- range .Values.store.ssd }}{{ $directories = append $directories (printf "/var/lib/ctxcache-ssd/%s" .name) }}{{ end -}}
+{{- range .Values.store.ssd }}{{ $directories = append $directories (printf "/var/lib/ctxcache-ssd/%s/store" .name) }}{{ end -}}
 {{- $_ := set $own "ssd_directories" $directories -}}
 {{- end -}}
 {{- if eq .Values.tls.mode "none" -}}
