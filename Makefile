@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo stable test lint format settings chart image pod proto check-proto mutants setup setup-store test-store test-worker clean
+.PHONY: help demo stable test lint format settings chart image pod proto check-proto mutants history setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ test-store: setup-store
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
 	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py $(PYTEST_ARGS)
+
+history: setup ## Let many clients change the same sessions under kills and power cuts, and check every answer (an hour; HISTORY_ARGS="--seed 7")
+	$(BIN)/python -m tests.faults.history --acts 300 $(HISTORY_ARGS)
+	$(BIN)/python -m tests.faults.history --acts 150 --power $(HISTORY_ARGS)
 
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)

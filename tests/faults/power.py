@@ -66,7 +66,7 @@ class PowerGround:
         self.fates: dict[str, int] = {}
 
     def renew(self) -> tuple[Path, list[Path]]:
-        """See Ground. Metadata and SSD files share a disk, or have one each."""
+        """See Ground. Metadata and SSD files share a disk, or each directory has one of its own."""
         self.close()
         self._disk_count = self._random.choice(self._disk_counts)
         for i in range(self._disk_count):
@@ -74,7 +74,8 @@ class PowerGround:
                 self._backing(i).unlink()
             self._mount_point(i).mkdir(exist_ok=True)
         self._switch_on(is_new=True)
-        return self._mount_point(0), [self._mount_point(self._disk_count - 1) / "ssd"]
+        of_ssd = range(1, self._disk_count) or [0]
+        return self._mount_point(0), [self._mount_point(i) / "ssd" for i in of_ssd]
 
     def strike(self, server: ServerProcess | None) -> None:
         """See Ground. First the devices, then the process: what it acknowledges in between it had synced."""

@@ -1,0 +1,48 @@
+"""Bugs that only several clients of one session show."""
+
+from typing import Any
+
+from ctxcache.cache.departures import Departures
+from ctxcache.cache.sessions import Sessions
+from ctxcache.cache.writing import Writing
+from ctxcache.core.session import SessionView
+from tests.faults.planted import plant
+
+
+@plant
+def fork_leaves_tail_open(_: int) -> None:
+    """A fork and its source go on in the same segment, whoever writes first."""
+    fork = Sessions.fork
+
+    async def fork_open(
+        sessions: Sessions, tenant: str, session_id: str, *arguments: Any, **named: Any
+    ) -> SessionView:
+        made = await fork(sessions, tenant, session_id, *arguments, **named)
+        for segment in sessions._state.by_uid[made.uid].segments:
+            segment.is_open = True
+        return made
+
+    setattr(Sessions, "fork", fork_open)  # noqa: B010  # mypy would have it typed
+
+
+@plant
+def truncation_not_recorded(_: int) -> None:
+    """What changes a session that was there is written down only when something else is."""
+    write_down = Departures.write_down
+
+    async def write_some(departures: Departures, changed: Any = (), **named: Any) -> None:
+        await write_down(departures, [s for s in changed if s.generation == 1 or not s.segments], **named)
+
+    setattr(Departures, "write_down", write_some)  # noqa: B010
+
+
+@plant
+def offset_not_compared(_: int) -> None:
+    """An append begins wherever the session ends by then."""
+    reserve = Writing.reserve
+
+    async def reserve_anywhere(writing: Writing, tenant: str, session_id: str, **named: Any) -> Any:
+        named["write_offset"] = writing._state.session(tenant, session_id).token_count
+        return await reserve(writing, tenant, session_id, **named)
+
+    setattr(Writing, "reserve", reserve_anywhere)  # noqa: B010
