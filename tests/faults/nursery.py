@@ -4,7 +4,8 @@
         nursery.spawn(["bugs", "serve", ...], environment, stderr_path)
 
 A forked server is a process like any other, with the same code after `main`; it belongs to whoever asked,
-who waits for it and kills it. Linux only. Worst case: the nursery dies, and `spawn` raises ChildProcessError.
+who waits for it and kills it. Linux only. Worst case: the nursery dies, cannot fork, or says nothing in time,
+and `spawn` raises ChildProcessError.
 """
 
 import array
@@ -21,10 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self, TextIO
 
-from tests.server_process import Process, ServerProcess
+from tests.server_process import Process, ServerProcess, without_settings
 
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 1 << 20
+SPAWN_TIMEOUT_S = 60.0
+"""Longest wait for a fork, imports of the nursery included."""
 
 
 class Forked:
@@ -68,16 +71,18 @@ class Forked:
 
 
 class Nursery:
-    """The process that forks. A context manager."""
+    """The process that forks. A context manager. `environment` is added to its own, for libraries that load first."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.nursery", str(theirs.fileno())],
+                env=without_settings(os.environ) | dict(environment or {}),
                 pass_fds=[theirs.fileno()],
             )
+        self._socket.settimeout(SPAWN_TIMEOUT_S)
 
     def spawn(
         self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int
@@ -86,15 +91,24 @@ class Nursery:
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         descriptors = array.array("i", [stdout, stderr])
         self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        answer = self._socket.recv(_REQUEST_BYTES)
+        try:
+            answer = self._socket.recv(_REQUEST_BYTES)
+        except TimeoutError as error:
+            raise ChildProcessError(f"the nursery has not forked in {SPAWN_TIMEOUT_S:g} s") from error
         if not answer:
             raise ChildProcessError("the nursery is gone")
+        if not answer.isdigit():
+            raise ChildProcessError(f"the nursery cannot fork: {answer.decode()}")
         return int(answer)
 
     def close(self) -> None:
         """End it; servers live on."""
         self._socket.close()
-        self._process.wait()
+        try:
+            self._process.wait(SPAWN_TIMEOUT_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -108,8 +122,15 @@ class Nursery:
 class NurseryServer(ServerProcess):
     """A ServerProcess that a nursery forks, with `plants` in it."""
 
-    def __init__(self, nursery: Nursery, data_directory: Path, *options: str, plants: Sequence[str]) -> None:
-        super().__init__(data_directory, *options, program=[",".join(plants)])
+    def __init__(
+        self,
+        nursery: Nursery,
+        data_directory: Path,
+        *options: str,
+        plants: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(data_directory, *options, environment=environment, program=[",".join(plants)])
         self._nursery = nursery
 
     def _spawn(self, stderr: TextIO) -> Process:
@@ -130,20 +151,41 @@ def _serve_forks(asking: socket.socket) -> None:
         descriptors = array.array("i")
         for _, _, data in ancillary:
             descriptors.frombytes(data)
-        begin, end = os.pipe()
+        asking.send(_fork_server(asking, json.loads(request), descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_server(asking: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> bytes:
+    """Fork a server; its process id in digits, or why there is none.
+
+    Forked twice: the process between ends at once, so that the asking process inherits the server as its child.
+    """
+    begin, end = os.pipe()
+    try:
         between = os.fork()
-        if between == 0:
-            # Forked twice: its parent ends at once, so that whoever asked becomes the one to wait for it.
+    except OSError as error:
+        os.close(begin)
+        os.close(end)
+        return str(error).encode()
+    if between == 0:
+        try:
             pid = os.fork()
             if pid == 0:
                 asking.close()
-                _become_server(json.loads(request), *descriptors)
+                os.close(begin)
+                os.close(end)
+                _become_server(request, *descriptors)
             os.write(end, b"%d" % pid)
+        except OSError as error:
+            os.write(end, str(error).encode())
+        finally:
             os._exit(0)
-        os.waitpid(between, 0)
-        asking.send(os.read(begin, 32))
-        for descriptor in (*descriptors, begin, end):
-            os.close(descriptor)
+    # The only other writer is the process between: its end ends the read, whatever became of it.
+    os.close(end)
+    os.waitpid(between, 0)
+    with os.fdopen(begin, "rb") as said:
+        return said.read() or b"the process between ended"
 
 
 def _become_server(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:

@@ -22,10 +22,10 @@ from ctxcache.client import Client
 from ctxcache.v1.admin_pb2 import PATH_STATE_FENCED
 from tests.faults import planted, scenarios, shortages
 from tests.faults.endings import check_refusal, last_line, stop
-from tests.faults.forked import ForkedServer, Zygote
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.interposed import FOR_EVER, Interposer
 from tests.faults.lifecycle import DEADLINE_S, Lifecycle
+from tests.faults.nursery import Nursery, NurseryServer
 from tests.faults.points import ALWAYS, Point, every_series
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
@@ -39,7 +39,7 @@ class Run:
         self.root = self.home = root
         self.arena = Path("/dev/shm") / f"ctxcache-faults-{uuid.uuid4().hex[:12]}"  # noqa: S108  # a tmpfs
         self.arena.mkdir()
-        self.faults, self._zygote = forge.faults, forge.zygote
+        self.faults, self._nursery = forge.faults, forge.nursery
         self._plants = control or ""
 
     @property
@@ -49,8 +49,11 @@ class Run:
 
     def server(self, *, is_faulty: bool) -> ServerProcess:
         """A server on this run's directories, not started."""
-        plants = self._plants if is_faulty else ""
-        return ForkedServer(self._zygote, self.data, *self._options(), plants=plants)
+        plants = [self._plants] if self._plants and is_faulty else []
+        environment = self.faults.environment
+        return NurseryServer(
+            self._nursery, self.data, *self._options(), plants=plants, environment=environment
+        )
 
     def unforked_server(
         self, *, environment: Mapping[str, str] | None = None, wrapper: Sequence[str] = ()
@@ -91,7 +94,7 @@ class Forge:
     """Where servers come from."""
 
     faults: Interposer
-    zygote: Zygote
+    nursery: Nursery
 
 
 @contextmanager
@@ -99,8 +102,8 @@ def forge() -> Iterator[Forge]:
     """Servers with faults, for one run of the harness."""
     with tempfile.TemporaryDirectory(prefix="ctxcache-faults-") as directory:
         faults = Interposer(Path(directory) / "control")
-        with Zygote(faults.environment) as zygote:
-            yield Forge(faults, zygote)
+        with Nursery(faults.environment) as nursery:
+            yield Forge(faults, nursery)
 
 
 @contextmanager
