@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import grpc
 
 from ctxcache.errors import AddressUnusable
-from ctxcache.frames import MESSAGE_LIMIT_BYTES
+from ctxcache.service.appending import CHUNK_BYTES_LIMIT
 from ctxcache.service.edge import Edge
 from ctxcache.service.tls import Tls
 from ctxcache.service.unix_path import remove_stale
@@ -19,11 +19,25 @@ PING_INTERVAL_MS = 5000
 """Least time between two pings of an idle client; one that asks more often is cut off."""
 CONNECTION_STREAMS_LIMIT = 1024
 """Rpcs that one connection may have open, admitted or not; further ones wait at the client."""
+MESSAGE_LIMIT_BYTES = CHUNK_BYTES_LIMIT + (64 << 10)
+"""Largest request: a chunk of rows, and what is around it. gRPC refuses a larger one at its first bytes."""
+WINDOW_BYTES = 256 << 10
+"""What may come of an rpc's request before it is asked for."""
+PENDING_LIMIT = 512
+"""Rpcs that the event loop has not looked at yet."""
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""How long a connection may take for TLS and its first frame; one that says nothing is closed."""
 OPTIONS = (
     # Two servers must not share a port without knowing.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
     ("grpc.max_concurrent_streams", CONNECTION_STREAMS_LIMIT),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    # It would widen the window of whoever sends much.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.server.max_pending_requests", PENDING_LIMIT),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_LIMIT),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
 )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME
-from grpc_reflection.v1alpha import reflection
 
 from ctxcache import __version__
 from ctxcache.addresses import bulk_places, check_exposure, control_path, is_loopback, metrics_place, targets
@@ -60,6 +59,7 @@ from ctxcache.service.hints import HintService
 from ctxcache.service.identification import Identification, identified_by
 from ctxcache.service.models import ModelService
 from ctxcache.service.operations import Controls
+from ctxcache.service.reflection import Reflection
 from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import DECODERS
@@ -368,8 +368,7 @@ class Server:
         admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, served)
-        names = (*SERVICES, SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, served)
+        Reflection((*SERVICES, SERVICE_NAME)).add_to(served)
 
 
 async def _load(cache: Cache) -> None:

@@ -1,6 +1,7 @@
 """The RPC edge: who calls, admission, and every error turned into a status with its reason. Never lets one through.
 
-Wraps all four kinds of rpc. Health and reflection pass untouched: they answer also when draining.
+Wraps all four kinds of rpc. To gRPC each of them takes a stream of messages, so that nothing of a request is received
+before its caller is let in. Health and reflection are anybody's, and answer also when draining.
 """
 
 import asyncio
@@ -16,9 +17,11 @@ from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.process_memory import refused_memory
-from ctxcache.service.admission import KEPT_OPEN, Admission, Admissions
+from ctxcache.service import caller as callers
+from ctxcache.service.admission import KEPT_OPEN, STREAMS, Admission, Admissions
+from ctxcache.service.arrivals import SMALL_BYTES, Arrivals, Incoming
 from ctxcache.service.audit import audited_call, audited_for_others, audited_stream, is_audited
-from ctxcache.service.caller import Caller, current
+from ctxcache.service.caller import ANYBODY, Caller, current
 from ctxcache.service.guard import FOR_OTHERS, Guard
 from ctxcache.service.rpc import Context, Handler
 from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
@@ -30,15 +33,12 @@ from ctxcache.status import code_of, message_of, trailing_metadata
 log = logging.getLogger(__name__)
 
 OWN_SERVICES = "/ctxcache."
-_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 WATCH_GRACE_S = 0.2
 """How long a watcher of health has to be told of the drain before its stream ends."""
+PUBLIC_LIMIT = 256
+"""Rpcs of health and reflection at a time: nobody is asked who they are."""
+PUBLIC_ARRIVALS_LIMIT = 8
 Decoder: TypeAlias = Callable[[bytes], Any]
 
 
@@ -64,8 +64,12 @@ class Edge(grpc.aio.ServerInterceptor):
         self._decoders = decoders or {}
         self._times = times or RpcTimes()
         self._spans = spans
+        self._public = Admission("watches of health", PUBLIC_LIMIT)
+        self._arrivals, self._public_arrivals = Arrivals(), Arrivals(PUBLIC_ARRIVALS_LIMIT)
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
+        self._answered_once: set[str] = set()
+        """Those of one message each way: a refusal cannot be lost by a client that still sends."""
 
     async def intercept_service(
         self,
@@ -74,13 +78,10 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """See grpc.aio.ServerInterceptor."""
         method = handler_call_details.method
-        if not method.startswith(OWN_SERVICES):
-            handler = await continuation(handler_call_details)
-            return _until_drained(handler, self._admissions.operators) if method == HEALTH_WATCH else handler
-        admission = self._admissions.of(method)
-        refusal = admission.refusal()
-        if refusal:
-            return refusal.handler
+        if method.startswith(OWN_SERVICES) and method in self._answered_once:
+            refusal = self._admissions.of(method).refusal()
+            if refusal:
+                return refusal.handler
         wrapped = self._wrapped.get(method)
         if wrapped is None and (handler := await continuation(handler_call_details)):
             wrapped = self._wrapped[method] = self._wrap(handler, method)
@@ -88,36 +89,48 @@ class Edge(grpc.aio.ServerInterceptor):
 
     # grpc's handlers are untyped tuples
     def _wrap(self, handler: Any, method: str) -> Handler:
-        admission = self._admissions.of(method)
-        # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
-        read = self._decoders.get(method) or handler.request_deserializer
-        decode = partial(_each, read, admission.turns) if handler.request_streaming else partial(_one, read)
+        is_own = method.startswith(OWN_SERVICES)
         is_single = not handler.response_streaming
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
-        if self._spans.is_on and method not in KEPT_OPEN:
+        if is_single and not handler.request_streaming:
+            self._answered_once.add(method)
+        if method == HEALTH_WATCH:
+            behaviour = _until_drained(behaviour, self._admissions.operators)
+        if self._spans.is_on and is_own and method not in KEPT_OPEN:
             behaviour = (traced_call if is_single else traced_stream)(behaviour, self._spans, method)
         if is_audited(method):
             behaviour = (audited_call if is_single else audited_stream)(behaviour, method)
         elif method in FOR_OTHERS:
             behaviour = audited_for_others(behaviour, method)
-        let_in, timer = partial(self._guard.let_in, method=method), self._times.of(method)
-        call = (
-            _single(behaviour, decode, admission, let_in, timer)
-            if is_single
-            else _many(behaviour, decode, admission, let_in, self._stall_timeout_s, timer)
-        )
-        make = _MAKERS[handler.request_streaming, handler.response_streaming]
-        return make(call, None, partial(_encoded, handler.response_serializer))
+        # Requests are decoded here: grpc would answer one that cannot be read with UNKNOWN.
+        read = self._decoders.get(method) or handler.request_deserializer
+        let_in: Callable[[Context], Caller]
+        if is_own:
+            admission = self._admissions.of(method)
+            let_in, timer = partial(self._guard.let_in, method=method), self._times.of(method)
+        else:
+            admission, let_in, timer = self._public, _let_in_anybody, Timer()
+        rpc = _Rpc(
+            behaviour, read, admission, let_in, timer, self._arrivals if is_own else self._public_arrivals,
+            self._stall_timeout_s, is_stream=handler.request_streaming, begins_whole=method in STREAMS,
+            is_anybodys=not is_own,
+        )  # fmt: skip
+        if is_single:
+            encode = partial(_encoded, handler.response_serializer)
+            return grpc.stream_unary_rpc_method_handler(rpc.answer_once, None, encode)
+        encode = partial(_encoded, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(rpc.answer, None, encode)
 
 
-# grpc's handlers are untyped tuples
-def _until_drained(handler: Any, admission: Admission) -> Handler:
+def _until_drained(
+    behaviour: Callable[..., Awaitable[None]], admission: Admission
+) -> Callable[..., AsyncGenerator[Any]]:
     """A watch ends with the drain, which would otherwise wait for it: nobody ends one of their own accord."""
 
-    async def watch(request: object, context: Context) -> None:
-        watching = asyncio.ensure_future(handler.unary_stream(request, context))
+    async def watch(request: object, context: Context) -> AsyncGenerator[Any]:
+        watching = asyncio.ensure_future(behaviour(request, context))
         drained = asyncio.ensure_future(admission.drained())
         try:
             await asyncio.wait({watching, drained}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,55 +138,72 @@ def _until_drained(handler: Any, admission: Admission) -> Handler:
         finally:
             watching.cancel()
             drained.cancel()
-        await _abort(context, Draining())
+        # It writes its answers itself: one that is not taken must not hold up the drain.
+        nothing: tuple[object, ...] = ()
+        for answer in nothing:
+            yield answer
+        raise Draining
 
-    return grpc.unary_stream_rpc_method_handler(
-        watch, handler.request_deserializer, handler.response_serializer
-    )
+    return watch
 
 
-def _single(
-    behaviour: Callable[..., Awaitable[Any]],
-    decode: Callable[..., Any],
-    admission: Admission,
-    let_in: Callable[[Context], Caller],
-    timer: Timer,
-) -> Callable[..., Awaitable[Any]]:
-    async def call(request: object, context: Context) -> Any:
-        begun_s, end = perf_counter(), CANCELLED
+def _let_in_anybody(context: Context) -> Caller:
+    del context
+    callers.let_in(ANYBODY)
+    return ANYBODY
+
+
+class _Rpc:
+    """One method: from its headers to its status."""
+
+    def __init__(
+        self, behaviour: Callable[..., Any], read: Decoder, admission: Admission,
+        let_in: Callable[[Context], Caller], timer: Timer, arrivals: Arrivals, stall_timeout_s: float, *,
+        is_stream: bool, begins_whole: bool, is_anybodys: bool,
+    ) -> None:  # fmt: skip
+        """`begins_whole`: an rpc with a stream of requests is not counted before the first of them is there.
+
+        `is_anybodys`: nobody is asked who calls; each message of a stream has to come in time.
+        """
+        self._behaviour, self._read, self._admission = behaviour, read, admission
+        self._let_in, self._timer, self._arrivals = let_in, timer, arrivals
+        self._stall_timeout_s = stall_timeout_s
+        self._is_stream, self._begins_whole, self._is_anybodys = is_stream, begins_whole, is_anybodys
+
+    async def answer_once(self, _: object, context: Context) -> Any:
+        """With one response."""
+        begun_s, end, incoming = perf_counter(), CANCELLED, Incoming(context)
         try:
-            with admission.enter(let_in(context).tenant):
-                response = await behaviour(decode(request), context)
+            caller = self._let_in(context)
+            request = await self._request(incoming, context)
+            with self._admission.enter(caller.tenant):
+                response = await self._behaviour(request, context)
             end = OK
             return response  # noqa: TRY300  # what follows the try is for failures
+        except grpc.aio.BaseError:
+            # It was ended within, or the client is gone.
+            raise
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             known = known_error(error)
             end = known.reason
+            await self._arrivals.discard(incoming)
             await _abort(context, known)
         finally:
-            timer.ended(perf_counter() - begun_s, end)
+            self._timer.ended(perf_counter() - begun_s, end)
 
-    return call
-
-
-def _many(
-    behaviour: Callable[..., AsyncGenerator[Any]],
-    decode: Callable[..., Any],
-    admission: Admission,
-    let_in: Callable[[Context], Caller],
-    stall_timeout_s: float,
-    timer: Timer,
-) -> Callable[..., Awaitable[None]]:
-    async def call(request: object, context: Context) -> None:
-        begun_s, end = perf_counter(), CANCELLED
+    async def answer(self, _: object, context: Context) -> None:
+        """With a stream of responses."""
+        begun_s, end, incoming = perf_counter(), CANCELLED, Incoming(context)
+        admission = self._admission
         try:
-            caller = let_in(context)
+            caller = self._let_in(context)
+            request = await self._request(incoming, context)
             # Closed here and now when the client goes away: what the rpc holds ends with it.
             with admission.enter(caller.tenant):
-                async with aclosing(behaviour(decode(request), context)) as responses:
+                async with aclosing(self._behaviour(request, context)) as responses:
                     async for response in responses:
                         caller.check()
-                        await _send(context, response, stall_timeout_s)
+                        await _send(context, response, self._stall_timeout_s)
                         # Before the next one is made.
                         if admission.turns:
                             await admission.turns.take()
@@ -189,11 +219,30 @@ def _many(
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             known = known_error(error)
             end = known.reason
+            await self._arrivals.discard(incoming)
             await _abort(context, known)
         finally:
-            timer.ended(perf_counter() - begun_s, end)
+            self._timer.ended(perf_counter() - begun_s, end)
 
-    return call
+    async def _request(self, incoming: Incoming, context: Context) -> Any:
+        """The one request, or the stream of them. Raises as `Arrivals.receive`."""
+        refusal = self._admission.refusal()
+        if refusal:
+            raise refusal.again()
+        if self._is_stream and self._is_anybodys:
+            arriving = self._arrivals.receive_all(incoming, context.peer())
+            return _each(self._read, None, arriving)
+        if self._is_stream and not self._begins_whole:
+            return _each(self._read, self._admission.turns, incoming)
+        encoded = await self._arrivals.receive(incoming, context.peer())
+        if self._is_stream:
+            incoming.give_back(encoded)
+            return _each(self._read, self._admission.turns, incoming)
+        if encoded is None:
+            raise InvalidArgument(field="request", problem="is missing")
+        if len(encoded) > SMALL_BYTES:
+            raise InvalidArgument(field="request", problem=f"is larger than {SMALL_BYTES} bytes")
+        return _one(self._read, encoded)
 
 
 async def _send(context: Context, response: object, stall_timeout_s: float) -> None:

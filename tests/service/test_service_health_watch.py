@@ -1,71 +1,34 @@
 """Who watches the server's health and takes no answer holds up nobody: neither the drain nor the end."""
 
 import asyncio
-import struct
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_http2 import RawClient, message
 from service_rig import Client, refused, until
 
 from ctxcache.config import Settings
 from ctxcache.server import Server
 from ctxcache.v1 import operations_pb2 as ops
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_STREAM, END_HEADERS, ACK = 1, 4, 1
-INITIAL_WINDOW_SIZE = 4
 WATCH = "/grpc.health.v1.Health/Watch"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """An HTTP/2 frame."""
-    return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
-
-
-def literal(name: str, value: str) -> bytes:
-    """A header field, neither indexed nor compressed."""
-    return bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-
-
-class DeafWatcher:
-    """An HTTP/2 client that watches health and has room for no byte of the answer."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self.writer = reader, writer
-
-    @classmethod
-    async def open(cls, target: str) -> "DeafWatcher":
-        """Connect, and watch; it is under way when this returns."""
-        host, _, port = target.rpartition(":")
-        made = cls(*await asyncio.open_connection(host, int(port)))
-        fields = {
-            ":method": "POST", ":scheme": "http", ":path": WATCH, ":authority": "here",
-            "te": "trailers", "content-type": "application/grpc",
-        }  # fmt: skip
-        made.writer.write(
-            PREFACE
-            + frame(SETTINGS, 0, 0, struct.pack("!HI", INITIAL_WINDOW_SIZE, 0))
-            + frame(HEADERS, END_HEADERS, 1, b"".join(literal(*field) for field in fields.items()))
-            + frame(DATA, END_STREAM, 1, bytes(5))
-        )
-        while await made._next() != HEADERS:
-            pass
-        return made
-
-    async def _next(self) -> int:
-        head = await self._reader.readexactly(9)
-        await self._reader.readexactly(int.from_bytes(head[:3]))
-        if head[3] == SETTINGS and not head[4] & ACK:
-            self.writer.write(frame(SETTINGS, ACK, 0, b""))
-        return head[3]
+async def deaf_watcher(target: str) -> RawClient:
+    """A client that watches health and has room for no byte of the answer; it is under way when this returns."""
+    made = await RawClient.open(target, room=0)
+    made.begin(1, WATCH)
+    made.say(1, message(b""), is_last=True)
+    while 1 not in made.begun:
+        await made.take()
+    return made
 
 
 async def test_a_watcher_that_takes_nothing_holds_up_no_drain(server: Server, client: Client) -> None:
     """It drains, and takes work again, while that one waits for room that it does not give itself."""
-    watcher = await DeafWatcher.open(server.addresses[0])
+    watcher = await deaf_watcher(server.addresses[0])
 
     async with asyncio.timeout(10):
         statuses = [status async for status in client.admin.Drain(ops.DrainRequest())]
@@ -86,7 +49,7 @@ async def test_nor_the_end(settings: Settings) -> None:
         await client.register()
         await client.create("a")
         await client.append("a", 1, 0, 8)
-        watcher = await DeafWatcher.open(server.addresses[0])
+        watcher = await deaf_watcher(server.addresses[0])
         async with asyncio.timeout(10):
             await server.stop()
     watcher.writer.close()
