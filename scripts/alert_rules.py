@@ -78,7 +78,7 @@ def _annotations(alert: Alert) -> tuple[tuple[str, str], ...]:
     return (
         ("summary", alert.summary),
         ("description", alert.means),
-        ("runbook", f"{RUNBOOK}#{alert.name.lower()}"),
+        ("runbook_url", f"{RUNBOOK}#{alert.name.lower()}"),
     )
 
 

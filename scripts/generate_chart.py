@@ -34,13 +34,22 @@ NEVER_IN_A_CLUSTER = {"fault_injection"}
 QUANTITY = r"^[0-9.]+([KMGTPE]i?)?$"
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 NAME = r"^[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?$"
+SECONDS = {"type": "integer", "minimum": 60}
 # What a default does not tell.
 RULES: Mapping[str, Mapping[str, Any]] = {
     "image.digest": {"pattern": "^(sha256:[0-9a-f]{64})?$"},
+    # Templates refuse it too, in a sentence.
+    "store": {
+        "if": {
+            "properties": {"kind": {"const": "StatefulSet"}, "replicas": {"minimum": 2}},
+            "required": ["replicas"],
+        },
+        "then": {"properties": {"clientsChooseTheirStore": {"const": True}}},
+    },
     "store.replicas": {"minimum": 1},
     "store.arena.sizeMiB": {"minimum": 64},
     "store.memoryOverheadMiB": {"minimum": 256},
-    "store.startSeconds": {"minimum": 60},
+    "store.startSeconds": SECONDS,
     "store.preStopSleepSeconds": {"minimum": 1},
     "store.cpu.request": {"type": ["string", "number"]},
     "store.cpu.limit": {"type": ["string", "number"]},
@@ -48,6 +57,16 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "service.port": PORT,
     "service.bulkPort": PORT,
     "metrics.port": PORT,
+    "service.loadBalancerSourceRanges": {"items": {"type": "string", "pattern": "/[0-9]+$"}},
+    "service.externalTrafficPolicy": {"enum": ["", "Cluster", "Local"]},
+    "networkPolicy.extraFrom": {"items": {"type": "object"}},
+    "networkPolicy.metricsFrom": {"items": {"type": "object"}},
+    "tls.dnsNames": {"items": {"type": "string"}},
+    "backup.schedule": {"minLength": 9},
+    "backup.keep": {"minimum": 1},
+    "backup.rateLimit": {"pattern": "^([0-9.]+([kKMGT]i?)?B?)?$"},
+    "backup.timeoutSeconds": SECONDS,
+    "backup.size": {"pattern": QUANTITY},
     "metrics.podMonitor.port": PORT,
     "podDisruptionBudget.maxUnavailable": {"type": ["integer", "string"]},
     "store.ssd": {
@@ -59,6 +78,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
                 "name": {"type": "string", "pattern": NAME},
                 "size": {"type": "string", "pattern": QUANTITY},
                 "storageClass": {"type": "string"},
+                "existingClaim": {"type": "string"},
                 "hostPath": {"type": "string", "pattern": "^/"},
             },
         }

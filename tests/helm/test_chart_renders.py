@@ -68,6 +68,8 @@ def test_the_server_takes_its_configuration(case: str, tmp_path: Path) -> None:
     assert {str(path.parent) for path in settings.ssd_directories} <= mounts
     assert str(settings.arena_directory) in mounts
     assert bool(settings.tls_certificate) != settings.insecure_listen
+    for path in (settings.metrics_token_file, settings.metrics_tls_key, settings.token_hashes):
+        assert path is None or str(path.parent) in mounts
     port = named(container["ports"], "grpc")["containerPort"]
     assert tomllib.loads(file.read_text())["listen"].endswith(f":{port}")
 

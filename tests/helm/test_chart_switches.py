@@ -9,7 +9,7 @@ import pytest
 from chart import CHART, RenderError, helm, kinds, named, objects, only, render, store_pod
 
 PLAIN = [
-    "ConfigMap", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Service", "Service", "ServiceAccount", "StatefulSet",
+    "ConfigMap", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Service", "Service", "Service", "ServiceAccount", "StatefulSet",
 ]  # fmt: skip
 
 
@@ -37,16 +37,24 @@ def test_what_is_there_can_be_left_out(switch: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("switches", "kind"),
     [
-        (['metrics.serviceMonitor={"enabled":true}'], "ServiceMonitor"),
+        (
+            ['metrics.serviceMonitor={"enabled":true}', 'networkPolicy.metricsFrom=[{"podSelector":{}}]'],
+            "ServiceMonitor",
+        ),
         (['metrics.prometheusRule={"enabled":true}'], "PrometheusRule"),
         (['metrics.dashboard={"enabled":true}'], "ConfigMap"),
         (['tls={"mode":"cert-manager","issuerRef":{"name":"i"}}'], "Certificate"),
-        (['worker={"enabled":true}'], "DaemonSet"),
+        (['worker={"enabled":true}', "networkPolicy.enabled=false"], "DaemonSet"),
+        (['backup={"enabled":true,"existingClaim":"b"}'], "CronJob"),
     ],
 )
 def test_what_is_not_there_can_be_had(switches: list[str], kind: str) -> None:
     """One object more, and no other."""
-    assert kinds(objects(render("default", *switches))) == sorted([*PLAIN, kind])
+    expected = [*PLAIN, kind]
+    if "networkPolicy.enabled=false" in switches:
+        # A worker has a policy of its own.
+        expected.remove("NetworkPolicy")
+    assert kinds(objects(render("default", *switches))) == sorted(expected)
 
 
 def test_a_worker_is_watched_where_that_is_asked_for() -> None:
@@ -72,7 +80,8 @@ def test_a_daemon_set_is_one_store_per_node() -> None:
     found = objects(render("node-local"))
     assert "StatefulSet" not in kinds(found)
     assert "PodDisruptionBudget" not in kinds(found)
-    assert only(found, "Service")["spec"]["internalTrafficPolicy"] == "Local"
+    assert found["Service", "cache-ctxcache"]["spec"]["internalTrafficPolicy"] == "Local"
+    assert "internalTrafficPolicy" not in found["Service", "cache-ctxcache-metrics"]["spec"]
 
 
 def test_memory_is_the_arena_and_the_process() -> None:
@@ -109,6 +118,122 @@ def test_helm_test_gets_through_to_metrics_that_few_may_read() -> None:
     assert not asker.items() <= labels["StatefulSet"].items()
     without = only(objects(render("default", peer, "tests.enabled=false")), "NetworkPolicy")
     assert len(without["spec"]["ingress"][1]["from"]) == 1
+
+
+def test_nobody_reads_metrics_who_was_not_named() -> None:
+    """By default only `helm test`; without it nobody; a LoadBalancer has no port for them."""
+    (_, metrics) = only(objects(render()), "NetworkPolicy")["spec"]["ingress"]
+    untested = only(objects(render("default", "tests.enabled=false")), "NetworkPolicy")["spec"]["ingress"]
+    exposed = objects(render("tls-secret"))
+
+    assert [list(peer) for peer in metrics["from"]] == [["podSelector"]]
+    assert [[port["port"] for port in rule["ports"]] for rule in untested] == [["grpc", "bulk"]]
+    assert exposed["Service", "cache-ctxcache"]["spec"]["type"] == "LoadBalancer"
+    for (kind, name), item in exposed.items():
+        if kind == "Service":
+            ports = {port["name"] for port in item["spec"]["ports"]}
+            assert ("metrics" in ports) == (name == "cache-ctxcache-metrics")
+    assert exposed["Service", "cache-ctxcache-metrics"]["spec"]["type"] == "ClusterIP"
+    assert objects(render("platform"))["NetworkPolicy", "cache-ctxcache-worker"]["spec"]["ingress"] == []
+    (of_workers,) = objects(render("kept"))["NetworkPolicy", "cache-ctxcache-worker"]["spec"]["ingress"]
+    assert [port["port"] for port in of_workers["ports"]] == ["metrics"]
+
+
+def test_stores_that_share_nothing_have_no_common_address() -> None:
+    """Each has its own name, and where it is asked for an address outside of the cluster."""
+    inside = objects(render("tls-cert-manager"))
+    outside = objects(render("shards"))
+
+    def services(found: dict[tuple[str, str], Any]) -> set[str]:
+        return {name for kind, name in found if kind == "Service"}
+
+    assert services(inside) == {"cache-ctxcache-stores", "cache-ctxcache-metrics"}
+    assert services(outside) - services(inside) == {"cache-ctxcache-0", "cache-ctxcache-1"}
+    for number in (0, 1):
+        spec = outside["Service", f"cache-ctxcache-{number}"]["spec"]
+        assert spec["selector"]["statefulset.kubernetes.io/pod-name"] == f"cache-ctxcache-{number}"
+        assert spec["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
+    rows, *_ = outside["NetworkPolicy", "cache-ctxcache"]["spec"]["ingress"]
+    assert {"ipBlock": {"cidr": "10.0.0.0/8"}} in rows["from"]
+    asked = outside["Pod", "cache-ctxcache-test"]["spec"]["containers"][0]["args"][1:]
+    assert asked == [f"cache-ctxcache-{number}.cache-ctxcache-stores" for number in (0, 1)]
+
+
+def test_a_platform_that_assigns_users_is_let() -> None:
+    """A key that is set to null is left out, in every pod; the rest stays."""
+    found = objects(render("platform"))
+    pods = [pod_of(item) for item in found.values() if pod_of(item)]
+
+    assert len(pods) == 3
+    for pod in pods:
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()
+        assert pod["securityContext"]["runAsNonRoot"]
+    (main, _) = store_pod(found)["containers"]
+    assert main["securityContext"]["seLinuxOptions"] == {"level": "s0:c26,c5"}
+    assert main["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_claims_that_are_there_are_taken() -> None:
+    """And none is made in their place."""
+    found = objects(render("platform"))
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in store_pod(found)["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+
+    assert claims == {"data": "store-data", "ssd-fast": "store-fast"}
+    assert "volumeClaimTemplates" not in only(found, "StatefulSet")["spec"]
+
+
+def test_metrics_are_asked_for_as_they_answer() -> None:
+    """Server, probes and monitor agree on TLS and token, of stores and of workers."""
+    found = objects(render("kept"))
+    toml = found["ConfigMap", "cache-ctxcache"]["data"]["ctxcache.toml"]
+    container = store_pod(found)["containers"][0]
+    (of_store,) = only(found, "ServiceMonitor")["spec"]["endpoints"]
+    (of_workers,) = only(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (worker,) = pod_of(only(found, "DaemonSet"))["containers"]
+
+    assert 'metrics_token_file = "/etc/ctxcache-metrics-token/token"' in toml
+    assert 'metrics_tls_key = "/etc/ctxcache-metrics-tls/tls.key"' in toml
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    for endpoint in (of_store, of_workers):
+        assert endpoint["scheme"] == "https"
+        assert endpoint["authorization"]["credentials"] == {"name": "metrics-token", "key": "token"}
+    assert of_store["tlsConfig"]["serverName"] == "cache.example.com"
+    assert "--metrics-token-file=/etc/ctxcache-metrics-token/token" in worker["args"]
+    by_own = objects(render("claims"))
+    (endpoint,) = only(by_own, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["tlsConfig"]["serverName"] in only(by_own, "Certificate")["spec"]["dnsNames"]
+    assert "authorization" not in endpoint
+
+
+def test_alerts_lead_to_the_runbook_where_it_is_published() -> None:
+    """Each to its own entry."""
+    (group,) = only(objects(render("kept")), "PrometheusRule")["spec"]["groups"]
+    for rule in group["rules"]:
+        url = rule["annotations"]["runbook_url"]
+        assert url == f"https://docs.example.com/runbook#{rule['alert'].lower()}"
+
+
+def test_a_backup_is_of_every_store_and_shows_who_it_is() -> None:
+    """By the name that the store's certificate has."""
+
+    def container(case: str) -> Any:
+        spec = only(objects(render(case)), "CronJob")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        assert spec["restartPolicy"] == "Never"
+        return spec["containers"][0]
+
+    assert container("kept")["args"][2:] == ["cache-ctxcache.inference.svc:7420"]
+    assert container("shards")["args"][2:] == [
+        f"cache-ctxcache-{number}.cache-ctxcache-stores.inference.svc:7420" for number in (0, 1)
+    ]
+    assert {one["name"] for one in container("kept")["env"]} == {"CTXCACHE_TOKEN_FILE"}
+    assert {one["name"] for one in container("claims")["env"]} == {
+        "CTXCACHE_TLS_CA", "CTXCACHE_TLS_CLIENT_CERTIFICATE", "CTXCACHE_TLS_CLIENT_KEY",
+    }  # fmt: skip
 
 
 def test_a_start_has_the_time_that_it_is_given() -> None:
@@ -219,6 +344,30 @@ def test_a_digest_wins_over_a_tag() -> None:
         (['store.ssd=[{"name":"a"}]'], "a has no size, which a StatefulSet needs"),
         (['store={"kind":"DaemonSet","ssd":[{"name":"a","size":"1Gi"}]}'], "a has no hostPath"),
         (["service.port=70000"], "service.port"),
+        (["store.replicas=2"], "clientsChooseTheirStore"),
+        (
+            ["store.replicas=2", "store.clientsChooseTheirStore=true", 'store.data.existingClaim="x"'],
+            "store.data.existingClaim is of one store",
+        ),
+        (
+            ["store.replicas=2", "store.clientsChooseTheirStore=true", 'worker={"enabled":true}'],
+            "worker.storeTarget is needed",
+        ),
+        (
+            ['store={"kind":"DaemonSet","data":{"existingClaim":"x"}}'],
+            "store.data.existingClaim is of a StatefulSet",
+        ),
+        (['service.type="LoadBalancer"'], "service.type LoadBalancer without TLS"),
+        (['service.loadBalancerSourceRanges=["10.0.0.1"]'], "service.loadBalancerSourceRanges"),
+        (["metrics.tls.enabled=true"], "metrics.tls needs a certificate"),
+        (["metrics.serviceMonitor.enabled=true"], "networkPolicy.metricsFrom is needed with a monitor"),
+        (['store.kind="DaemonSet"', "backup.enabled=true"], "backup is of a StatefulSet's stores"),
+        (['backup.rateLimit="1; rm -rf /"'], "backup.rateLimit"),
+        (["backup.keep=0"], "backup.keep"),
+        (
+            ['tls={"mode":"secret","secretName":"x"}', "backup.enabled=true"],
+            "backup.tlsSecret is needed where the stores speak TLS",
+        ),
         (
             ['metrics.podMonitor={"enabled":true}'],
             "metrics.podMonitor is of workers: it needs worker.enabled",
@@ -229,6 +378,13 @@ def test_what_cannot_be_is_refused_with_its_reason(sets: list[str], said: str) -
     """At install, not at start."""
     with pytest.raises(RenderError, match=re.escape(said)):
         render("default", *sets)
+
+
+def test_a_refusal_does_not_rest_on_the_schema() -> None:
+    """It is said in a sentence where schemas are passed over."""
+    skipped = ("--skip-schema-validation", "--set", "store.replicas=2")
+    with pytest.raises(RenderError, match=r"Set store\.clientsChooseTheirStore where each client"):
+        helm("template", "cache", str(CHART), *skipped)
 
 
 def test_a_worker_image_is_asked_for_where_it_cannot_be_known() -> None:
@@ -252,15 +408,30 @@ def test_every_value_is_used() -> None:
 @pytest.mark.parametrize("case", ["default", "node-local"])
 def test_notes_warn(case: str, tmp_path: Path) -> None:
     """What is dangerous is said at install."""
+    notes = _notes(case, tmp_path)
+    assert "WARNING: tls.mode is none" in notes
+    assert ("host paths are used" in notes) == (case == "node-local")
+    assert ("nothing is backed up" in notes) == (case == "default")
+    assert ("nobody reads metrics" in notes) == (case == "default")
+
+
+def _notes(case: str, tmp_path: Path) -> str:
     copy = tmp_path / "ctxcache"
     shutil.copytree(CHART, copy)
     # Only an installation shows notes, and that needs a cluster: so as an object.
     notes = (CHART / "templates" / "NOTES.txt").read_text()
     (copy / "templates" / "notes.yaml").write_text(f"# NOTES\n{notes}# END\n".replace("\n", "\n# "))
     values = str(CHART.parents[1] / "tests" / "helm" / "cases" / f"{case}.yaml")
-    notes = helm("template", "cache", str(copy), "--values", values, "--show-only", "templates/notes.yaml")
-    assert "WARNING: tls.mode is none" in notes
-    assert ("host paths are used" in notes) == (case == "node-local")
+    return helm("template", "cache", str(copy), "--values", values, "--show-only", "templates/notes.yaml")
+
+
+def test_notes_say_how_a_client_chooses(tmp_path: Path) -> None:
+    """Every store by its name, and no address of all."""
+    notes = _notes("shards", tmp_path)
+    for number in (0, 1):
+        assert f"cache-ctxcache-{number}.cache-ctxcache-stores.default.svc:7420" in notes
+    assert "They share nothing" in notes
+    assert "Engines reach it at" not in notes
 
 
 def test_a_worker_shows_the_store_who_it_is() -> None:
@@ -278,5 +449,5 @@ def test_a_worker_shows_the_store_who_it_is() -> None:
 
 def test_whom_the_store_may_reach_is_given() -> None:
     """The collector of its traces, and nobody else."""
-    (only_one,) = only(objects(render("tenants")), "NetworkPolicy")["spec"]["egress"]
+    (only_one,) = objects(render("tenants"))["NetworkPolicy", "cache-ctxcache"]["spec"]["egress"]
     assert only_one["ports"] == [{"port": 4317}]

@@ -55,7 +55,7 @@ def test_every_alert_has_an_entry_in_the_runbook() -> None:
 
     for alert in ALERTS:
         assert f"\n## {alert.name}\n" in runbook
-        assert f'runbook: "docs/runbook.md#{alert.name.lower()}"' in rules
+        assert f'runbook_url: "docs/runbook.md#{alert.name.lower()}"' in rules
 
 
 async def test_every_metric_of_an_alert_is_exposed(tmp_path: Path) -> None:

@@ -41,6 +41,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: test
 {{- end }}
 
+{{- define "ctxcache.backupSelector" -}}
+app.kubernetes.io/name: {{ include "ctxcache.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: backup
+{{- end }}
+
 {{- define "ctxcache.image" -}}
 {{- $name := .Values.image.repository -}}
 {{- with .Values.image.registry }}{{ $name = printf "%s/%s" . $name }}{{ end -}}
@@ -91,6 +97,12 @@ app.kubernetes.io/component: test
   "arena_huge_pages" (ternary "on" "off" .Values.store.arena.hugePages)
 -}}
 {{- if .Values.auth.tokenHashesSecret }}{{ $_ := set $own "token_hashes" "/etc/ctxcache-tokens/hashes" }}{{ end -}}
+{{- if .Values.metrics.tokenSecret }}{{ $_ := set $own "metrics_token_file" "/etc/ctxcache-metrics-token/token" }}{{ end -}}
+{{- if .Values.metrics.tls.enabled }}
+{{- $place := ternary "/etc/ctxcache-metrics-tls" "/etc/ctxcache-tls" (ne .Values.metrics.tls.secretName "") -}}
+{{- $_ := set $own "metrics_tls_certificate" (printf "%s/tls.crt" $place) -}}
+{{- $_ := set $own "metrics_tls_key" (printf "%s/tls.key" $place) -}}
+{{- end -}}
 {{- with .Values.store.ssdFileSize }}{{ $_ := set $own "ssd_size_bytes" . }}{{ end -}}
 {{- if .Values.store.ssd -}}
 {{- $directories := list -}}
@@ -117,19 +129,27 @@ app.kubernetes.io/component: test
 {{ add .Values.store.preStopSleepSeconds $drain $flush 15 }}
 {{- end }}
 
-{{- define "ctxcache.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{/* What cannot be is refused here, by every render. */}}
+{{- define "ctxcache.check" -}}
+{{- $store := .Values.store -}}
+{{- $isSet := eq $store.kind "StatefulSet" -}}
+{{- if and $isSet (gt (int $store.replicas) 1) -}}
+{{- if not $store.clientsChooseTheirStore }}{{ fail "store.replicas above 1: stores share nothing, and behind one address a returning session would be missed without a word. Set store.clientsChooseTheirStore where each client sends a session to the same store each time, by that store's own name" }}{{ end -}}
+{{- if $store.data.existingClaim }}{{ fail "store.data.existingClaim is of one store: store.replicas is above 1" }}{{ end -}}
+{{- if and .Values.worker.enabled (not .Values.worker.storeTarget) (not $store.shareWithNode.enabled) }}{{ fail "worker.storeTarget is needed where store.replicas is above 1: there is no common address" }}{{ end -}}
+{{- end -}}
+{{- if and (not $isSet) $store.data.existingClaim }}{{ fail "store.data.existingClaim is of a StatefulSet: a DaemonSet has store.data.hostPath" }}{{ end -}}
+{{- if and (eq .Values.service.type "LoadBalancer") (eq .Values.tls.mode "none") (not .Values.service.loadBalancerSourceRanges) }}{{ fail "service.type LoadBalancer without TLS gives every session to whoever reaches it: set tls.mode, or service.loadBalancerSourceRanges" }}{{ end -}}
+{{- if and .Values.metrics.tls.enabled (not .Values.metrics.tls.secretName) (eq .Values.tls.mode "none") }}{{ fail "metrics.tls needs a certificate: set metrics.tls.secretName, or tls.mode" }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) (or .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled) }}{{ fail "networkPolicy.metricsFrom is needed with a monitor: the network policy lets nobody read metrics" }}{{ end -}}
+{{- if and .Values.backup.enabled (not $isSet) }}{{ fail "backup is of a StatefulSet's stores" }}{{ end -}}
+{{- if and .Values.backup.enabled (ne .Values.tls.mode "none") (not .Values.backup.tlsSecret) }}{{ fail "backup.tlsSecret is needed where the stores speak TLS" }}{{ end -}}
 {{- end }}
 
-{{- define "ctxcache.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- define "ctxcache.metricsServerName" -}}
+{{ .Values.metrics.tls.serverName | default (printf "%s-metrics.%s.svc" (include "ctxcache.fullname" .) .Release.Namespace) }}
+{{- end }}
+
+{{- define "ctxcache.metricsSecretName" -}}
+{{- if .Values.metrics.tls.secretName }}{{ .Values.metrics.tls.secretName }}{{ else }}{{ include "ctxcache.tlsSecretName" . }}{{ end -}}
 {{- end }}

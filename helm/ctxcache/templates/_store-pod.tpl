@@ -23,7 +23,7 @@ spec:
     {{- end }}
   {{- end }}
   securityContext:
-    {{- include "ctxcache.podSecurity" . | nindent 4 }}
+    {{- toYaml .Values.store.podSecurityContext | nindent 4 }}
   terminationGracePeriodSeconds: {{ include "ctxcache.graceSeconds" . }}
   {{- with .Values.store.priorityClassName }}
   priorityClassName: {{ . }}
@@ -53,6 +53,10 @@ spec:
           {{- include "ctxcache.storeSelector" . | nindent 10 }}
     {{- end }}
   {{- end }}
+  {{- with .Values.store.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: store
       image: {{ include "ctxcache.image" . }}
@@ -64,6 +68,10 @@ spec:
         {{- with .Values.store.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with .Values.store.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         - name: grpc
           containerPort: {{ .Values.service.port }}
@@ -76,6 +84,9 @@ spec:
         httpGet:
           path: /readyz
           port: metrics
+          {{- if .Values.metrics.tls.enabled }}
+          scheme: HTTPS
+          {{- end }}
         periodSeconds: 5
         failureThreshold: {{ div .Values.store.startSeconds 5 }}
       {{- if eq .Values.tls.mode "none" }}
@@ -90,6 +101,9 @@ spec:
         httpGet:
           path: /readyz
           port: metrics
+          {{- if .Values.metrics.tls.enabled }}
+          scheme: HTTPS
+          {{- end }}
         periodSeconds: 5
         timeoutSeconds: 3
       {{- end }}
@@ -97,6 +111,9 @@ spec:
         httpGet:
           path: /healthz
           port: metrics
+          {{- if .Values.metrics.tls.enabled }}
+          scheme: HTTPS
+          {{- end }}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 6
@@ -105,7 +122,7 @@ spec:
           sleep:
             seconds: {{ .Values.store.preStopSleepSeconds }}
       securityContext:
-        {{- include "ctxcache.containerSecurity" . | nindent 8 }}
+        {{- toYaml .Values.store.containerSecurityContext | nindent 8 }}
       resources:
         {{- $memory := ternary (int64 .Values.store.memoryOverheadMiB) (add .Values.store.arena.sizeMiB .Values.store.memoryOverheadMiB) .Values.store.arena.hugePages }}
         requests:
@@ -145,6 +162,22 @@ spec:
           mountPath: /etc/ctxcache-tokens
           readOnly: true
         {{- end }}
+        {{- if and .Values.metrics.tls.enabled .Values.metrics.tls.secretName }}
+        - name: metrics-tls
+          mountPath: /etc/ctxcache-metrics-tls
+          readOnly: true
+        {{- end }}
+        {{- if .Values.metrics.tokenSecret }}
+        - name: metrics-token
+          mountPath: /etc/ctxcache-metrics-token
+          readOnly: true
+        {{- end }}
+        {{- with .Values.store.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    {{- with .Values.store.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: settings
       configMap:
@@ -181,6 +214,35 @@ spec:
       secret:
         secretName: {{ . }}
         defaultMode: 0440
+    {{- end }}
+    {{- if and .Values.metrics.tls.enabled .Values.metrics.tls.secretName }}
+    - name: metrics-tls
+      secret:
+        secretName: {{ .Values.metrics.tls.secretName }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with .Values.metrics.tokenSecret }}
+    - name: metrics-token
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with .Values.store.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- if eq .Values.store.kind "StatefulSet" }}
+    {{- with .Values.store.data.existingClaim }}
+    - name: data
+      persistentVolumeClaim:
+        claimName: {{ . }}
+    {{- end }}
+    {{- range .Values.store.ssd }}
+    {{- if .existingClaim }}
+    - name: ssd-{{ .name }}
+      persistentVolumeClaim:
+        claimName: {{ .existingClaim }}
+    {{- end }}
+    {{- end }}
     {{- end }}
     {{- if eq .Values.store.kind "DaemonSet" }}
     - name: data
