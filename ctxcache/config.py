@@ -117,6 +117,7 @@ class Settings(BaseSettings):
     arena_prefault: bool = _knob("arena_prefault")
     arena_sealed: bool = _knob("arena_sealed")
     ssd_directories: Paths = _knob("ssd_directories")
+    ssd_missing: Literal["refuse", "serve"] = _knob("ssd_missing")
     ssd_size_bytes: Size = _knob("ssd_size_bytes")
     listen: str = _knob("listen")
     unix_socket: str = _knob("unix_socket")

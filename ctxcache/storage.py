@@ -6,7 +6,7 @@ nothing stays open; no SSD directory is given a number then, and no format is up
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.privacy import claim_directory, tighten
 from ctxcache.sizes import arena_bytes, ssd_bytes
-from ctxcache.ssd_directories import check_not_orphaned, entries, in_order, write_down
+from ctxcache.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
 from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
 
@@ -64,19 +64,22 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     check_not_orphaned(settings.data_directory, named)
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
     files.callback(directory.close)
-    ordered = in_order(directory.path, directory.instance_id, named)
+    is_lenient = settings.ssd_missing == "serve"
+    found = look(directory.path, directory.instance_id, named, may_be_absent=is_lenient)
+    ordered = tuple(each.path for each in found)
     directory.tighten()
     if directory.found_format < FIRST_NUMBERED_FORMAT:
         check_first_order(directory.metadata_path, ordered)
     # The arena first: what it refuses leaves no large file behind.
     arena = _open_arena(settings, directory)
     files.callback(arena.close)
-    paths = _ssd_paths(settings, ordered)
+    paths = _ssd_paths(settings, found, directory.instance_id)
     ssd = FaultySsdFiles(paths, faults) if faults else SsdFiles(paths)
     files.callback(ssd.close)
     directory.upgrade()
-    write_down(directory.path, directory.instance_id, ordered)
-    metadata = _open_metadata(directory, ordered, faults)
+    absent = {i for i, refusal in ssd.refusals.items() if refusal.is_lost}
+    write_down(directory.path, directory.instance_id, ordered, absent=absent)
+    metadata = _open_metadata(directory, ordered, absent, faults)
     files.callback(metadata.close)
     return Storage(directory, arena, ssd, metadata, faults)
 
@@ -93,26 +96,38 @@ def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
     return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
 
 
-def _ssd_paths(settings: Settings, directories: Sequence[Path]) -> list[SsdPath]:
-    paths = []
-    for directory in directories:
-        try:
-            claim_directory(directory)
-            tighten(entries(directory))
-            size_bytes = align(settings.ssd_size_bytes) or ssd_bytes(directory, FILE_NAME)
-        except OSError as error:
-            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
-        paths.append(SsdPath(str(directory), size_bytes))
-    return paths
+def _ssd_paths(settings: Settings, directories: Sequence[Directory], instance_id: str) -> list[SsdPath]:
+    return [
+        SsdPath(
+            str(directory.path), directory.size_bytes or _size_bytes(settings, directory), directory.absence,
+            partial(is_ours, directory.path, instance_id, number), settings.ssd_missing == "serve",
+        )
+        for number, directory in enumerate(directories)
+    ]  # fmt: skip
+
+
+def _size_bytes(settings: Settings, directory: Directory) -> int:
+    path = directory.path
+    if directory.absence:
+        problem = f"{directory.absence}, and how large its file was is not noted: start once with it"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+    try:
+        claim_directory(path)
+        tighten(entries(path))
+        return align(settings.ssd_size_bytes) or ssd_bytes(path, FILE_NAME)
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
 
 
 def _open_metadata(
-    data: DataDirectory, ssd_directories: Sequence[Path], faults: Faults | None
+    data: DataDirectory, ssd_directories: Sequence[Path], absent: Collection[int], faults: Faults | None
 ) -> RocksDbMetadata:
+    """Without its first SSD directory it has no catalog, until a start with that."""
     with ExitStack() as opened:
-        witness = Witness(ssd_directories, data.instance_id)
+        present = [path for i, path in enumerate(ssd_directories) if i not in absent]
+        witness = Witness(present, data.instance_id)
         opened.callback(witness.close)
-        catalog = Catalog(ssd_directories[0] / "catalog", data.instance_id)
+        catalog = None if 0 in absent else Catalog(ssd_directories[0] / "catalog", data.instance_id)
         store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
         metadata = store(data.metadata_path, witness=witness, catalog=catalog)
         opened.pop_all()

@@ -1,7 +1,7 @@
 """Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times.
 
-Four loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
-ends what is over, one writes, one makes room, one promotes ahead of need. A step that fails is logged and tried again at the next
+Five loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
+ends what is over, one writes, one makes room, one looks after devices, one promotes ahead of need. A step that fails is logged and tried again at the next
 turn. Worst case between two turns of the second is a flush of everything that is dirty; of the first,
 one commit.
 """
@@ -39,6 +39,7 @@ class Upkeep:
             loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
             loops.create_task(self._repeat(self.write_behind, residency.is_pressed))
             loops.create_task(self._repeat(self.make_room, residency.is_short))
+            loops.create_task(self._repeat(self.look_after_devices, asyncio.Event()))
             loops.create_task(self._repeat(self.prefetch, self._cache.placement.is_wanted))
 
     async def turn(self) -> None:
@@ -46,6 +47,7 @@ class Upkeep:
         await self.end_what_is_over()
         await self.write_behind()
         await self.make_room()
+        await self.look_after_devices()
         await self.prefetch()
 
     async def end_what_is_over(self) -> bool:
@@ -65,6 +67,10 @@ class Upkeep:
     async def make_room(self) -> bool:
         """Keep some of the arena free."""
         return await self._try(self._cache.residency.keep_free)
+
+    async def look_after_devices(self) -> bool:
+        """Find out which SSD paths are lost, and write elsewhere what DRAM has of them."""
+        return await self._try(self._cache.devices.look)
 
     async def prefetch(self) -> bool:
         """Promote ahead of need whom the policy wants in memory."""

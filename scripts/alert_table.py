@@ -38,6 +38,15 @@ STORE_ALERTS = (
         quiet=(series("ctxcache_path_state", f"1{X60}", tier="ssd", path="/d", state="resting"), series("ctxcache_path_state", f"0{X60}", tier="ssd", path="/d", state="fenced")),
     ),
     Alert(
+        "CtxcachePathLost", CRITICAL, 'ctxcache_path_state{state="lost"} == 1', 0, "An SSD path is lost",
+        "Nothing can be read from the device, or its directory was missing at the start (`--ssd-missing serve`). Sessions that lie on it show the tokens before the first one that is lost, most of them none; what memory has of it is being written to the other paths.",
+        "`ctxcache stats` for the reason, `ctxcache_withheld_sessions` and `ctxcache_withheld_tokens` for how much; `ctxcache why-miss SESSION`; the kernel's log and `mount` for the device.",
+        "Mount or mend it: it is taken again within seconds of being back under its path, and sessions that nobody has written to meanwhile have all their tokens again. A disk that is gone for good: operations.md, an SSD path is lost.",
+        (series("ctxcache_path_state", f"1{X60}", tier="ssd", path="/d", state="lost"),), 1,
+        (*ON, ("tier", "ssd"), ("path", "/d"), ("state", "lost")),
+        quiet=(series("ctxcache_path_state", f"1{X60}", tier="ssd", path="/d", state="fenced"), series("ctxcache_path_state", f"0{X60}", tier="ssd", path="/d", state="lost")),
+    ),
+    Alert(
         "CtxcachePathLacksRoom", WARNING, 'avg_over_time(ctxcache_path_state{state="resting"}[15m]) > 0.2', 5, "An SSD path lacks room for writes",
         "The filesystem answered writes with no space, no quota or no memory for a fifth of the last quarter of an hour.",
         "`df` and quotas of the path; `ctxcache_filesystem_free_bytes`.",

@@ -78,6 +78,7 @@ STORE = Board("ctxcache", "ctxcache", "ctxcache_info", (
         Panel("Segments moved", LINES, "ops", (("sum(rate(ctxcache_promoted_segments_total{$on}[$rate]))", "promoted"), ("sum(rate(ctxcache_flushed_segments_total{$on}[$rate]))", "flushed"))),
         _one("Held of the arena", "percentunit", "ctxcache_pinned_bytes{$on} / ctxcache_pinned_limit_bytes{$on}", "{{by}}"),
         _one("Free room of filesystems", "bytes", "ctxcache_filesystem_free_bytes{$on}", "{{of}} {{path}}"),
+        _one("Withheld: lies on lost paths", "none", "ctxcache_withheld_tokens{$on}", "tokens"),
         _one("Kept from use", "none", "ctxcache_quarantined_slots{$on} + ctxcache_stranded_slots{$on}", "places"),
         _one("Writers that waited", "ops", "sum(rate(ctxcache_delayed_writes_total{$on}[$rate]))", "writes"),
         Panel("RocksDB", LINES, "bytes", (("ctxcache_rocksdb_table_bytes{$on}", "tables"), ("ctxcache_rocksdb_memtable_bytes{$on}", "in memory"), ("ctxcache_rocksdb_pending_compaction_bytes{$on}", "to be compacted"))),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
-from ctxcache.ssd_directories import in_order, instance_id_of, write_down
+from ctxcache.ssd_directories import in_order, instance_id_of, look, write_down
 
 
 def numbered(data_directory: Path, directories: Sequence[Path]) -> tuple[Path, ...]:
@@ -167,3 +167,61 @@ def test_a_list_that_cannot_be_read(
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataDirectoryUnusable, match="PATHS"):
         in_order(tmp_path / "data", "ours", made)
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_a_directory_that_may_be_missing_keeps_its_number(
+    tmp_path: Path, made: list[Path], missing: int
+) -> None:
+    """Not mounted, removed or not named: the others are where they were, and nothing is made in its place."""
+    (tmp_path / "away").mkdir()
+    sizes = [100 * (i + 1) for i in range(3)]
+    for path, size_bytes in zip(made, sizes, strict=True):
+        (path / "segments.dat").write_bytes(bytes(size_bytes))
+    write_down(tmp_path / "data", "ours", made)
+    made[missing].rename(tmp_path / "away" / "it")
+    rest = [path for i, path in enumerate(made) if i != missing]
+    for is_empty, given in ((False, made), (False, rest), (True, made)):
+        if is_empty:
+            made[missing].mkdir()
+        found = look(tmp_path / "data", "ours", [*given, tmp_path / "d"], may_be_absent=True)
+        write_down(tmp_path / "data", "ours", [each.path for each in found[:3]], absent={missing})
+
+        assert [each.path for each in found] == [*made, tmp_path / "d"]
+        assert [bool(each.absence) for each in found] == [i == missing for i in range(3)] + [False]
+        assert found[missing].size_bytes == sizes[missing]
+    assert list(made[missing].iterdir()) == []
+    made[missing].rmdir()
+    (tmp_path / "away" / "it").rename(made[missing])
+    assert in_order(tmp_path / "data", "ours", made) == tuple(made)
+
+
+def test_that_all_are_missing_is_refused(tmp_path: Path, made: list[Path]) -> None:
+    """There is nothing to serve from, and no telling whether these were the right names."""
+    for path in made:
+        path.rename(tmp_path / f"away-{path.name}")
+    with pytest.raises(DataDirectoryUnusable, match="every SSD directory is missing"):
+        look(tmp_path / "data", "ours", made, may_be_absent=True)
+
+
+def test_somebody_elses_directory_is_refused_where_ours_may_be_missing(
+    tmp_path: Path, made: list[Path]
+) -> None:
+    """Its bytes are another server's, whatever this one is told."""
+    (made[1] / "DEVICE").unlink()
+    numbered_by_others = in_order(tmp_path / "d", "theirs", [made[1]])
+    write_down(tmp_path / "d", "theirs", numbered_by_others)
+    with pytest.raises(DataDirectoryUnusable, match="belongs to another data directory"):
+        look(tmp_path / "data", "ours", made, may_be_absent=True)
+
+
+@pytest.mark.parametrize("may_be_absent", [False, True])
+def test_without_its_list_an_empty_directory_is_not_taken_for_a_new_one(
+    tmp_path: Path, made: list[Path], *, may_be_absent: bool
+) -> None:
+    """It may be the place of one that is not mounted: its number would go to an empty file."""
+    (tmp_path / "data" / "PATHS").unlink()
+    for path in made[2].iterdir():
+        path.unlink()
+    with pytest.raises(DataDirectoryUnusable, match="PATHS is lost"):
+        look(tmp_path / "data", "ours", made, may_be_absent=may_be_absent)

@@ -38,7 +38,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.tiers.base import MappedTier, Tier
+from ctxcache.tiers.base import Devices, MappedTier
 from ctxcache.tiers.dram import DramArena
 from ctxcache.tiers.ssd import SsdFiles, SsdPath
 
@@ -99,7 +99,7 @@ class Rig:
 @asynccontextmanager
 async def opened(
     directory: Path, shape: Shape, session_bytes: int, *, path_count: int = 1,
-    wrap: Callable[[Tier], Tier] = lambda tier: tier,
+    wrap: Callable[[Devices], Devices] = lambda tier: tier,
     make_arena: Callable[[int], MappedTier] | None = None,
 ) -> AsyncIterator[Rig]:  # fmt: skip
     """A rig whose arena has room for the session and no more; what it wrote is removed at the end.

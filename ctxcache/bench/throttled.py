@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ctxcache.format.slot import Slot
-from ctxcache.tiers.base import Range, Refusal, Tier
+from ctxcache.tiers.base import Devices, Range, Refusal
 
 
 class ThrottledTier:
-    """See Tier. Each path of `inner` moves at most `path_bps` bytes per second, reads and writes together."""
+    """See Devices. Each path of `inner` moves at most `path_bps` bytes per second, reads and writes together."""
 
-    def __init__(self, inner: Tier, path_bps: float) -> None:
+    def __init__(self, inner: Devices, path_bps: float) -> None:
         self._inner = inner
         self._path_bps = path_bps
         self._free_at_s = [0.0] * len(inner.paths)
@@ -33,6 +33,15 @@ class ThrottledTier:
     def refusals(self) -> Mapping[int, Refusal]:
         """See Tier."""
         return self._inner.refusals
+
+    @property
+    def emptied(self) -> Collection[int]:
+        """See Devices."""
+        return self._inner.emptied
+
+    async def probe(self) -> None:
+        """See Devices."""
+        await self._inner.probe()
 
     async def read(
         self,

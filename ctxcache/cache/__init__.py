@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from ctxcache.cache.backup import Backup
+from ctxcache.cache.devices import Devices
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
@@ -37,7 +38,8 @@ from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, SessionNotF
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.spans import NO_SPANS, Spans
-from ctxcache.tiers.base import MappedTier, Tier
+from ctxcache.tiers.base import Devices as DeviceTier
+from ctxcache.tiers.base import MappedTier
 
 PARALLEL_FLUSHES = 8
 """Sessions that are flushed at a time when the cache is closed: they share syncs."""
@@ -47,7 +49,7 @@ class Cache:
     """The parts, put together over one arena, one SSD tier and one metadata store."""
 
     def __init__(
-        self, *, arena: MappedTier, ssd: Tier, metadata: MetadataStore, clock: Clock,
+        self, *, arena: MappedTier, ssd: DeviceTier, metadata: MetadataStore, clock: Clock,
         policy: Ranked, default_expiration: Expiration, crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
@@ -75,6 +77,7 @@ class Cache:
         leased = self._pins("leases", limits.lease_share)
         self.reading = Reading(self.state, self.residency, self.sessions, io, leased)
         self.scrubbing = Scrubbing(self.state, self.residency, self.sessions, io, metadata)
+        self.devices = Devices(self.state, self.residency, self.sessions, ssd)
         self.backup = Backup(self.state, self.residency, self.sessions, io)
 
     def _pins(self, what: str, share: float) -> Pins:
@@ -91,6 +94,7 @@ class Cache:
 
         Raises CorruptMetadata, and DataDirectoryUnusable when records name an SSD path that is not there.
         """
+        self.devices.note()
         repairs = load(self.state, self._metadata)
         self._check_paths()
         # Every slot is taken before any is given back.
@@ -99,6 +103,7 @@ class Cache:
             await self._metadata.commit(repairs, is_durable=True)
         if misplaced:
             await self.sessions.quarantine(misplaced)
+        await self.devices.give_up(self.ssd.emptied)
         await self.sessions.expire_due()
 
     async def close(self) -> None:

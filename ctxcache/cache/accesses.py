@@ -30,7 +30,7 @@ EVENTS = {
 """What a failed access was, by its error's reason; the others say that the caller was mistaken."""
 RESULTS = (
     HIT, EMPTY, NEVER_STORED, Event.EVICTED.value, Event.EXPIRED.value, Event.DELETED.value,
-    *dict.fromkeys(event.value for event in EVENTS.values()), REFUSED,
+    *dict.fromkeys(event.value for event in EVENTS.values()), Event.DEVICE_LOST.value, REFUSED,
 )  # fmt: skip
 """Every result there is."""
 _CALLS = {
@@ -39,6 +39,7 @@ _CALLS = {
     Event.DELETED: Call.DELETE,
     Event.TRUNCATED: Call.TRUNCATE,
     Event.CORRUPT: Call.CUT,
+    Event.DEVICE_LOST: Call.CUT,
 }
 """What took tokens, by what happened."""
 _ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}
@@ -61,9 +62,12 @@ class Accesses:
         if self.listening is not None:
             self._hear(self.listening, call, session, session.token_count, facts)
 
-    def found(self, by: str, session: Session | SessionView, call: Call | None = None, **facts: Fact) -> None:
-        """The session was there; `tokens` among the facts: how many of its tokens were found."""
-        self.counts[by, HIT if facts["tokens"] else EMPTY] += 1
+    def found(
+        self, by: str, session: Session | SessionView, call: Call | None = None, *, empty: str = EMPTY,
+        **facts: Fact,
+    ) -> None:  # fmt: skip
+        """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`: why none."""
+        self.counts[by, HIT if facts["tokens"] else empty] += 1
         self.did(call or _ASKED[by], session, **facts)
 
     def missed(

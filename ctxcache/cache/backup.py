@@ -11,7 +11,7 @@ import json
 import mmap
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
@@ -147,7 +147,11 @@ class _Backup:
             if session.is_gone or session.expire_time_ns <= self._state.clock.now_ns():
                 return None
             record = record_of(session)
-            segments = [(s, s.ssd_row_count) for s in session.segments if s.begin < session.recorded_end]
+            listed = [s for s in session.shown if s.begin < session.recorded_end]
+            if session.withheld:
+                live = ranges.clip(session.live, 0, session.recorded_end)
+                record = replace(record, live=live, segment_ids=tuple(s.segment_id for s in listed))
+            segments = [(s, s.ssd_row_count) for s in listed]
             found = _Captured(record, segments, session.token_count - ranges.count(record.live))
             if segments and not self._has(*segments[-1], done):
                 found.is_last_read = await self._read(*segments[-1])

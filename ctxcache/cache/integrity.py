@@ -39,7 +39,10 @@ def _sessions(cache: Cache) -> Iterator[str]:
         yield "sessions and the list of their names differ"
     for session in state.by_uid.values():
         yield from _session(session)
-        clean = (s for s in session.segments if s.dram and not (s.is_dirty or s.hold_count))
+        clean = (
+            s for s in session.segments
+            if s.dram and not (s.is_dirty or s.hold_count or state.is_on_lost_path(s))
+        )  # fmt: skip
         if not all(map(state.resident.knows, clean)):
             yield f"{session.name} has segments in DRAM that nobody would let leave"
         yield from _unwritten(cache, session)
@@ -82,7 +85,7 @@ def _placement(cache: Cache) -> Iterator[str]:
     if placement.use_counts() != {uid: uses[uid] for uid in by_uid}:
         yield "sessions in use, as placement knows them, are not those that are leased or written"
     for session in by_uid.values():
-        is_in_dram = session.amounts().dram_segment_count == len(session.segments)
+        is_in_dram = all(segment.dram for segment in session.shown)
         if placement.is_in_dram(session) and not is_in_dram:
             yield f"{session.name} is taken to be in DRAM and is not"
     unwritten = cache.state.unwritten

@@ -68,7 +68,7 @@ class Prefetching:
         Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment, TierFailure.
         """
         size_bytes = session.layout.size_bytes
-        missing = [segment for segment in session.segments if not segment.dram][: budget_bytes // size_bytes]
+        missing = [segment for segment in session.shown if not segment.dram][: budget_bytes // size_bytes]
         if missing and self._placement.is_idle(session):
             self._placement.coming(session)
             try:
@@ -84,7 +84,7 @@ class Prefetching:
         return session
 
     def _begin(self, session: Session) -> "asyncio.Task[Outcome]":
-        missing = [segment for segment in session.segments if not segment.dram]
+        missing = [segment for segment in session.shown if not segment.dram]
         return asyncio.get_running_loop().create_task(self._promote(session, missing))
 
     def _end(self, task: "asyncio.Task[Outcome]", session: Session) -> bool:

@@ -49,6 +49,8 @@ class Readiness:
 
 def missing_bytes(session: Session) -> int:
     """Bytes of slots that are on SSD alone."""
+    if session.withheld:
+        return sum(s.layout.size_bytes for s in session.shown if not s.dram)
     return len(session.segments) * session.layout.size_bytes - session.amounts().dram_bytes
 
 

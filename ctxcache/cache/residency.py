@@ -267,7 +267,10 @@ class Residency:
         return self.ssd_room.give_up(self._state.by_uid[segment.home.uid])
 
     def _is_clean(self, segment: Segment) -> bool:
-        return segment.dram is not None and not segment.is_dirty and not self._hold_count_in_dram(segment)
+        if segment.dram is None or segment.is_dirty or self._hold_count_in_dram(segment):
+            return False
+        # What lies on a lost path goes from DRAM where there is nowhere else to write it.
+        return not self._state.is_on_lost_path(segment) or not self._io.has_open_path
 
     def _hold_count_in_dram(self, segment: Segment) -> int:
         return segment.hold_count and segment.hold_count - self._held_past.get(segment, 0)
@@ -279,6 +282,8 @@ class Residency:
         if slot:
             self.dram.give(slot)
         self._state.placement.dropped(segment)
+        if self._state.is_on_lost_path(segment):
+            self._state.reckon_again(segment)
 
     def _is_any_dirty(self, uid: bytes) -> bool:
         return bool(self._state.unwritten.segments(uid))
@@ -344,6 +349,15 @@ class Residency:
     async def place_on_ssd(self, size_bytes: int, for_session: Session) -> Slot:
         """An SSD slot, made free if need be. Raises CapacityExceeded, TierFailure."""
         return await self.ssd_room.place(size_bytes, for_session)
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether an SSD path takes writes."""
+        return self._io.has_open_path
+
+    async def write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
+        """Write clean segments of a session to other SSD paths. See WriteBack."""
+        return await self._write_back.write_elsewhere(session, segments)
 
     async def drain(self) -> None:
         """Wait for every move under way."""

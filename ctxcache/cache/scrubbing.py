@@ -76,7 +76,7 @@ class Scrubbing:
                 if i % SEGMENTS_PER_REPORT == 0:
                     yield Scrubbed(len(segments), i, done_bytes, record_count, tuple(bad))
                     bad.clear()
-                if segment.ssd and not segment.is_discarded:
+                if segment.ssd and not segment.is_discarded and not self._state.is_on_lost_path(segment):
                     done_bytes += segment.ssd.size_bytes
                     bad += await self._check(segment, bounce)
                 await self._pause(began_ns, done_bytes, bytes_per_second)

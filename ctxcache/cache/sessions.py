@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ctxcache.cache.accesses import LOOKUP
+from ctxcache.cache.accesses import EMPTY, LOOKUP
 from ctxcache.cache.heard import Call, Fact
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State, record_of
@@ -106,12 +106,10 @@ class Sessions:
         while len(found) < limit:
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
-            sessions = (self._state.sessions[tenant, name] for name in some)
-            found += [
-                session.view()
-                for session in sessions
-                if session.expire_time_ns > now_ns and model_id in ("", session.model_id)
-            ]
+            for session in (self._state.sessions[tenant, name] for name in some):
+                if session.expire_time_ns > now_ns and model_id in ("", session.model_id):
+                    self._state.reckon(session)
+                    found.append(session.view())
             if len(some) < NAMES_PER_TURN:
                 break
             after = some[-1]
@@ -303,9 +301,13 @@ class Sessions:
         except CacheError as error:
             self._state.accesses.missed(LOOKUP, tenant, session_id, error)
             return Found(session_id, reason=error.reason)
-        reason = "" if session.live else "EMPTY"
+        lost = Event.DEVICE_LOST if session.withheld else None
+        reason = "" if session.live else lost.name if lost else "EMPTY"
         in_dram = session.dram_token_count
-        self._state.accesses.found(LOOKUP, session, tokens=session.token_count, dram_tokens=in_dram)
+        self._state.accesses.found(
+            LOOKUP, session, empty=lost.value if lost else EMPTY, tokens=session.token_count,
+            dram_tokens=in_dram,
+        )  # fmt: skip
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
 
     async def quarantine(self, bad: Collection[Segment]) -> None:
@@ -315,6 +317,27 @@ class Sessions:
         from use. Raises TierFailure; the sessions have ended there all the same.
         """
         self._state.counters.corrupt_segment_count += len(bad)
+        slots = [segment.ssd for segment in bad if segment.ssd]
+        cut, dead = self._cut(bad, Event.CORRUPT, "a segment failed verification")
+        for segment in bad:
+            # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
+            segment.ssd = None
+        await self._departures.write_down(cut, dead=dead, bad=slots)
+
+    async def lose(self, gone: Sequence[Segment], why: str) -> None:
+        """End every session before the first of these segments, whose bytes are nowhere any more; some in each commit.
+
+        Raises TierFailure.
+        """
+        for begin in range(0, len(gone), SEGMENTS_PER_COMMIT):
+            some = {s for s in gone[begin : begin + SEGMENTS_PER_COMMIT] if s.session_count}
+            cut, dead = self._cut(some, Event.DEVICE_LOST, why)
+            await self._departures.write_down(cut, dead=dead)
+
+    def _cut(
+        self, bad: Collection[Segment], event: Event, why: str
+    ) -> tuple[Sequence[Session], Sequence[Segment]]:
+        """End sessions before these segments' tokens; returns the sessions, and the segments that no session lists now."""
         cut: list[Session] = []
         dead: list[Segment] = []
         for session in {s.uid: s for segment in bad for s in self._state.listers(segment)}.values():
@@ -324,14 +347,9 @@ class Sessions:
                 before_count = session.token_count
                 dead += self._state.unlist(session, session.drop_positions(((begin, session.log_end),)))
                 self._state.accesses.happened(
-                    session, Event.CORRUPT, detail="a segment failed verification",
-                    token_count=before_count - session.token_count,
-                )  # fmt: skip
-        slots = [segment.ssd for segment in bad if segment.ssd]
-        for segment in bad:
-            # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
-            segment.ssd = None
-        await self._departures.write_down(cut, dead=dead, bad=slots)
+                    session, event, detail=why, token_count=before_count - session.token_count
+                )
+        return cut, dead
 
     # -- checks and parts ----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Nothing here awaits or does I/O. `loading.py` fills it from the records.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ctxcache.cache.accesses import Accesses
@@ -16,6 +16,7 @@ from ctxcache.core import ranges
 from ctxcache.core.busiest import Busiest
 from ctxcache.core.evictable import Evictable
 from ctxcache.core.expiry import ExpiryQueue
+from ctxcache.core.history import Event
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Capacities
@@ -78,6 +79,14 @@ class State:
         self.touched: set[bytes] = set()
         self.model_sessions: Counter[tuple[str, str]] = Counter()
         """Sessions of each tenant's models."""
+        self.lost: Mapping[int, str] = {}
+        """The files of SSD paths of which nothing can be had now, by path number."""
+        self.reckoning = 0
+        """How often paths were lost or came back."""
+        self.withheld: dict[bytes, int] = {}
+        """Tokens that sessions do not show for that, by uid."""
+        self.exposed: dict[bytes, None] = {}
+        """Sessions of which DRAM has what lies on a lost path."""
         self.busiest, self.accesses_by_tenant = Busiest(), Counter[str]()
         retention = Retaining(clock, self.by_uid, capacities, limits, shares, self._fell)
         self.placement = Placement(policy, clock, self.by_uid, self._fell, retention, self.seen)
@@ -101,6 +110,7 @@ class State:
         session = self.sessions.get((tenant, session_id))
         if session is None or session.expire_time_ns <= self.clock.now_ns():
             raise SessionNotFound(session=f"sessions/{session_id}")
+        self.reckon(session)
         return session
 
     def listers(self, segment: Segment) -> list[Session]:
@@ -110,6 +120,52 @@ class State:
             return [self.by_uid[home.uid]] if home else []
         kin = (self.by_uid[uid] for uid in home.uids)
         return [session for session in kin if session.lists(segment)]
+
+    # -- SSD paths that are lost ---------------------------------------------------------------
+
+    def lose(self, lost: Mapping[int, str]) -> None:
+        """These paths are lost, and no other. Sessions are reckoned when they are next looked at."""
+        self.lost = lost
+        self.reckoning += 1
+
+    def reckon(self, session: Session) -> None:
+        """Show of the session what can be had. Takes a time that grows with its segments, once for each loss."""
+        if session.reckoned == self.reckoning:
+            return
+        session.reckoned = self.reckoning
+        fewer_count = session.reckon(self.lost)
+        if session.exposed_begin is None:
+            self.exposed.pop(session.uid, None)
+        else:
+            self.exposed[session.uid] = None
+        if not fewer_count:
+            return
+        self._note_withheld(session)
+        # Of its generation a restart is to know.
+        self.touched.add(session.uid)
+        if fewer_count > 0:
+            on_lost = {s.ssd.path_index for s in session.segments if s.ssd} & set(self.lost)
+            self.accesses.happened(
+                session, Event.DEVICE_LOST, detail=", ".join(self.lost[i] for i in sorted(on_lost)),
+                token_count=fewer_count,
+            )  # fmt: skip
+        self.placement.settled(session)
+
+    def is_on_lost_path(self, segment: Segment) -> bool:
+        """Whether what SSD has of the segment cannot be had."""
+        return bool(self.lost) and segment.ssd is not None and segment.ssd.path_index in self.lost
+
+    def reckon_again(self, segment: Segment) -> None:
+        """A segment that lies on a lost path left DRAM, or lies elsewhere now: its sessions are looked at anew."""
+        for session in self.listers(segment):
+            session.reckoned = -1
+            self.exposed[session.uid] = None
+
+    def _note_withheld(self, session: Session) -> None:
+        if session.withheld:
+            self.withheld[session.uid] = ranges.count(session.withheld)
+        else:
+            self.withheld.pop(session.uid, None)
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -131,6 +187,8 @@ class State:
             if segment.dram:
                 self.resident.add(segment)
         self.expiry.schedule(session.uid, session.expire_time_ns)
+        session.reckoned = -1 if self.lost else self.reckoning
+        self.reckon(session)
 
     def forget(self, session: Session) -> list[Segment]:
         """Make a session unknown; returns the segments that nobody references any more."""
@@ -146,6 +204,8 @@ class State:
         self.evictable.discard(session.uid)
         self.placement.ended(session)
         self.expiry.forget(session.uid)
+        self.exposed.pop(session.uid, None)
+        session.withheld = ()
         dead = self.unlist(session, session.segments)
         self.resident.forget_session(session)
         return dead
@@ -184,6 +244,7 @@ class State:
                 self.segments.pop(segment.segment_id, None)
                 self.resident.discard(segment, session)
                 dead.append(segment)
+        self._note_withheld(session)
         # What was its growing tail may be none any more.
         self.unwritten.look_again(session)
         return dead
@@ -201,13 +262,18 @@ class State:
 
 
 def record_of(session: Session) -> SessionRecord:
-    """What of a session is written down: positions below `recorded_end` and the segments that hold them."""
+    """What of a session is written down: positions below `recorded_end` and the segments that hold them.
+
+    What is withheld is written down as well, with the generation that the session has when it is shown again:
+    its path may be back after a restart.
+    """
     end = session.recorded_end
+    live = ranges.normalise([*session.live, *session.withheld]) if session.withheld else session.live
     return SessionRecord(
         uid=session.uid, tenant=session.tenant, session_id=session.session_id, model_id=session.model_id,
-        layout=tuple(session.layout.index), generation=session.generation,
+        layout=tuple(session.layout.index), generation=session.generation + bool(session.withheld),
         segment_ids=tuple(s.segment_id for s in session.segments if s.begin < end),
-        live=ranges.clip(session.live, 0, end), log_end=end,
+        live=ranges.clip(live, 0, end), log_end=end,
         create_time_ns=session.create_time_ns, access_time_ns=session.access_time_ns,
         expire_time_ns=session.expire_time_ns, ttl_ns=session.expiration.ttl_ns, is_pinned=session.is_pinned,
     )  # fmt: skip

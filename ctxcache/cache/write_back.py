@@ -176,6 +176,56 @@ class WriteBack:
         written.segment.stage(-written.slot.size_bytes)
         self._places.ssd.give(written.slot)
 
+    # -- away from paths that are lost ---------------------------------------------------------------
+
+    async def write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
+        """Write clean segments that DRAM has to SSD once more, and record them there; False when nothing moved.
+
+        Raises CapacityExceeded, TierFailure.
+        """
+        return await asyncio.shield(self._moves.start(self._write_elsewhere(session, segments)))
+
+    async def _write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
+        async with self.lock(session):
+            chosen = [s for s in segments if s.dram and not s.is_dirty and not s.is_discarded]
+            for segment in chosen:
+                # What was appended to it would make the copy that is on its way another one's.
+                segment.is_open = False
+                self._places.hold(segment)
+            copies: list[Written] = []
+            try:
+                for segment in chosen:
+                    slot = await self._places.place_on_ssd(segment.layout.size_bytes, session)
+                    segment.stage(slot.size_bytes)
+                    copies.append(Written(segment, slot, segment.ssd_row_count))
+                    await self._io.write(copies[-1])
+                await self._io.sync({item.slot.path_index for item in copies})
+                return await self._record_elsewhere(copies)
+            finally:
+                for item in copies:
+                    self._give(item)
+                for segment in chosen:
+                    self._places.release(segment)
+
+    async def _record_elsewhere(self, copies: list[Written]) -> bool:
+        """Record what is still wanted there; what is not stays in the list."""
+        moved = [w for w in copies if w.segment.session_count and w.row_count == w.segment.ssd_row_count]
+        replaced = {w.segment.ssd for w in moved if w.segment.ssd}
+        for item in moved:
+            copies.remove(item)
+            item.adopt()
+        changes = Changes(segments=[_segment_record(item.segment) for item in moved])
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self._places.stranded |= replaced
+            raise
+        for slot in replaced:
+            self._places.ssd.give(slot)
+        for item in moved:
+            self._state.reckon_again(item.segment)
+        return bool(moved)
+
     # -- flushing ----------------------------------------------------------------------------------
 
     @property

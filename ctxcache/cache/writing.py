@@ -83,6 +83,7 @@ class Writing:
         self._state.touch(session)
         reservation = self._begin(session, write_offset, Client(tenant, client))
         try:
+            await self._give_up_withheld(session)
             await self.extend(reservation, token_count)
         except BaseException:
             self.release(reservation)
@@ -224,6 +225,12 @@ class Writing:
                 self._residency.release(run.segment)
 
     # -- parts -----------------------------------------------------------------------------------------
+
+    async def _give_up_withheld(self, session: Session) -> None:
+        """Its writer goes on behind what it shows: what it does not show is not to come back behind that."""
+        if session.withheld:
+            dead = self._state.unlist(session, session.keep_positions(session.live))
+            await self._residency.departures.write_down([session], dead=dead)
 
     def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
         session.is_writing = True

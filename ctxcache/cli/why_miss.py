@@ -66,6 +66,9 @@ def _sentence(answer: WhyMissResponse) -> str:
     whose = f"{answer.name} of tenant {answer.tenant}"
     if answer.is_there:
         kept = f"{answer.token_count} tokens, of which {answer.durable_token_count} are durable"
+        if answer.withheld_token_count:
+            paths = ", ".join(answer.lost_paths)
+            return f"{whose} is there: {kept}. {answer.withheld_token_count} more are lost, until this is back: {paths}."
         return f"{whose} is there: {kept}." + ("" if answer.happenings else " Nothing was taken from it.")
     if answer.reason in REASONS:
         return f"{whose} is not there: it {REASONS[answer.reason]}."

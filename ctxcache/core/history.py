@@ -31,6 +31,7 @@ class Event(enum.Enum):
     QUOTA = "quota"
     TIMEOUT = "timeout"
     DEVICE = "device"
+    DEVICE_LOST = "device_lost"
 
 
 ENDS = frozenset((Event.EVICTED, Event.EXPIRED, Event.DELETED))

@@ -9,7 +9,7 @@ rows:
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ctxcache.core import ranges
@@ -64,6 +64,12 @@ class Session:
     """Whether a commit ended where the last segment begins: what is before it is whole without it."""
     ssd_path: int | None = None
     """The SSD path that its next segments go to, as long as that has room: where its last ones went."""
+    withheld: Ranges = ()
+    """Positions that are as live as the others, and not shown: they lie on an SSD path that is lost, or behind one that does."""
+    exposed_begin: int | None = None
+    """Where the first segment begins that lies on a lost path and in DRAM; None when there is none."""
+    reckoned: int = 0
+    """The loss or return of a path up to which it was reckoned."""
     heat: float = 0.0
     """Accesses up to the last one, half as much for each HEAT_HALF_LIFE_NS that has passed since."""
     token_count: int = field(init=False)
@@ -83,7 +89,8 @@ class Session:
     @property
     def durable_token_count(self) -> int:
         """Live tokens that are on SSD and recorded."""
-        return self.token_count - ranges.count_from(self.live, self.durable_end) if self.durable_end else 0
+        end = self.durable_end if self.exposed_begin is None else min(self.durable_end, self.exposed_begin)
+        return self.token_count - ranges.count_from(self.live, end) if end else 0
 
     @property
     def dram_token_count(self) -> int:
@@ -104,8 +111,15 @@ class Session:
         return None if tail.row_count == self.layout.segment_tokens else tail
 
     @property
+    def shown(self) -> list[Segment]:
+        """The segments that hold the tokens it shows."""
+        return self.segments_of(self.live) if self.withheld else self.segments
+
+    @property
     def is_in_dram(self) -> bool:
-        """Whether none of its segments is missing there."""
+        """Whether no segment of what it shows is missing there."""
+        if self.withheld:
+            return all(segment.dram for segment in self.shown)
         return self.residence.dram_segment_count(self.segments) == len(self.segments)
 
     def amounts(self) -> Amounts:
@@ -171,14 +185,28 @@ class Session:
         return self.keep_positions(ranges.subtract(self.live, dropped))
 
     def keep_positions(self, live: Ranges) -> list[Segment]:
-        """Make every live position dead but these. See `drop_positions`."""
-        self.live = live
+        """Make every live position dead but these, which are shown. See `drop_positions`."""
+        self.live, self.withheld = live, ()
         self.token_count = ranges.count(live)
         self.generation += 1
         kept = set(self.segments_of(self.live))
         dead = [segment for segment in self.segments if segment not in kept]
         self.segments = [segment for segment in self.segments if segment in kept]
         return dead
+
+    def reckon(self, lost: Collection[int]) -> int:
+        """Show what can be had while these SSD paths are lost, and withhold the rest; returns how many tokens fewer are shown."""
+        on_lost = [s for s in self.segments if s.ssd and s.ssd.path_index in lost]
+        self.exposed_begin = next((s.begin for s in on_lost if s.dram), None)
+        end = next((s.begin for s in on_lost if not s.dram), None)
+        whole = ranges.normalise([*self.live, *self.withheld])
+        live = whole if end is None else ranges.clip(whole, 0, end)
+        fewer_count = self.token_count - ranges.count(live)
+        if fewer_count:
+            self.live, self.withheld = live, ranges.subtract(whole, live)
+            self.token_count -= fewer_count
+            self.generation += 1
+        return fewer_count
 
     def segments_of(self, positions: Ranges) -> list[Segment]:
         """The segments that hold these live positions, in order."""

@@ -55,6 +55,14 @@ class FaultySsdFiles(SsdFiles):
             raise TierFailure(path=self.paths[slot.path_index], problem=problem)
         await super().write(slot, begin, data, pieces=pieces)
 
+    async def _probe(self, index: int) -> None:
+        """See SsdFiles. A device of which reads are refused is one that a probe cannot read either."""
+        health = self._files[index].health
+        if health.is_doubted and (fault := self._faults.strike(FaultKind.SSD_READ_ERROR, index)):
+            health.lose(f"a probe: {os.strerror(fault.error_number)} (injected)")
+            return
+        await super()._probe(index)
+
     async def _delay(self, kind: FaultKind, slot: Slot) -> None:
         if fault := self._faults.strike(kind, slot.path_index):
             await asyncio.sleep(fault.delay_ns / 10**9)

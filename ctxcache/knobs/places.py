@@ -70,6 +70,17 @@ PLACES = Section(
             watch="ctxcache_path_state",
         ),
         Knob(
+            name="ssd_missing",
+            kind=Kind.WORD,
+            default="refuse",
+            help="What a start does without an SSD directory that was in use.",
+            more="`refuse`: it does not start. `serve`: it starts with the others, and sessions show what is left of them "
+            "until the directory is back; one that is missing, empty, not mounted or not readable is left alone.",
+            advice="`serve` where several devices hold sessions and no one is there to decide",
+            watch="ctxcache_withheld_tokens",
+            choices=("refuse", "serve"),
+        ),
+        Knob(
             name="ssd_size_bytes",
             kind=Kind.SIZE,
             default=0,

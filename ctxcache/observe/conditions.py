@@ -124,6 +124,7 @@ def _tenant_share(now: Moment, _: Ring) -> float:
 CONDITIONS = (
     Condition("CtxcacheNotReady", WARNING, "ctxcache takes no work", "", 0, _is_draining),
     Condition("CtxcachePathFenced", CRITICAL, "An SSD path refuses writes", "paths", 0, _paths("fenced")),
+    Condition("CtxcachePathLost", CRITICAL, "An SSD path is lost", "paths", 0, _paths("lost")),
     Condition("CtxcachePathLacksRoom", WARNING, "An SSD path lacks room for writes", "paths", 0, _paths("resting")),
     Condition("CtxcacheMetadataFenced", CRITICAL, "The metadata takes no changes", "", 0, _gauge("ctxcache_metadata_fenced")),
     Condition("CtxcacheCorruptSegments", CRITICAL, "Stored bytes came back wrong", "segments in an hour", 0, _grown("ctxcache_corrupt_segments_total", 60)),

@@ -7,6 +7,7 @@ Bounded: one at a time; whoever asks meanwhile waits for its turn. Worst case: a
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -126,5 +127,7 @@ def _slow(sources: Sources) -> Iterator[Sample]:
     for name, value in sources.metadata_properties().items():
         yield Sample(f"ctxcache_rocksdb_{name}", value)
     for of, path in (("data", sources.data_directory), *(("ssd", path) for path in sources.cache.ssd.paths)):
-        space = os.statvfs(path)
-        yield Sample("ctxcache_filesystem_free_bytes", space.f_bavail * space.f_frsize, (of, path))
+        # Of a path that is gone there is no room to tell; its state is told besides.
+        with suppress(OSError):
+            space = os.statvfs(path)
+            yield Sample("ctxcache_filesystem_free_bytes", space.f_bavail * space.f_frsize, (of, path))

@@ -64,6 +64,9 @@ def _tiers(cache: Cache) -> Iterator[Sample]:
     residency = cache.residency
     yield from _tier("dram", cache.arena, residency.dram)
     yield from _tier("ssd", cache.ssd, residency.ssd)
+    withheld = cache.state.withheld
+    yield Sample("ctxcache_withheld_sessions", len(withheld))
+    yield Sample("ctxcache_withheld_tokens", sum(withheld.values()))
     yield Sample("ctxcache_quarantined_slots", len(residency.quarantined))
     yield Sample("ctxcache_quarantined_bytes", sum(slot.size_bytes for slot in residency.quarantined))
     yield Sample("ctxcache_stranded_slots", len(residency.stranded))
@@ -86,8 +89,8 @@ def _tier(name: str, tier: Tier, slots: SlotAllocator) -> Iterator[Sample]:
         yield Sample("ctxcache_tier_largest_free_bytes", slots.largest_free_bytes_by_path[i], (name, path))
         yield Sample("ctxcache_tier_segments", slots.slot_count_by_path[i], (name, path))
         refusal = refusals.get(i)
-        state = "open" if refusal is None else "fenced" if refusal.is_final else "resting"
-        for other in ("open", "resting", "fenced"):
+        state = "open" if refusal is None else refusal.state
+        for other in ("open", "resting", "fenced", "lost"):
             yield Sample("ctxcache_path_state", other == state, (name, path, other))
 
 

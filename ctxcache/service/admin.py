@@ -123,16 +123,22 @@ class AdminService(FaultRpcs):
         session_id = misses[-1].session_id if misses else validate.session_id(request.name)
         happened = state.accesses.history.of(tenant, session_id)
         answer.name = f"sessions/{session_id}"
-        answer.happenings.extend(_happening(one) for one in happened)
         session = state.sessions.get((tenant, session_id))
         if session is not None and session.expire_time_ns > state.clock.now_ns():
+            state.reckon(session)
+            happened = state.accesses.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count
             answer.durable_token_count = session.durable_token_count
             answer.reason = _EVENTS[happened[-1].event] if happened else admin_pb2.MISS_EVENT_UNSPECIFIED
+            if session.withheld:
+                answer.reason = admin_pb2.MISS_EVENT_DEVICE_LOST
+                answer.withheld_token_count = state.withheld[session.uid]
+                answer.lost_paths.extend(state.lost.values())
         else:
             # One that is over is cleared away a moment later.
             end = state.accesses.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
             answer.reason = _EVENTS[end] if end else admin_pb2.MISS_EVENT_UNSPECIFIED
+        answer.happenings.extend(_happening(one) for one in happened)
         return answer
 
     async def GetSettings(  # noqa: N802
@@ -328,4 +334,4 @@ def _tier(
 def _state(refusal: Refusal | None) -> admin_pb2.PathState.ValueType:
     if refusal is None:
         return admin_pb2.PATH_STATE_OPEN
-    return admin_pb2.PATH_STATE_FENCED if refusal.is_final else admin_pb2.PATH_STATE_RESTING
+    return admin_pb2.PathState.Value(f"PATH_STATE_{refusal.state.upper()}")

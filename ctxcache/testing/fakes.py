@@ -67,6 +67,9 @@ class MemoryTier:
         self._pages: dict[tuple[int, int], bytes] = {}
         self._durable: dict[tuple[int, int], bytes] = {}
         self._fenced: set[int] = set()
+        self._lost: set[int] = set()
+        self.emptied: set[int] = set()
+        """See Devices."""
         self._faults: dict[Operation, set[int]] = defaultdict(set)
         self._gates: dict[Operation, asyncio.Event] = {}
         self.counts: dict[Operation, int] = dict.fromkeys(Operation, 0)
@@ -84,7 +87,8 @@ class MemoryTier:
     @property
     def refusals(self) -> dict[int, Refusal]:
         """See Tier."""
-        return dict.fromkeys(self._fenced, Refusal("a failed sync", is_final=True))
+        fenced = dict.fromkeys(self._fenced, Refusal("a failed sync", is_final=True))
+        return fenced | dict.fromkeys(self._lost, Refusal("it is gone", is_final=False, is_lost=True))
 
     @property
     def faults_left(self) -> int:
@@ -99,6 +103,17 @@ class MemoryTier:
         """Let a path take no more writes."""
         self._fenced.add(path_index)
 
+    def lose(self, path_index: int) -> None:
+        """Let nothing of a path be had, until `find`."""
+        self._lost.add(path_index)
+
+    def find(self, path_index: int) -> None:
+        """Let a path that was lost be there again, with what it had."""
+        self._lost.discard(path_index)
+
+    async def probe(self) -> None:
+        """See Devices."""
+
     def hold(self, operation: Operation) -> asyncio.Event:
         """Let operations of this kind wait, before they do anything, until the event is set."""
         return self._gates.setdefault(operation, asyncio.Event())
@@ -108,6 +123,7 @@ class MemoryTier:
         survivor = MemoryTier(self._capacities_bytes)
         survivor._pages = dict(self._durable)
         survivor._durable = dict(self._durable)
+        survivor._lost = set(self._lost)
         return survivor
 
     async def read(
@@ -160,6 +176,8 @@ class MemoryTier:
     async def _arrive(self, operation: Operation, path_index: int) -> None:
         self.counts[operation] += 1
         number = self.counts[operation]
+        if path_index in self._lost:
+            raise TierFailure(path=self.paths[path_index], problem="it is gone")
         if operation in self._gates:
             await self._gates[operation].wait()
         if number in self._faults[operation]:

@@ -16,13 +16,19 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a path takes no writes; `is_final`: until a restart."""
+    """Why a path takes no writes; `is_final`: until a restart. `is_lost`: its bytes cannot be had either."""
 
     problem: str
     is_final: bool
+    is_lost: bool = False
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        return "lost" if self.is_lost else "fenced" if self.is_final else "resting"
 
     def __str__(self) -> str:
-        return f"{'fenced until a restart' if self.is_final else 'resting'}: {self.problem}"
+        return f"{self.state}{' until a restart' * (self.state == 'fenced')}: {self.problem}"
 
 
 class Tier(Protocol):
@@ -44,7 +50,7 @@ class Tier(Protocol):
 
     @property
     def refusals(self) -> Mapping[int, Refusal]:
-        """Path numbers that take no writes now, each with why; they are read as before."""
+        """Path numbers that take no writes now, each with why; those that are not lost are read as before."""
 
     async def read(
         self,
@@ -78,6 +84,17 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give up files and mappings. Nothing may be in flight."""
+
+
+class Devices(Tier, Protocol):
+    """A tier of devices that may be lost, as `refusals` says, and may come back."""
+
+    @property
+    def emptied(self) -> Collection[int]:
+        """Path numbers whose file was made by this start: nothing that a record names can be there."""
+
+    async def probe(self) -> None:
+        """Find out which devices are lost and which are back. Never raises for what a device does."""
 
 
 class MappedTier(Tier, Protocol):

@@ -1,8 +1,9 @@
 """Health: what a path's device has answered, and whether the path still takes writes.
 
 Knows no file and no slot. A device that refuses a write or a sync is not asked again: its path is
-fenced until a restart. What only lacks room or memory rests, and is tried again. Reads never end:
-the worst case is a path whose every read fails, each of them said so.
+fenced until a restart. What only lacks room or memory rests, and is tried again. A path of which several
+reads fail one after the other is doubted; when probes of the whole device fail too it is lost, until one
+succeeds. Worst case: a device with a few bad places, which is doubted again and again and never lost.
 """
 
 import errno
@@ -35,14 +36,30 @@ class PathHealth:
         self._is_held = False
         self._rest_ends_ns = 0
         self._read_failure_count = 0
+        self._loss = self._displacement = ""
+        self._is_doubted = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its bytes cannot be had."""
+        return bool(self._loss)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether only a probe can tell if its bytes can be had."""
+        return self._is_doubted or self.is_lost
 
     @property
     def refusal(self) -> Refusal | None:
         """Why it takes no writes now; None while it does."""
+        if self._loss:
+            return Refusal(self._loss, is_final=bool(self._fence), is_lost=True)
         if self._fence:
             return Refusal(self._fence, is_final=True)
         if self._is_held:
             return Refusal(HELD, is_final=False)
+        if self._displacement:
+            return Refusal(self._displacement, is_final=False)
         if self._clock.monotonic_ns() < self._rest_ends_ns:
             return Refusal(self._lack, is_final=False)
         return None
@@ -82,9 +99,33 @@ class PathHealth:
             self._lack, self._rest_ends_ns = problem, self._clock.monotonic_ns() + REST_NS
         log.warning("path_rests path=%s problem=%s", self._path, problem)
 
+    def lose(self, problem: str) -> None:
+        """Its bytes cannot be had."""
+        is_first, self._loss = not self._loss, problem
+        if is_first:
+            log.error("path_lost path=%s problem=%s", self._path, problem)
+
+    def found(self) -> None:
+        """A probe of the whole device succeeded."""
+        self.stands()
+        was_lost, self._loss = self._loss, ""
+        if was_lost:
+            log.warning("path_returned path=%s", self._path)
+
+    def stands(self) -> None:
+        """A probe was answered in some places: it is what it was before."""
+        self._is_doubted, self._read_failure_count = False, 0
+
+    def displace(self, problem: str) -> None:
+        """Take no writes while the file is not where a restart would look for it; empty: it is there again."""
+        was, self._displacement = self._displacement, problem
+        if problem and not was:
+            log.error("path_displaced path=%s problem=%s", self._path, problem)
+
     def fence(self, problem: str) -> None:
         """Take no more writes."""
         with self._lock:
             is_first, self._fence = not self._fence, self._fence or problem
+            self._is_doubted = True
         if is_first:
             log.error("path_fenced path=%s problem=%s", self._path, problem)

@@ -3,6 +3,7 @@
 Knows slots, not what is in them. Worst case: a device refuses a sync. Its path is then fenced (see
 `health.py`), every later write and sync on it raises TierFailure while reads go on, and only a restart
 lifts that: what a failed sync left behind is unknown, and asking the kernel again would report success.
+A device that is gone is found by probes, and taken again when it is back under its path.
 
 Files are never shortened, unlinked or rewritten elsewhere: freeing a slot costs no I/O.
 """
@@ -33,14 +34,25 @@ from ctxcache.tiers.transfer import Threads
 FILE_NAME = "segments.dat"
 PIECE_BYTES = 1 << 20
 THREADS_PER_PATH = 4
+PROBE_INTERVAL_NS = 5 * 10**9
+"""How often a path is looked at that nobody doubts."""
+PROBE_COUNT = 8
+"""Places that a doubted device is read in: when none of them can be read, the device is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class SsdPath:
-    """A directory and the bytes the tier may take there, a multiple of 4 KiB."""
+    """A directory and the bytes the tier may take there, a multiple of 4 KiB.
+
+    `absence`: why nothing is opened there at the start. `is_ours` says whether the directory, as it is by then,
+    is the one that records name. `may_be_absent`: a file that cannot be opened is left out, and no error.
+    """
 
     directory: str
     size_bytes: int
+    absence: str = ""
+    is_ours: Callable[[], bool] = lambda: True
+    may_be_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +88,11 @@ class SsdFiles:
         DataDirectoryUnusable.
         """
         self._files: list[_File] = []
+        self._clock = clock or SystemClock()
+        self._next_probe_ns = 0
         try:
             for directory in directories:
-                health = PathHealth(str(Path(directory.directory) / FILE_NAME), clock or SystemClock())
+                health = PathHealth(str(Path(directory.directory) / FILE_NAME), self._clock)
                 self._files.append(_File(directory, threads_per_path, health, allow_direct=allow_direct))
         except BaseException:
             self.close()
@@ -103,6 +117,24 @@ class SsdFiles:
     def refusals(self) -> dict[int, Refusal]:
         """See Tier."""
         return {i: refusal for i, file in enumerate(self._files) if (refusal := file.health.refusal)}
+
+    @property
+    def emptied(self) -> Collection[int]:
+        """See Devices."""
+        return [i for i, file in enumerate(self._files) if file.is_new]
+
+    async def probe(self) -> None:
+        """See Devices. Those that are doubted now, all of them every few seconds; each in a thread of its own."""
+        now_ns = self._clock.monotonic_ns()
+        is_due = now_ns >= self._next_probe_ns
+        if is_due:
+            self._next_probe_ns = now_ns + PROBE_INTERVAL_NS
+        doubted = [i for i, file in enumerate(self._files) if is_due or file.health.is_doubted]
+        await asyncio.gather(*map(self._probe, doubted))
+
+    async def _probe(self, index: int) -> None:
+        file = self._files[index]
+        await asyncio.wrap_future(file.start_probe())
 
     def hold(self, index: int, is_held: bool) -> None:  # noqa: FBT001  it is the value itself
         """Let a path take no writes, or writes again; what lies there is read in any case."""
@@ -163,10 +195,16 @@ class _File:
         self.path = str(Path(place.directory) / FILE_NAME)
         self.size_bytes = place.size_bytes
         self.health = health
-        self._fd, self.io_mode = _open(self.path, place, allow_direct=allow_direct)
+        self.is_new = False
+        self._place, self._allow_direct = place, allow_direct
+        self._fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
+        self._old_fds: list[int] = []
+        """Of files that are gone: reads may be under way on them."""
+        self._open_first()
         self._readers = Threads(thread_count, "ssd-read")
         self._writers = Threads(thread_count, "ssd-write")
         self._syncer = started_pool(1, "ssd-sync")
+        self._prober = started_pool(1, "ssd-probe")
         self._next_sync: Future[None] | None = None
         self._bounce = threading.local()
 
@@ -231,9 +269,95 @@ class _File:
         self._readers.close()
         self._writers.close()
         self._syncer.shutdown()
+        self._prober.shutdown()
+        for fd in (self._fd, *self._old_fds):
+            if fd >= 0:
+                os.close(fd)
+        self._fd, self._old_fds = -1, []
+
+    def _open_first(self) -> None:
+        if self._place.absence:
+            self.health.lose(self._place.absence)
+            return
+        try:
+            self._fd, self.io_mode, self.is_new = _open(
+                self.path, self._place, allow_direct=self._allow_direct
+            )
+        except DataDirectoryUnusable as error:
+            is_held = isinstance(error.__cause__, BlockingIOError)
+            if not self._place.may_be_absent or is_held or not isinstance(error.__cause__, OSError):
+                raise
+            self.health.lose(str(error.facts["problem"]))
+
+    def start_probe(self) -> "Future[None]":
+        """Look at the device, in a thread; what is found is its health's to say."""
+        return self._prober.submit(self._probe)
+
+    def _probe(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            self._look_for_file()
+            first = self._probe_in(self._fd, PROBE_COUNT if self.health.is_doubted else 1)
+            problems = first if not any(first) else self._probe_in(self._fd, PROBE_COUNT)
+            if not any(problems):
+                self.health.found()
+                return
+            if not all(problems):
+                # Bad places: those are corrupt segments one by one, or reads that fail.
+                if not self.health.is_lost:
+                    self.health.stands()
+                return
+            self.health.lose(next(filter(None, problems)))
+        if self._reopen():
+            self.health.found()
+
+    def _probe_in(self, fd: int, count: int) -> list[str]:
+        """Read a page in each of so many places; for each the problem, empty when there is none."""
+        page_count = self.size_bytes // ALIGN_BYTES
+        problems = []
+        with mmap.mmap(-1, ALIGN_BYTES) as page:
+            view = memoryview(page)
+            for i in range(count):
+                try:
+                    _loop(fd, os.preadv, page_count * i // count * ALIGN_BYTES, view)
+                except OSError as error:
+                    problems.append(f"read of {error.strerror}")
+                else:
+                    problems.append("")
+            view.release()
+        return problems
+
+    def _look_for_file(self) -> None:
+        """Take no writes while a restart would not find them: the directory was unmounted, moved or removed."""
+        try:
+            there, open_now = os.stat(self.path), os.fstat(self._fd)  # noqa: PTH116  no Path in this class
+            is_there = (there.st_dev, there.st_ino) == (open_now.st_dev, open_now.st_ino)
+            problem = "" if is_there else "another file has taken its place"
+        except OSError as error:
+            problem = f"its file is not at its path any more: {error.strerror}"
+        self.health.displace(problem)
+
+    def _reopen(self) -> bool:
+        """Open the file that is at the path now, if that is ours and whole."""
+        try:
+            if not self._place.is_ours():
+                return False
+            fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            _claim(fd, self.path, self._place)
+            mode = _choose_mode(fd, self.path, allow_direct=self._allow_direct)
+            is_whole = os.fstat(fd).st_size == self.size_bytes and not any(self._probe_in(fd, PROBE_COUNT))
+        except (OSError, DataDirectoryUnusable):
+            is_whole = False
+        if not is_whole:
+            os.close(fd)
+            return False
+        if self._fd >= 0:
+            self._old_fds.append(self._fd)
+        self._fd, self.io_mode = fd, mode
+        self.health.displace("")
+        return True
 
     def _sync(self) -> None:
         # One at a time: the kernel reports a lost write to one fdatasync only, and a second one
@@ -280,7 +404,7 @@ def _cut(size_bytes: int) -> list[Range]:
     return [(begin, min(begin + PIECE_BYTES, size_bytes)) for begin in begins]
 
 
-def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode]:
+def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode, bool]:
     if place.size_bytes <= 0 or place.size_bytes % ALIGN_BYTES:
         raise InvalidConfiguration(
             source=path, problem=f"{place.size_bytes} B is not a multiple of {ALIGN_BYTES} B"
@@ -292,8 +416,9 @@ def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode
         raise DataDirectoryUnusable(path=place.directory, problem=f"{path}: {error.strerror}") from error
     try:
         _claim(fd, path, place)
+        is_new = os.fstat(fd).st_size == 0
         _allocate(fd, path, place)
-        return fd, _choose_mode(fd, path, allow_direct=allow_direct)
+        return fd, _choose_mode(fd, path, allow_direct=allow_direct), is_new
     except BaseException:
         os.close(fd)
         raise

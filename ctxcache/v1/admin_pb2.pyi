@@ -35,6 +35,10 @@ class _PathStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PathState.V
     """It lacked room or memory for a write, and takes none for some seconds; or an operator said so."""
     PATH_STATE_FENCED: _PathState.ValueType  # 3
     """Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
+    PATH_STATE_LOST: _PathState.ValueType  # 4
+    """Nothing can be read from its device, or its directory was missing at the start: sessions show what is left of them.
+    It is taken again when it is back.
+    """
 
 class PathState(_PathState, metaclass=_PathStateEnumTypeWrapper):
     """Whether a place where bytes lie takes writes. It is read in every state."""
@@ -47,6 +51,10 @@ PATH_STATE_RESTING: PathState.ValueType  # 2
 """It lacked room or memory for a write, and takes none for some seconds; or an operator said so."""
 PATH_STATE_FENCED: PathState.ValueType  # 3
 """Its device refused a write or a sync, or several reads in a row: it takes no writes until a restart."""
+PATH_STATE_LOST: PathState.ValueType  # 4
+"""Nothing can be read from its device, or its directory was missing at the start: sessions show what is left of them.
+It is taken again when it is back.
+"""
 Global___PathState: _TypeAlias = PathState  # noqa: Y015
 
 class _MissEvent:
@@ -75,6 +83,10 @@ class _MissEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissEvent.V
     """A reader of it took longer than it may."""
     MISS_EVENT_DEVICE: _MissEvent.ValueType  # 9
     """A device refused what a reader or writer of it needed."""
+    MISS_EVENT_DEVICE_LOST: _MissEvent.ValueType  # 10
+    """An SSD path was lost, and with it tokens of which DRAM has no copy. They are shown again when the path is back,
+    unless a writer went on before them meanwhile. The detail says which file.
+    """
 
 class MissEvent(_MissEvent, metaclass=_MissEventEnumTypeWrapper):
     """What can happen to a session so that less of it is found than was stored."""
@@ -99,6 +111,10 @@ MISS_EVENT_TIMEOUT: MissEvent.ValueType  # 8
 """A reader of it took longer than it may."""
 MISS_EVENT_DEVICE: MissEvent.ValueType  # 9
 """A device refused what a reader or writer of it needed."""
+MISS_EVENT_DEVICE_LOST: MissEvent.ValueType  # 10
+"""An SSD path was lost, and with it tokens of which DRAM has no copy. They are shown again when the path is back,
+unless a writer went on before them meanwhile. The detail says which file.
+"""
 Global___MissEvent: _TypeAlias = MissEvent  # noqa: Y015
 
 @_typing.final
@@ -802,6 +818,8 @@ class WhyMissResponse(_message.Message):
     REMEMBERED_SINCE_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    WITHHELD_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LOST_PATHS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name. Empty where a trace was asked for of which no miss is remembered."""
     tenant: _builtins.str
@@ -818,6 +836,8 @@ class WhyMissResponse(_message.Message):
     """
     trace_id: _builtins.str
     """The trace that was asked for."""
+    withheld_token_count: _builtins.int
+    """Tokens besides `token_count` that lie on an SSD path that is lost, or behind one that does."""
     @_builtins.property
     def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionHappening]:
         """The latest events, the oldest first, at most 8."""
@@ -832,6 +852,10 @@ class WhyMissResponse(_message.Message):
         missed are remembered.
         """
 
+    @_builtins.property
+    def lost_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The files of the lost paths. Empty where nothing is withheld."""
+
     def __init__(
         self,
         *,
@@ -845,10 +869,12 @@ class WhyMissResponse(_message.Message):
         remembered_since: _timestamp_pb2.Timestamp | None = ...,
         trace_id: _builtins.str = ...,
         misses: _abc.Iterable[Global___RequestMiss] | None = ...,
+        withheld_token_count: _builtins.int = ...,
+        lost_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["remembered_since", b"remembered_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_token_count", b"durable_token_count", "happenings", b"happenings", "is_there", b"is_there", "misses", b"misses", "name", b"name", "reason", b"reason", "remembered_since", b"remembered_since", "tenant", b"tenant", "token_count", b"token_count", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_token_count", b"durable_token_count", "happenings", b"happenings", "is_there", b"is_there", "lost_paths", b"lost_paths", "misses", b"misses", "name", b"name", "reason", b"reason", "remembered_since", b"remembered_since", "tenant", b"tenant", "token_count", b"token_count", "trace_id", b"trace_id", "withheld_token_count", b"withheld_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

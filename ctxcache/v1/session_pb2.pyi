@@ -724,7 +724,8 @@ class LookupResult(_message.Message):
     """Hit, miss or pending."""
     reason: _builtins.str
     """Why it is a miss: the reason an error would carry (SESSION_NOT_FOUND,
-    MODEL_FINGERPRINT_MISMATCH), or EMPTY for a session without tokens. Empty otherwise.
+    MODEL_FINGERPRINT_MISMATCH), EMPTY for a session without tokens, or DEVICE_LOST for one whose tokens lie on an SSD path that is
+    lost. Empty otherwise.
     """
     generation: _builtins.int
     """Its generation; 0 on a miss."""

@@ -34,7 +34,7 @@ from ctxcache.metadata.base import Changes, MetadataStore
 from ctxcache.metadata.memory import MemoryMetadata
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.testing.fakes import FakeClock, MemoryTier, Operation
-from ctxcache.tiers.base import Tier
+from ctxcache.tiers.base import Devices
 from ctxcache.tiers.dram import DramArena
 from ctxcache.tiers.ssd import SsdFiles, SsdPath
 
@@ -136,7 +136,7 @@ class Rig:
         for tenant in {self.tenant, *self.shares.by_tenant}:
             await self.cache.models.register(tenant, MODEL)
 
-    def _open_stores(self) -> tuple[Tier, MetadataStore]:
+    def _open_stores(self) -> tuple[Devices, MetadataStore]:
         raise NotImplementedError
 
     # -- the verbs of a client -------------------------------------------------------------------
@@ -325,7 +325,7 @@ class MemoryRig(Rig):
         while self.ssd.counts[operation] < count:  # noqa: ASYNC110  # threads are under way as well
             await asyncio.sleep(0)
 
-    def _open_stores(self) -> tuple[Tier, MetadataStore]:
+    def _open_stores(self) -> tuple[Devices, MetadataStore]:
         return self.ssd, self.metadata
 
 
@@ -358,7 +358,7 @@ class DiskRig(Rig):
         """The file of one SSD path."""
         return Path(self.ssd.paths[path_index])
 
-    def _open_stores(self) -> tuple[Tier, MetadataStore]:
+    def _open_stores(self) -> tuple[Devices, MetadataStore]:
         paths = [
             SsdPath(str(self.directory / f"ssd{i}"), count * SLOT_BYTES)
             for i, count in enumerate(self.ssd_segments)

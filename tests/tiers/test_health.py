@@ -63,3 +63,18 @@ def test_the_first_reason_stays() -> None:
 def _health() -> tuple[PathHealth, FakeClock]:
     clock = FakeClock()
     return PathHealth("/ssd", clock), clock
+
+
+def test_a_device_is_lost_by_a_probe_and_found_by_one() -> None:
+    """Failed reads and writes only raise the doubt; lost is neither final nor forgotten by a rest."""
+    health, _ = _health()
+    health.write_failed("write: no", errno.EIO)
+    doubted = health.is_doubted
+    health.lose("probe: no")
+    lost = health.refusal
+    health.found()
+
+    assert doubted
+    assert lost == Refusal("probe: no", is_final=True, is_lost=True)
+    assert health.refusal == Refusal("write: no", is_final=True)
+    assert not health.is_doubted

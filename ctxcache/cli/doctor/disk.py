@@ -25,11 +25,12 @@ from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
 from ctxcache.metadata.witness import Witness
 from ctxcache.privacy import check_directory, check_secret, loose, secret_refusal
-from ctxcache.ssd_directories import check_not_orphaned, in_order
+from ctxcache.ssd_directories import check_not_orphaned, look
 from ctxcache.ssd_directories import entries as ssd_entries
 from ctxcache.storage import ssd_directories_of
 from ctxcache.tiers.ssd import FILE_NAME
 
+MOUNT = "mount what belongs there and start again"
 CHOOSE = "choose another with --data-directory or --ssd-directories"
 
 
@@ -85,11 +86,17 @@ def metadata(settings: Settings) -> Finding:
         check_not_orphaned(directory, ssd_directories_of(settings))
         if (directory / "FORMAT").exists():
             with DataDirectory.open(directory) as data:
-                ordered = in_order(directory, data.instance_id, ssd_directories_of(settings))
+                is_lenient = settings.ssd_missing == "serve"
+                found = look(
+                    directory, data.instance_id, ssd_directories_of(settings), may_be_absent=is_lenient
+                )
+                ordered = [each.path for each in found if not each.absence]
                 witness = Witness(ordered, data.instance_id, is_read_only=True)
-                if not witness.sequence:
+                if not witness.sequence and not found[0].absence:
                     _check_not_gone(data, ordered[0])
-                return _open_metadata(data.metadata_path, f"the sessions in {directory}", witness)
+                opened = _open_metadata(data.metadata_path, f"the sessions in {directory}", witness)
+                absent = "; ".join(f"{each.path}: {each.absence}" for each in found if each.absence)
+                return degraded("metadata", absent, opened.used, MOUNT) if absent else opened
         with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
             return _open_metadata(Path(scratch), f"a new data directory at {directory}")
     except CacheError as error:

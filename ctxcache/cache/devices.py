@@ -1,0 +1,95 @@
+"""Devices: SSD paths that are lost, and what sessions show meanwhile.
+
+A lost path is acted on once, whatever lies on it: every session shows the longest prefix that can still be
+had, at its next look-up or within moments, and no segment is read to find out. Records stay as they are, so
+that the tokens are back when the path is; a writer that goes on behind the prefix gives them up. What DRAM has
+of a lost path is written to another one. Worst case: a pass over all segments, in slices.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from ctxcache.cache.residency import Residency
+from ctxcache.cache.sessions import Sessions
+from ctxcache.cache.state import State
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+from ctxcache.tiers.base import Devices as Tier
+
+SEGMENTS_PER_TURN = 4096
+"""Of sessions that are reckoned before others have their turn: a few milliseconds."""
+SEGMENTS_PER_MOVE = 8
+"""Written elsewhere with one sync and one commit."""
+log = logging.getLogger(__name__)
+
+
+class Devices:
+    """Looks after the devices of the SSD tier. Owned by the event loop."""
+
+    def __init__(self, state: State, residency: Residency, sessions: Sessions, ssd: Tier) -> None:
+        self._state, self._residency, self._sessions, self._ssd = state, residency, sessions, ssd
+
+    async def look(self) -> None:
+        """Find out which paths are lost or back, and act on it. Raises the first failure to write elsewhere."""
+        await self._ssd.probe()
+        if self.note():
+            await self._reckon_all()
+        if self._residency.takes_writes:
+            await self._write_elsewhere()
+
+    def note(self) -> bool:
+        """Take over what the tier says; whether that is news. Sessions are reckoned when they are looked at."""
+        refusals = self._ssd.refusals
+        lost = {i: path for i, path in enumerate(self._ssd.paths) if i in refusals and refusals[i].is_lost}
+        if lost == self._state.lost:
+            return False
+        self._state.lose(lost)
+        return True
+
+    async def give_up(self, path_indexes: Iterable[int]) -> None:
+        """Cut the sessions that have segments on these paths, for good: their files are new and empty."""
+        emptied = {i: self._ssd.paths[i] for i in path_indexes}
+        gone = [s for s in self._state.segments.values() if s.ssd and s.ssd.path_index in emptied]
+        if gone:
+            log.error("device_emptied paths=%s segments=%d", list(emptied.values()), len(gone))
+            await self._sessions.lose(gone, ", ".join(emptied.values()))
+
+    async def _reckon_all(self) -> None:
+        count = 0
+        for uid in list(self._state.by_uid):
+            session = self._state.by_uid.get(uid)
+            if session is not None:
+                self._state.reckon(session)
+                count += 1 + len(session.segments)
+            if count >= SEGMENTS_PER_TURN:
+                count = 0
+                await asyncio.sleep(0)
+        withheld = self._state.withheld
+        log.log(
+            logging.ERROR if withheld else logging.WARNING, "sessions_reckoned lost=%s withheld_sessions=%d withheld_tokens=%d",
+            list(self._state.lost.values()), len(withheld), sum(withheld.values()),
+        )  # fmt: skip
+
+    async def _write_elsewhere(self) -> None:
+        """Write what only DRAM and a lost path have to another path, a session at a time."""
+        for uid in list(self._state.exposed):
+            await asyncio.sleep(0)
+            session = self._state.by_uid.get(uid)
+            if session is None:
+                continue
+            while not session.is_gone and (some := list(islice(self._exposed(session), SEGMENTS_PER_MOVE))):
+                if not await self._residency.write_elsewhere(session, some):
+                    break
+            if not session.is_gone:
+                session.reckoned = -1
+                self._state.reckon(session)
+
+    def _exposed(self, session: Session) -> Iterator[Segment]:
+        """Its segments that lie on lost paths and in DRAM, but for those that a flush will move."""
+        tail = session.growing_tail if session.is_writing else None
+        for segment in session.segments:
+            is_exposed = segment.dram and self._state.is_on_lost_path(segment)
+            if is_exposed and not segment.is_dirty and segment is not tail:
+                yield segment

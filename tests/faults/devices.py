@@ -1,0 +1,258 @@
+"""Devices: one of two SSD directories goes, at a start and at run time, and comes back.
+
+Sessions are durable on both. When one is gone, look-ups, lists and tokens counted must be true before
+anything is read; what is claimed is read and compared; sessions on the other device are whole. When it is
+back, all of them are. Worst case: every session lies on both devices, and most of the tokens are lost.
+"""
+
+import argparse
+import errno
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.errors import CacheError
+from ctxcache.format.streams import TOKENS
+from ctxcache.v1 import admin_pb2
+from ctxcache.v1.session_pb2 import DURABILITY_DISK
+from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
+from tests.faults.harness import Harness, Report
+from tests.faults.planted import command
+from tests.faults.rows import first_difference, rows_of
+from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
+
+STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
+TOKENS_PER_APPEND = 96
+WITHIN_S, UPKEEP_S = 20.0, 1.2
+LEAST_SHARE = 0.4
+"""Of all tokens, that one of two devices must have: sessions are spread evenly, but for one."""
+REFUSED_EXIT = 9
+
+
+class Places:
+    """Two SSD directories, and where one of them is put when it is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.paths = [folder / "ssd0", folder / "ssd1"]
+        self.options = [part for path in self.paths for part in ("--ssd-directories", str(path))]
+
+    def take(self, index: int, *, is_left_empty: bool) -> None:
+        """Take one away, as if it were not mounted: its place may be there, empty."""
+        self.paths[index].rename(self.folder / "away")
+        if is_left_empty:
+            self.paths[index].mkdir()
+
+    def put_back(self, index: int) -> None:
+        """Put it where it was."""
+        with suppress(FileNotFoundError):
+            self.paths[index].rmdir()
+        (self.folder / "away").rename(self.paths[index])
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """See the module."""
+    program = command([options.control]) if options.control else COMMAND_LINE
+    with tempfile.TemporaryDirectory(prefix="ctxcache-devices-") as folder:
+        places = Places(Path(folder))
+        server = ServerProcess(
+            Path(folder) / "data", *places.options, "--ssd-missing", "serve", "--fault-injection", "true",
+            program=program,
+        )  # fmt: skip
+        try:
+            _scenario(options, report, server, places)
+        finally:
+            server.close()
+
+
+def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess, places: Places) -> None:
+    sizes = {f"sessions/s{i}": 100 + 61 * i % 500 for i in range(options.sessions)}
+    with server, Client(server.target) as client:
+        _fill(client, sizes)
+    server.kill9()
+    places.take(1, is_left_empty=True)
+    _refuses_by_default(report, server, places)
+    server.start()
+    with Client(server.target) as client:
+        _judge(report, "start", client, sizes)
+        if list(places.paths[1].iterdir()):
+            report.find("the place of a directory that is not mounted was written to")
+    report.end_if_found()
+    # What upkeep writes down of sessions meanwhile, it has written.
+    time.sleep(UPKEEP_S)
+    server.kill9()
+    places.put_back(1)
+    server.start()
+    _is_whole(report, "start", server, sizes)
+    report.end_if_found()
+    _at_run_time(report, server, sizes)
+    report.end_if_found()
+    _displaced(report, server, places, sizes)
+
+
+def _fill(client: Client, sizes: Mapping[str, int]) -> None:
+    """Turn by turn, so that sessions are written beside each other; each append is durable."""
+    client.register_model(model_spec())
+    for name in sizes:
+        client.create_session("models/tiny", session_id=name.removeprefix("sessions/"), layout=[HIDDEN])
+    done = dict.fromkeys(sizes, 0)
+    while any(done[name] < size for name, size in sizes.items()):
+        for i, (name, size) in enumerate(sizes.items()):
+            begin, end = done[name], min(done[name] + TOKENS_PER_APPEND, size)
+            if begin < end:
+                rows = {s: rows_of(i, s, begin, end, row_bytes) for s, row_bytes in STREAMS.items()}
+                client.append(name, rows, durability=DURABILITY_DISK)
+                done[name] = end
+    for name in sizes:
+        client.demote_session(name)
+
+
+def _refuses_by_default(report: Report, server: ServerProcess, places: Places) -> None:
+    strict = ServerProcess(server.data_directory, *places.options)
+    try:
+        strict.start()
+        report.find("a start without a directory was not refused, though nobody had said that it may be")
+    except ServerDidNotStart as refused:
+        if refused.returncode != REFUSED_EXIT:
+            report.find(f"a start without a directory ended with {refused.returncode}")
+    finally:
+        strict.close()
+
+
+def _judge(report: Report, when: str, client: Client, sizes: Mapping[str, int]) -> None:
+    """What is claimed before anything is read must be there, and right, and about half of all."""
+    fingerprint = model_spec().fingerprint()
+    found = client.lookup((name, fingerprint) for name in sizes)
+    claimed = {result.name: result.token_count for result in found if not result.reason}
+    reasons = {result.reason for result in found if result.reason}
+    listed = {session.name: session.token_count for session in client.list_sessions()}
+    got = {name: client.get_session(name).token_count for name in sizes}
+    if listed != got or {name: count for name, count in got.items() if count} != claimed:
+        report.find(f"{when}: look-ups, lists and GetSession do not say the same")
+    if reasons - {"DEVICE_LOST"}:
+        report.find(f"{when}: look-ups give {sorted(reasons)} as reasons")
+    served = sum(_read(report, when, client, name, i, got[name]) for i, name in enumerate(sizes))
+    total = sum(sizes.values())
+    whole = sum(got[name] == size for name, size in sizes.items())
+    for name, size in sizes.items():
+        if got[name] < size:
+            _is_explained(report, when, client, name, size - got[name])
+    share = served / total
+    report.figures[f"{when}_served_share"] = round(share, 3)
+    report.figures[f"{when}_claimed_share"] = round(sum(got.values()) / total, 3)
+    report.figures[f"{when}_whole_sessions"] = f"{whole} of {len(sizes)}"
+    if share < LEAST_SHARE:
+        report.find(f"{when}: {share:.0%} of all tokens are left, with one of two devices gone")
+
+
+def _read(report: Report, when: str, client: Client, name: str, owner: int, count: int) -> int:
+    """Tokens that a read gives, all of them right."""
+    if not count:
+        return 0
+    try:
+        with client.read(name) as rows:
+            for stream in STREAMS:
+                if first_difference(rows.array(stream), owner, stream, 0) is not None:
+                    report.find(f"{when}: {name} has wrong bytes")
+            return int(rows.array(TOKENS).shape[0])
+    except CacheError as error:
+        report.find(f"{when}: {name} claims {count} tokens, and a read of them fails: {error}")
+        return 0
+
+
+def _is_explained(report: Report, when: str, client: Client, name: str, missing_count: int) -> None:
+    answer = client.why_miss(name)
+    if answer.reason != admin_pb2.MISS_EVENT_DEVICE_LOST or answer.withheld_token_count != missing_count:
+        report.find(f"{when}: why-miss does not explain {missing_count} tokens of {name}")
+
+
+def _is_whole(report: Report, when: str, server: ServerProcess, sizes: Mapping[str, int]) -> None:
+    with Client(server.target) as client:
+        for i, (name, size) in enumerate(sizes.items()):
+            count = client.get_session(name).token_count
+            if count != size or _read(report, when, client, name, i, count) != size:
+                report.find(f"{when}: the device is back, and {name} has {count} of {size} tokens")
+
+
+def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]) -> None:
+    """The device under one path answers every read with an error, and then none."""
+    with Client(server.target) as client:
+        path = next(tier.path for tier in client.stats().tiers if "ssd1" in tier.path)
+        for name in sizes:
+            client.demote_session(name)
+        client.inject_fault(
+            "SSD_READ_ERROR", path=path, count=10_000, duration_s=3600, error_number=errno.EIO
+        )
+        for name in sizes:
+            # Who finds it out is refused.
+            with suppress(CacheError), client.read(name) as rows:
+                rows.array(TOKENS)
+        if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_LOST):
+            report.find("run time: a device of which nothing can be read is not lost")
+        _judge(report, "run_time", client, sizes)
+        report.end_if_found()
+        client.clear_faults()
+        if not _until(lambda: _state(client, path) != admin_pb2.PATH_STATE_LOST):
+            report.find("run time: a device that answers again is still lost")
+    _is_whole(report, "run time", server, sizes)
+
+
+def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Mapping[str, int]) -> None:
+    """A directory is moved away under the server: what is acknowledged from then on must not lie in it."""
+    server.terminate()
+    server.start()
+    places.take(1, is_left_empty=False)
+    with Client(server.target) as client:
+        path = next(tier.path for tier in client.stats().tiers if "ssd1" in tier.path)
+        if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_RESTING):
+            report.find("a path whose directory is gone goes on taking writes")
+        report.end_if_found()
+        late = {f"sessions/late{i}": 200 for i in range(4)}
+        _fill(client, late)
+    server.kill9()
+    server.start()
+    with Client(server.target) as client:
+        for i, (name, size) in enumerate(late.items()):
+            if _read(report, "displaced", client, name, i, client.get_session(name).token_count) != size:
+                report.find(f"{name} was acknowledged on a path whose directory was gone")
+        places.put_back(1)
+        if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_OPEN):
+            report.find("a directory that was mounted again under the server is not taken")
+    _is_whole(report, "mounted again", server, sizes)
+
+
+def _state(client: Client, path: str) -> admin_pb2.PathState.ValueType:
+    return next(tier.state for tier in client.stats().tiers if tier.path == path)
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sessions", type=int, default=40, help="durable on both devices; long run 400")
+
+
+HARNESS = Harness(
+    "devices",
+    "Takes one of two SSD directories away, at a start and at run time, and brings it back.",
+    run,
+    {
+        "paths_in_turn": "segments of a session go round the paths",
+        "claims_what_is_lost": "sessions show what lies on a lost path",
+        "cut_for_good": "records of sessions are cut when a path is lost",
+        "takes_any_directory": "a path is used though its directory is gone",
+    },
+    _options,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(HARNESS.main())

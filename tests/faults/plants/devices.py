@@ -1,0 +1,52 @@
+"""What `devices` must find."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ctxcache.cache import departures, sessions, state, write_back
+from ctxcache.cache.state import State
+from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.session import Session
+from ctxcache.format.slot import Slot
+from ctxcache.metadata.base import SessionRecord
+from ctxcache.tiers.health import PathHealth
+from tests.faults.planted import plant
+
+
+@plant
+def paths_in_turn(_: int) -> None:
+    """Segments of a session go round the paths."""
+    whole = SlotAllocator.take
+
+    def take(
+        allocator: SlotAllocator, size_bytes: int, *, closed: Collection[int] = (), **_: int
+    ) -> Slot | None:
+        return whole(allocator, size_bytes, closed=closed)
+
+    setattr(SlotAllocator, "take", take)  # noqa: B010  mypy would have it typed
+
+
+@plant
+def claims_what_is_lost(_: int) -> None:
+    """Sessions show what lies on a lost path."""
+    setattr(State, "reckon", lambda *_: None)  # noqa: B010
+
+
+@plant
+def cut_for_good(_: int) -> None:
+    """Records of sessions are cut when a path is lost."""
+    whole = state.record_of
+
+    def record_of(session: Session) -> SessionRecord:
+        record = whole(session)
+        kept = tuple(s.segment_id for s in session.shown if s.begin < session.recorded_end)
+        return replace(record, live=session.live, segment_ids=kept)
+
+    for module in (state, write_back, departures, sessions):
+        setattr(module, "record_of", record_of)  # noqa: B010
+
+
+@plant
+def takes_any_directory(_: int) -> None:
+    """A path is used though its directory is gone."""
+    setattr(PathHealth, "displace", lambda *_: None)  # noqa: B010

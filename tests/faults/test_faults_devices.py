@@ -1,0 +1,22 @@
+"""The devices harness finds nothing in the product, and everything that is planted."""
+
+import pytest
+
+from tests.faults.devices import HARNESS
+
+SHORT = ["--sessions", "6"]
+
+
+def test_one_of_two_devices_takes_its_sessions_and_no_other() -> None:
+    """Gone at a start, at run time, and moved away: what is claimed is there, and all of it when the device is back."""
+    report = HARNESS.execute(SHORT)
+
+    assert report.findings == []
+
+
+@pytest.mark.parametrize("control", HARNESS.controls)
+def test_a_planted_bug_is_found(control: str) -> None:
+    """Or the run above means nothing."""
+    report = HARNESS.execute([*SHORT, "--control", control])
+
+    assert report.is_good, report
