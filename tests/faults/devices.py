@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS
 from ctxcache.v1 import admin_pb2
@@ -24,6 +24,7 @@ from tests.faults.planted import command
 from tests.faults.rows import first_difference, rows_of
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
+MODEL = CallerModel(model_spec())
 STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
 TOKENS_PER_APPEND = 96
 WITHIN_S, UPKEEP_S = 20.0, 1.2
@@ -104,7 +105,7 @@ def _fill(client: Client, sizes: Mapping[str, int]) -> None:
             begin, end = done[name], min(done[name] + TOKENS_PER_APPEND, size)
             if begin < end:
                 rows = {s: rows_of(i, s, begin, end, row_bytes) for s, row_bytes in STREAMS.items()}
-                client.append(name, rows, durability=DURABILITY_DISK)
+                client.append(name, MODEL, rows, durability=DURABILITY_DISK)
                 done[name] = end
     for name in sizes:
         client.demote_session(name)
@@ -153,7 +154,7 @@ def _read(report: Report, when: str, client: Client, name: str, owner: int, coun
     if not count:
         return 0
     try:
-        with client.read(name) as rows:
+        with client.read(name, MODEL) as rows:
             for stream in STREAMS:
                 if first_difference(rows.array(stream), owner, stream, 0) is not None:
                     report.find(f"{when}: {name} has wrong bytes")
@@ -188,7 +189,7 @@ def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]
         )
         for name in sizes:
             # Who finds it out is refused.
-            with suppress(CacheError), client.read(name) as rows:
+            with suppress(CacheError), client.read(name, MODEL) as rows:
                 rows.array(TOKENS)
         if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_LOST):
             report.find("run time: a device of which nothing can be read is not lost")
