@@ -135,7 +135,7 @@ class Server:
             cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
             tls=self._tls,
         )  # fmt: skip
-        self._health = Health(SERVICES)
+        self._health = Health(SERVICES, lambda: storage.metadata.problem)
         self._doors = Doors(self._admissions, self._health)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
         sources = self._sources(self._rpc_times)
@@ -298,7 +298,8 @@ class Server:
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
         self._watches = [
-            loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run())
+            loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run()),
+            loop.create_task(self._health.watch_writes()),
         ]  # fmt: skip
         for tls in filter(None, (self._tls, self._metrics_tls)):
             self._watches.append(loop.create_task(tls.watch()))
@@ -334,7 +335,8 @@ class Server:
             bulk_connection_count=lambda: self._bulk.connection_count,
             arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
             metadata_commit_count=lambda: metadata.commit_count,
-            is_metadata_fenced=lambda: metadata.is_fenced, metadata_properties=metadata.properties,
+            metadata_problem=lambda: metadata.problem,
+            metadata_reopened_count=lambda: metadata.reopened_count, metadata_properties=metadata.properties,
             data_directory=str(self.storage.directory.path), loop_lag_s=self._lag.lag_s,
             settings=lambda: differing(self.settings), shows_names=self._shows_names,
         )  # fmt: skip

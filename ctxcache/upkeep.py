@@ -53,6 +53,7 @@ class Upkeep:
     async def end_what_is_over(self) -> bool:
         """End leases, reservations and sessions whose time has come; write down accesses."""
         steps = (
+            self._cache.residency.reopen_metadata,
             self._deadlines,
             self._cache.queues.expire_due,
             self._cache.sessions.expire_due,

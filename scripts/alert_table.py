@@ -57,9 +57,9 @@ STORE_ALERTS = (
     ),
     Alert(
         "CtxcacheMetadataFenced", CRITICAL, "ctxcache_metadata_fenced == 1", 0, "The metadata takes no changes",
-        "A write or sync of the metadata failed. Reads and appends to memory go on; create, update, truncate, fork, delete and durable appends are refused until a restart.",
-        "The log (`fenced after a failed write or sync`), the kernel's log, `df` of the data directory.",
-        "Mend the device or free room, then restart. If the start is refused with exit code 8: `ctxcache rebuild`.",
+        "A write of the metadata found no descriptor, inode or room, or a write or sync failed. Reads and appends to memory go on; create, update, truncate, fork, delete and durable appends are refused.",
+        "`/readyz` and the log: `resting until there is what it lacked`, or `fenced after a failed write or sync`; the kernel's log, `df` and `df -i` of the data directory.",
+        "Free what lacks: changes are taken again within seconds, and `metadata_reopened` is logged. Where it is fenced, mend the device and restart. If the start is refused with exit code 8: `ctxcache rebuild`.",
         (series("ctxcache_metadata_fenced", f"1{X60}"),), 1, ON,
         quiet=(series("ctxcache_metadata_fenced", f"0{X60}"),),
     ),

@@ -59,7 +59,7 @@ class Residency:
         self.is_pressed = asyncio.Event()
         """Set when more is dirty than shall be."""
         self.stranded: set[Slot] = set()
-        """SSD slots of records that may or may not be gone: a commit failed. Taken until a restart."""
+        """SSD slots of records that may or may not be gone: a commit failed. Taken until changes are taken again."""
         self.quarantined: set[Slot] = set()
         """SSD slots that gave back other bytes than were written there. Taken until they are released."""
         self._held_past: Counter[Segment] = Counter()
@@ -329,6 +329,15 @@ class Residency:
         """
         self._metadata.check(is_growing=not is_last)
         await self._write_back.flush(session, is_tail_left=is_tail_left)
+
+    async def reopen_metadata(self) -> None:
+        """Where changes are taken again, give back the slots whose records are gone for certain. Raises TierFailure."""
+        if not await self._metadata.reopen():
+            return
+        stranded = set(self.stranded)
+        for slot in stranded - await self._metadata.recorded_slots():
+            self.stranded.discard(slot)
+            self.ssd.give(slot)
 
     def flush_lock(self, session: Session) -> asyncio.Lock:
         """Who holds it keeps flushes of the session from beginning."""

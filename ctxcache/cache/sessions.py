@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -422,6 +423,10 @@ class Sessions:
         except TierFailure:
             if not session.is_gone:
                 self._departures.strand(self._state.forget(session))
+                # Its record may be there, or be owed: it goes when changes are taken again.
+                with suppress(TierFailure):
+                    changes = Changes(deleted_session_uids=[session.uid])
+                    await self._metadata.commit(changes, is_durable=False)
             raise
         return session.view()
 

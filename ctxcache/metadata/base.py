@@ -111,5 +111,15 @@ class MetadataStore(Protocol):
         event loop is never blocked by a sync. Raises TierFailure when the device refuses.
         """
 
+    async def reopen(self) -> bool:
+        """Take changes again, if they were refused for something that lacked and is there again; whether it did.
+
+        What is there is compared with what was acknowledged; what commits that were refused meanwhile would have
+        changed is committed then, durably. Raises TierFailure. Costs nothing where nothing is refused.
+        """
+
+    async def recorded_slots(self) -> set[Slot]:
+        """The SSD slots that records name. Raises CorruptMetadata."""
+
     def close(self) -> None:
         """Give up the files. Nothing may be in flight."""

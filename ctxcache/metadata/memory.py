@@ -81,6 +81,15 @@ class MemoryMetadata:
         """From now on every commit raises TierFailure, as after a device has refused one."""
         self._failure = problem
 
+    async def reopen(self) -> bool:
+        """See MetadataStore. Nothing that a test breaks is mended by waiting."""
+        return False
+
+    async def recorded_slots(self) -> set[Slot]:
+        """See MetadataStore."""
+        named = {segment.slot for segment in self._current.segments.values()}
+        return named | self._current.quarantined
+
     def crash(self) -> "MemoryMetadata":
         """Return what a power cut leaves: a store with the durable commits and those before them."""
         survivor = MemoryMetadata()

@@ -4,6 +4,10 @@ Knows records (`records.py` documents keys and values) and nothing of what they 
 the device refuses a write or a sync; the store is then fenced, every later commit raises
 TierFailure, and only a restart, which reads what is really there, lifts that.
 
+A write that found no descriptor, room, inode or memory is a rest: commits raise TierFailure as well, and what they
+would have changed is owed. When the cause is gone the database is opened again, compared with what was acknowledged,
+and given what is owed in one commit.
+
 A record is never dropped in silence: the log is replayed in the mode that refuses damage before
 its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
 has a number, and notes how many sessions there are and a digest of their records, so that a database
@@ -13,7 +17,11 @@ its sessions are read.
 
 import asyncio
 import contextlib
+import errno
+import logging
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import reduce
@@ -49,6 +57,16 @@ LOG_LIMIT_BYTES = 64 << 20
 ROOM_BYTES = 2 * MEMTABLE_BYTES
 """Free bytes of the filesystem below which nothing that grows is taken: what turning the log into tables
 may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
+ROOM_INODES = 32
+"""Free inodes below which the same holds, where the filesystem counts them."""
+SPARE_DESCRIPTORS = 16
+"""Descriptors that are free when a database that rests is opened again."""
+REOPEN_PAUSE_S = 1.0
+"""Between two looks at whether what lacked is there again."""
+_LACKING = tuple(
+    os.strerror(number)
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN)
+)
 TABLE_FORMAT = 5
 """The newest table format that RocksDB 7 reads as well, so that other tools can open the files."""
 ENTRIES_PER_BATCH = 1024
@@ -65,6 +83,7 @@ PROPERTIES = {
 }
 """What is told of RocksDB, and its own names for it."""
 Record = TypeVar("Record")
+log = logging.getLogger(__name__)
 
 
 class RocksDbMetadata:
@@ -83,6 +102,15 @@ class RocksDbMetadata:
         self._syncer = started_pool(1, "metadata-sync")
         self._next_sync: Future[None] | None = None
         self._failure: str | None = None
+        self._is_resting = False
+        """Whether the failure is one that passes."""
+        self._next_look_s = 0.0
+        self._owed: dict[bytes, bytes | None] = {}
+        """By key, what commits that a rest refused would have left: the cache has gone on with that."""
+        self._doubtful: Commit | None = None
+        """The commit whose write began the rest: it may be there or not."""
+        self.reopened_count = 0
+        """How often a rest has ended."""
         self._is_closed = False
         self._seals: dict[bytes, int] | None = None
         """The checksum of each session's record, by uid; None until they were read."""
@@ -102,26 +130,51 @@ class RocksDbMetadata:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a write or a sync has failed, after which none is tried."""
+        """Whether no changes are taken: a write or a sync has failed."""
         return self._failure is not None
+
+    @property
+    def problem(self) -> str:
+        """Why no changes are taken; empty while they are."""
+        if self._failure is None:
+            return ""
+        if self._is_resting:
+            return f"resting until there is what it lacked: {self._failure}"
+        return f"fenced after a failed write or sync: {self._failure}"
 
     def properties(self) -> dict[str, int]:
         """What RocksDB says of itself, by our name for it. From any thread, until `close`."""
-        return {
-            name: self._db.property_int_value(f"rocksdb.{theirs}") or 0 for name, theirs in PROPERTIES.items()
-        }
+        database = self._db
+        try:
+            return {
+                name: database.property_int_value(f"rocksdb.{theirs}") or 0
+                for name, theirs in PROPERTIES.items()
+            }
+        except Exception:  # rocksdict raises nothing narrower
+            if not self._is_resting:
+                raise
+            # It is closed, until it can be opened again.
+            return dict.fromkeys(PROPERTIES, 0)
 
     def check(self, *, is_growing: bool = True) -> None:
         """See MetadataStore. One statvfs."""
         self._check()
         if is_growing:
-            space = os.statvfs(self._path)
-            free_bytes = space.f_bavail * space.f_frsize
-            if free_bytes < ROOM_BYTES:
-                raise CapacityExceeded(
-                    tier=f"metadata {self._path}", needed_bytes=ROOM_BYTES, free_bytes=free_bytes,
-                    limit_bytes=space.f_blocks * space.f_frsize,
-                )  # fmt: skip
+            self._check_room()
+
+    def _check_room(self) -> None:
+        space = os.statvfs(self._path)
+        free_bytes = space.f_bavail * space.f_frsize
+        if free_bytes < ROOM_BYTES:
+            raise CapacityExceeded(
+                tier=f"metadata {self._path}", needed_bytes=ROOM_BYTES, free_bytes=free_bytes,
+                limit_bytes=space.f_blocks * space.f_frsize,
+            )  # fmt: skip
+        if space.f_files and space.f_favail < ROOM_INODES:
+            raise CapacityExceeded(
+                tier=f"inodes of metadata {self._path}", needed_bytes=ROOM_INODES,
+                free_bytes=space.f_favail, limit_bytes=space.f_files,
+            )  # fmt: skip
 
     def models(self) -> Iterator[ModelRecord]:
         """See MetadataStore."""
@@ -176,12 +229,84 @@ class RocksDbMetadata:
 
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
         """See MetadataStore. The write itself goes to the page cache, on the loop: tens of microseconds."""
+        entries = records.entries(changes) if changes else []
+        if self._is_resting:
+            self._owed.update(entries)
         self._check()
-        if changes:
-            self._write(records.entries(changes))
+        if entries:
+            self._write(entries)
         if is_durable:
             # Shielded: one caller's cancellation must not cancel the sync of the others.
             await asyncio.shield(asyncio.wrap_future(self._join_sync()))
+
+    async def reopen(self) -> bool:
+        """See MetadataStore."""
+        if not self._is_resting or time.monotonic() < self._next_look_s:
+            return False
+        # In the thread that syncs: nothing else uses the database meanwhile.
+        opened = await asyncio.shield(asyncio.wrap_future(self._syncer.submit(self._open_again)))
+        self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
+        if opened is None:
+            return False
+        last, seals = opened
+        if last not in {self._last, self._doubtful or self._last}:
+            self._is_resting = False
+            self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
+            log.error("metadata_fenced path=%s problem=%s", self._path, self._failure)
+            return False
+        owed, self._owed = self._owed, {}
+        if self._catalog and last != self._last:
+            self._catalog.append(list(owed.items()), last.sequence)
+        self._last, self._seals, self._doubtful = last, seals, None
+        self._failure, self._is_resting = None, False
+        if owed:
+            self._write(list(owed.items()))
+        await asyncio.shield(asyncio.wrap_future(self._join_sync()))
+        self.reopened_count += 1
+        log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
+        return True
+
+    def _open_again(self) -> tuple[Commit, dict[bytes, int]] | None:
+        """The last commit that is there and each session's seal, of a database opened anew; None where it cannot be."""
+        if not self._has_what_lacked():
+            return None
+        _release(self._db)
+        try:
+            self._db = Rdict(self._path, _options())
+            value = self._db.get(records.COMMIT_KEY)
+            last = records.decode_commit(value) if value else Commit(0, 0, 0)
+            seals = {
+                records.decode_session(key, value).uid: records.seal_of(value)
+                for key, value in self.raw()
+                if key.startswith(records.SESSION_PREFIX)
+            }
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
+            return None
+        # Of what is there, not of what it says of itself.
+        return Commit(last.sequence, len(seals), reduce(xor, seals.values(), 0)), seals
+
+    def _has_what_lacked(self) -> bool:
+        spare: list[int] = []
+        try:
+            for _ in range(SPARE_DESCRIPTORS):
+                descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
+                spare.append(descriptor)
+                Path(path).unlink()
+            self._check_room()
+        except (OSError, CapacityExceeded):
+            return False
+        finally:
+            for descriptor in spare:
+                os.close(descriptor)
+        return True
+
+    async def recorded_slots(self) -> set[Slot]:
+        """See MetadataStore. In the syncing thread, whose syncs wait."""
+        return await asyncio.wrap_future(self._syncer.submit(self._recorded_slots))
+
+    def _recorded_slots(self) -> set[Slot]:
+        return {*(record.slot for record in self.segments()), *self.quarantined()}
 
     def close(self) -> None:
         """Sync what is still in the page cache and give up the files, whatever the device says.
@@ -230,6 +355,8 @@ class RocksDbMetadata:
         try:
             self._db.write(batch)
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            self._doubtful = last
+            self._owed.update(entries)
             self._fail(error)
         self._last = last
         if self._catalog:
@@ -307,13 +434,19 @@ class RocksDbMetadata:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise TierFailure(
-                path=self._path, problem=f"fenced after a failed write or sync: {self._failure}"
-            )
+            raise TierFailure(path=self._path, problem=self.problem)
 
     def _fail(self, error: Exception) -> NoReturn:
-        self._failure = str(error)
-        raise TierFailure(path=self._path, problem=self._failure) from error
+        if self._failure is None:
+            said = str(error)
+            self._is_resting, self._failure = _is_passing(said.replace(self._path, "")), said
+            log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
+        raise TierFailure(path=self._path, problem=self.problem) from error
+
+
+def _is_passing(said: str) -> bool:
+    """Whether RocksDB's sentence, without the path, is of something that lacked; never of a sync, which may lose bytes."""
+    return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
 
 
 def _open(path: str) -> Rdict:

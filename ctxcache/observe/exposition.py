@@ -39,7 +39,9 @@ class Sources:
     bulk_connection_count: Callable[[], int]
     arena_prefaulted_bytes: Callable[[], int]
     metadata_commit_count: Callable[[], int]
-    is_metadata_fenced: Callable[[], bool]
+    metadata_problem: Callable[[], str]
+    """Why it takes no changes; empty while it does."""
+    metadata_reopened_count: Callable[[], int]
     metadata_properties: Callable[[], Mapping[str, int]]
     """Called in a thread."""
     data_directory: str
@@ -52,8 +54,16 @@ class Sources:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server takes work."""
+        """Whether the server takes work: it does not drain."""
         return not self.admissions.calls.is_draining
+
+    @property
+    def why_not_ready(self) -> str:
+        """Why it does not take all work; empty when it does."""
+        if not self.is_ready:
+            return "draining"
+        problem = self.metadata_problem()
+        return problem and f"writes are refused, reads go on: metadata {problem}"
 
 
 class Exposition:
@@ -102,7 +112,8 @@ def _server(sources: Sources) -> Iterator[Sample]:
     yield Sample("ctxcache_event_loop_lag_seconds", taken(sources.loop_lag_s))
     yield Sample("ctxcache_scrape_seconds", taken(sources.scrape_s))
     yield Sample("ctxcache_arena_prefaulted_bytes", sources.arena_prefaulted_bytes())
-    yield Sample("ctxcache_metadata_fenced", sources.is_metadata_fenced())
+    yield Sample("ctxcache_metadata_fenced", bool(sources.metadata_problem()))
+    yield Sample("ctxcache_metadata_reopened_total", sources.metadata_reopened_count())
     yield Sample("ctxcache_metadata_commits_total", sources.metadata_commit_count())
 
 

@@ -21,9 +21,10 @@ def pages_of(sources: Sources, recording: Recording) -> Mapping[str, Page]:
         return Answer(b"ok\n")
 
     async def is_ready(_: Mapping[str, str]) -> Answer:
-        if sources.is_ready:
+        problem = sources.why_not_ready
+        if not problem:
             return Answer(b"ready\n")
-        return Answer(b"draining\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        return Answer(f"{problem}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     machines = {"/metrics": metrics, "/healthz": is_alive, "/readyz": is_ready}
     return machines | dict(StatusPages(sources, recording).pages())

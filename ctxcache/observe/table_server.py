@@ -30,7 +30,8 @@ HINTS = Group("Hints", (
     gauge("waiting_jobs", "jobs", "Jobs that wait in engines' queues.", "It only grows: an engine does not say that jobs have gone."),
 ))  # fmt: skip
 METADATA = Group("Metadata", (
-    gauge("metadata_fenced", "0 or 1", "1 once a write or sync of the metadata failed: no change is taken until a restart.", "1: look at the device of the data directory, then restart."),
+    gauge("metadata_fenced", "0 or 1", "1 while the metadata takes no changes: a write found no room or descriptor, which passes, or a write or sync failed, which needs a restart.", "1: `/readyz` says why; free what lacks, or look at the device of the data directory and restart."),
+    counter("metadata_reopened", "times", "How often the metadata takes changes again after it lacked something.", "It grows: descriptors, inodes or room run out now and then."),
     counter("metadata_commits", "commits", "Commits since the data directory was made.", "For scale only."),
     gauge("rocksdb_memtable_bytes", "bytes", "RocksDB's tables in memory.", "Far above 64 MiB: flushes do not keep up."),
     gauge("rocksdb_table_bytes", "bytes", "RocksDB's tables on disk.", "Far above 1 KiB per segment: compaction does not keep up."),
