@@ -140,12 +140,18 @@ def local_paths(configuration: str) -> Iterator[str]:
 
 def _unpack(target: str) -> None:
     configuration = json.loads(_buildah("inspect", "--type=image", image_of(target)))["Docker"]["config"]
-    (IMAGES / f"{target}.json").write_text(json.dumps(configuration, indent=2) + "\n")
     container = _buildah("from", "--pull=never", image_of(target))
-    place = IMAGES / target
-    shutil.rmtree(place, ignore_errors=True)
-    subprocess.run(["cp", "--archive", "--reflink=auto", _buildah("mount", container), place], check=True)
+    place, begun, old = IMAGES / target, IMAGES / f"{target}.begun", IMAGES / f"{target}.old"
+    for path in (begun, old):
+        shutil.rmtree(path, ignore_errors=True)
+    subprocess.run(["cp", "--archive", "--reflink=auto", _buildah("mount", container), begun], check=True)
     _buildah("rm", container)
+    # At once: a pod that begins meanwhile has all of the one or of the other.
+    if place.exists():
+        place.rename(old)
+    begun.rename(place)
+    (IMAGES / f"{target}.json").write_text(json.dumps(configuration, indent=2) + "\n")
+    shutil.rmtree(old, ignore_errors=True)
     sys.stdout.write(f"{image_of(target)}: {place}\n")
 
 

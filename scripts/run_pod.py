@@ -110,7 +110,9 @@ class Cluster:
         ]  # fmt: skip
         template = json.loads(json.dumps(spec["template"]))
         template["spec"].setdefault("volumes", []).extend(claims)
-        template["metadata"]["name"] = f"{name}-0" if kind == "statefulset" else f"{name}-abcde"
+        template.setdefault("metadata", {})["name"] = (
+            f"{name}-0" if kind == "statefulset" else f"{name}-abcde"
+        )
         return dict(template)
 
     def hosts(self) -> str:

@@ -4,10 +4,13 @@ Built by scripts/build_image.py and run by scripts/run_pod.py; skipped where the
 network writes durably, the store is killed, and runs again on the same volumes.
 """
 
+import contextlib
+import http.client
 import os
 import socket
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,16 @@ import pytest
 import yaml
 from build_image import image_of
 from chart import CHART, helm
+from pki import Pki
 from run_pod import Cluster, Pod, built_images, lacking
 
 from ctxcache.client import Client
+from ctxcache.client.tls import ClientTls
+from ctxcache.core.identity import parse_grant
+from ctxcache.errors import Unauthenticated
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from ctxcache.tokens import Token, digest_of, new_secret
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 IMAGES = built_images()
@@ -38,6 +46,7 @@ HIDDEN = Stream(0, StateKind.HIDDEN)
 ROW_BYTES = 32
 TOKEN_COUNT = 300
 NAMESPACE = "inference"
+METRICS_TOKEN = "0123456789abcdef"  # noqa: S105  # of a test
 STORE = "statefulset/cache-ctxcache"
 SMALL = {
     "arena": {"sizeMiB": 128},
@@ -71,12 +80,16 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 class Release:
     """The chart, rendered for this machine."""
 
-    def __init__(self, directory: Path, values: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, values: dict[str, Any], secrets: Mapping[str, Mapping[str, bytes]]
+    ) -> None:
         self.values = _merged(_merged({"store": SMALL}, _ports()), values)
         self._file = directory / "values.yaml"
         self._file.write_text(yaml.safe_dump(self.values))
         text = helm("template", "cache", str(CHART), "--namespace", NAMESPACE, "--values", str(self._file))
         self.cluster = Cluster(text, directory / "node", images=IMAGES, namespace=NAMESPACE)
+        for name, content in secrets.items():
+            self.cluster.add_secret(name, content)
         self.pods: list[Pod] = []
 
     @property
@@ -107,8 +120,10 @@ def release(tmp_path: Path) -> Iterator[Any]:
         if str(parent).startswith("/tmp/pytest-"):  # noqa: S108  # where pytest puts it
             parent.chmod(parent.stat().st_mode | 0o011)
 
-    def make(values: dict[str, Any] | None = None) -> Release:
-        made.append(Release(tmp_path, values or {}))
+    def make(
+        values: dict[str, Any] | None = None, secrets: Mapping[str, Mapping[str, bytes]] | None = None
+    ) -> Release:
+        made.append(Release(tmp_path, values or {}, secrets or {}))
         return made[-1]
 
     yield make
@@ -218,6 +233,172 @@ def test_files_that_a_kubelet_gave_to_the_group_are_taken(release: Any) -> None:
 
     with _remote(made.target) as client:
         _assert_rows_are_there(client, "alice")
+
+
+def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any, tmp_path: Path) -> None:
+    """TLS, tokens, and metrics for who shows one; the CronJob's pod copies the store; its file is restored and served."""
+    pki = Pki(tmp_path)
+    keys = _keys(pki)
+    made = release(
+        {
+            "tls": {"mode": "secret", "secretName": "store-tls", "requireClientCertificate": False},
+            "auth": {"tokenHashesSecret": "store-tokens"},
+            "metrics": {"tokenSecret": "metrics-token", "tls": {"enabled": True}},
+            "backup": {
+                "enabled": True,
+                "keep": 1,
+                "tlsSecret": "client-tls",
+                "tokenSecret": "operator-token",
+            },
+        },
+        keys,
+    )
+    pod = made.run()
+    pod.wait_ready()
+    tls = ClientTls(ca=tmp_path / "authority.pem")
+    options = {"tls": tls, "token_file": tmp_path / "token"}
+    with _remote(made.target, **options) as client:
+        _write(client, "alice")
+    with _remote(made.target, tls=tls) as stranger, pytest.raises(Unauthenticated):
+        stranger.get_session("sessions/alice")
+    port, authority = made.values["metrics"]["port"], tmp_path / "authority.pem"
+    assert _metrics_status(port, "", authority) == 401
+    assert _metrics_status(port, METRICS_TOKEN, authority) == 200
+    for number in (1, 2):
+        backup = made.run("cronjob/cache-ctxcache-backup")
+        assert backup.wait(120) == {"backup": 0}, (number, backup.log())
+        backup.remove()
+    (file,) = [path for path in made.cluster.claim("cache-ctxcache-backup").iterdir() if path.is_file()]
+    assert file.suffix == ".ctxbackup"
+    tested = made.run("pod/cache-ctxcache-test")
+    assert tested.wait(60) == {"ask": 0}, tested.log()
+    assert pod.stop()["store"][0] == 0
+    made.end()
+
+    restored = release(
+        made.values
+        | {"store": SMALL | {"data": {"existingClaim": "restored"}}, "backup": {"enabled": False}},
+        keys,
+    )
+    example = (CHART / "examples" / "restore.yaml").read_text().replace("FILE", file.name)
+    # Of a release with other names.
+    (_, job) = yaml.safe_load_all(
+        example.replace("name: ctxcache\n", "name: cache-ctxcache\n").replace(
+            "ctxcache-backup", "cache-ctxcache-backup"
+        )
+    )
+    restored.cluster.objects["job", "restore"] = job
+    restore = restored.run("job/restore")
+    assert restore.wait(60) == {"restore": 0}, restore.log()
+    restored.run().wait_ready()
+    with _remote(restored.target, **options) as client:
+        _assert_rows_are_there(client, "alice")
+
+
+def test_a_platform_gives_it_a_user_of_its_own(release: Any) -> None:
+    """As OpenShift does, where the values leave user and group out: volumes are the group's."""
+    made = release(
+        {"store": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}}
+    )
+    security = made.cluster.objects["statefulset", "cache-ctxcache"]["spec"]["template"]["spec"][
+        "securityContext"
+    ]
+    assert not {"runAsUser", "fsGroup"} & security.keys()
+    security |= {"runAsUser": 1000680000, "fsGroup": 1000680000, "supplementalGroups": [1000680000]}
+    pod = made.run()
+    pod.wait_ready()
+    with _remote(made.target) as client:
+        _write(client, "alice")
+    assert pod.execute("store", ["id", "-u"]).stdout == "1000680000\n"
+    assert pod.stop()["store"][0] == 0
+    pod.remove()
+    made.run().wait_ready()
+    with _remote(made.target) as client:
+        _assert_rows_are_there(client, "alice")
+
+
+@needs_worker
+def test_workers_map_the_arena_of_their_nodes_store(release: Any) -> None:
+    """A DaemonSet of stores that share their sockets, and workers beside them, in the node's directories."""
+    made = release(
+        {
+            "store": {"kind": "DaemonSet", "shareWithNode": {"enabled": True}},
+            "worker": {"enabled": True, "extraEnv": [{"name": "OMP_NUM_THREADS", "value": "1"}]},
+            "metrics": {"podMonitor": {"enabled": True}, "tokenSecret": "metrics-token"},
+            "networkPolicy": {"metricsFrom": [{"podSelector": {}}]},
+        },
+        {"metrics-token": {"token": METRICS_TOKEN.encode()}},
+    )
+    for path in ("/var/lib/ctxcache", "/run/ctxcache", "/run/ctxcache-worker"):
+        place = made.cluster.node_path({"path": path, "type": "DirectoryOrCreate"})
+        os.chown(place, 10001, 10001)
+    store = made.run("daemonset/cache-ctxcache")
+    store.wait_ready()
+    worker = made.run("daemonset/cache-ctxcache-worker")
+    asked = worker.wait_ready()
+    port = made.values["metrics"]["podMonitor"]["port"]
+
+    assert asked["worker readinessProbe"] >= 1
+    assert _metrics_status(port, "") == 401
+    assert _metrics_status(port, METRICS_TOKEN) == 200
+    assert worker.containers["worker"].environment["OMP_NUM_THREADS"] == "1"
+    assert worker.stop()["worker"][0] == 0, worker.log()
+    assert store.stop()["store"][0] == 0, store.log()
+
+
+@needs_worker
+def test_the_workers_default_command_serves(release: Any) -> None:
+    """No argument: it listens at its socket, and its health check finds it."""
+    made = release()
+    made.cluster.objects["pod", "plain"] = {
+        "kind": "Pod", "metadata": {"name": "plain"},
+        "spec": {"containers": [{
+            "name": "worker", "image": image_of("worker"), "securityContext": {"readOnlyRootFilesystem": True},
+            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108  # its place in the pod
+        }], "volumes": [{"name": "tmp", "emptyDir": {}}]},
+    }  # fmt: skip
+    pod = made.run("pod/plain")
+    check = IMAGES[image_of("worker")].configuration["Healthcheck"]["Test"][1:]
+    while '"listen"' not in pod.log():
+        assert pod.containers["worker"].command.poll() is None, pod.log()
+        time.sleep(0.1)
+
+    assert pod.execute("worker", check).returncode == 0
+    assert pod.stop()["worker"][0] == 0, pod.log()
+
+
+def _keys(pki: Pki) -> dict[str, dict[str, bytes]]:
+    """Every secret that the values below name, and the client's files."""
+    pki.authority("authority")
+    service = "cache-ctxcache"
+    names = ",".join(f"DNS:{service}{suffix}" for suffix in ("", "-metrics", f".{NAMESPACE}.svc"))
+    pki.issue("store", "authority", names=names)
+    pki.issue("client", "authority")
+    secret = new_secret()
+    (pki.directory / "token").write_text(secret)
+    (pki.directory / "token").chmod(0o600)
+    line = Token("operator", digest_of(secret), parse_grant("default", role="operator")).line()
+
+    def pair(name: str) -> dict[str, bytes]:
+        files = {"tls.crt": f"{name}.pem", "tls.key": f"{name}.key", "ca.crt": "authority.pem"}
+        return {key: (pki.directory / file).read_bytes() for key, file in files.items()}
+
+    return {
+        "store-tls": pair("store"), "client-tls": pair("client"), "store-tokens": {"hashes": f"{line}\n".encode()},
+        "operator-token": {"token": secret.encode()}, "metrics-token": {"token": METRICS_TOKEN.encode()},
+    }  # fmt: skip
+
+
+def _metrics_status(port: int, token: str, authority: Path | None = None) -> int:
+    connection: http.client.HTTPConnection
+    if authority is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    else:
+        context = ssl.create_default_context(cafile=str(authority))
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
+        return connection.getresponse().status
 
 
 def _until_listening(pod: Pod) -> None:

@@ -38,9 +38,10 @@ def test_is_what_kubernetes_takes(case: str, version: str) -> None:
     assert own
 
 
-def test_the_sidecar_example_is_what_kubernetes_takes() -> None:
+@pytest.mark.parametrize("path", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
+def test_examples_are_what_kubernetes_takes(path: Path) -> None:
     """What people copy is valid, too."""
-    for item in yaml.safe_load_all((CHART / "examples" / "worker-sidecar.yaml").read_text()):
+    for item in yaml.safe_load_all(path.read_text()):
         kubernetes_validate.validate(item, NEWEST, strict=True)
 
 
