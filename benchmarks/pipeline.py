@@ -109,8 +109,8 @@ def main() -> None:
         try:
             target = store.ready.target
             with (
-                Client(target) as client,
-                Client(target, verify="always") as verifying,
+                Client(target, verify="never") as client,
+                Client(target) as verifying,
                 Pipeline(device_of(adapter.layers[0].device)) as pipeline,
             ):
                 names = _save(client, adapter, given.tokens)

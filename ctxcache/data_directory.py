@@ -5,12 +5,12 @@ are in it; either way it is refused untouched, with a sentence that says why.
 
     LOCK        held by the running server, with its process id
     RESTORING   {"instance_id": "...", "checksum": "..."}: a backup is laid out here, until FORMAT is written
-    FORMAT      {"format": 2, "created_by": "...", "instance_id": "...", "checksum": "..."}
+    FORMAT      {"format": 3, "created_by": "...", "instance_id": "...", "checksum": "..."}
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     LESSONS     what the placement policy has learned (`lessons`); may be missing
     metadata/   the metadata store's
 
-Format 1 had no checksums, and no RUNS before the first run. `upgrade` makes it format 2.
+A directory of another format is refused: its segments are bound to their checksums in another way.
 """
 
 import fcntl
@@ -27,9 +27,7 @@ from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 from ctxcache.facts_file import read_facts, sync_directory, write_facts
 from ctxcache.privacy import claim_directory, open_private, tighten
 
-DATA_FORMAT = 2
-FIRST_NUMBERED_FORMAT = 2
-"""From here on SSD directories carry their numbers."""
+DATA_FORMAT = 3
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
 METADATA = "metadata"
 RESTORING = "RESTORING"
@@ -50,7 +48,6 @@ class DataDirectory:
     path: Path
     instance_id: str
     created_by: str
-    found_format: int
     crash_count: int
     is_clean: bool
     _lock_fd: int
@@ -68,11 +65,11 @@ class DataDirectory:
             lock_fd = _lock(path)
             try:
                 facts = _read_or_create_format(path, created_by)
-                runs = _read_runs(path, int(facts["format"]))
+                runs = _read_runs(path)
                 crash_count = int(runs["crash_count"]) + (not runs["is_clean"])
                 return cls(
-                    path, str(facts["instance_id"]), str(facts.get("created_by")), int(facts["format"]),
-                    crash_count, bool(runs["is_clean"]), lock_fd,
+                    path, str(facts["instance_id"]), str(facts.get("created_by")), crash_count,
+                    bool(runs["is_clean"]), lock_fd,
                 )  # fmt: skip
             except BaseException:
                 os.close(lock_fd)
@@ -89,9 +86,9 @@ class DataDirectory:
             check_not_restoring(path)
             lock_fd = _lock(path)
             try:
-                found = _mend_format(path, instance_id, created_by)
+                _mend_format(path, instance_id, created_by)
                 try:
-                    _read_runs(path, found)
+                    _read_runs(path)
                 except CorruptMetadata:
                     _note_run(path, crash_count, is_clean=False)
             finally:
@@ -119,18 +116,6 @@ class DataDirectory:
         """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
         with _refusals(self.path):
             _note_run(self.path, self.crash_count, is_clean=False)
-
-    def upgrade(self) -> None:
-        """Make a directory of an older format one of this version's. Raises DataDirectoryUnusable.
-
-        To be called before anything of this version is written: a server of the older one must not come
-        between, which would not keep up what it does not know.
-        """
-        if self.found_format < DATA_FORMAT:
-            with _refusals(self.path):
-                # RUNS first, as it is: a directory of this version without it has lost it.
-                _note_run(self.path, self.crash_count - (not self.is_clean), is_clean=self.is_clean)
-                _write_format(self.path, self.instance_id, self.created_by)
 
     def end_run(self) -> None:
         """Note that the run ended in order, with nothing lost. Raises DataDirectoryUnusable."""
@@ -272,31 +257,29 @@ def _parse_format(path: Path) -> dict[str, Any]:
         raise FormatTooNew(path=str(path), found=found, supported=DATA_FORMAT)
     if found < 1:
         raise CorruptMetadata(where=str(path / _FORMAT), problem=f"there is no format {found}")
-    if found > 1:
-        read_facts(path / _FORMAT)
-    return facts
+    if found < DATA_FORMAT:
+        problem = f"it has format {found} of an earlier version, and this one reads format {DATA_FORMAT}: name a new one"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+    return read_facts(path / _FORMAT)
 
 
 def _write_format(path: Path, instance_id: str, created_by: str) -> None:
     write_facts(path / _FORMAT, {"format": DATA_FORMAT, "created_by": created_by, "instance_id": instance_id})
 
 
-def _mend_format(path: Path, instance_id: str, created_by: str) -> int:
+def _mend_format(path: Path, instance_id: str, created_by: str) -> None:
     try:
-        return int(_parse_format(path)["format"])
+        _parse_format(path)
     except (CorruptMetadata, FileNotFoundError):
         _write_format(path, instance_id, created_by)
-        return DATA_FORMAT
 
 
-def _read_runs(path: Path, found_format: int) -> dict[str, Any]:
-    """How earlier runs ended. Format 1 has none before the first one."""
+def _read_runs(path: Path) -> dict[str, Any]:
+    """How earlier runs ended."""
     try:
-        runs = read_facts(path / _RUNS, is_checksum_needed=found_format > 1)
+        runs = read_facts(path / _RUNS)
         return {"crash_count": int(runs["crash_count"]), "is_clean": bool(runs["is_clean"])}
     except FileNotFoundError as error:
-        if found_format == 1:
-            return {"crash_count": 0, "is_clean": True}
         raise CorruptMetadata(where=str(path / _RUNS), problem="it is gone") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptMetadata(where=str(path / _RUNS), problem=f"it does not parse: {error!r}") from error

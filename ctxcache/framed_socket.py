@@ -60,10 +60,9 @@ class ConnectionEnded(FrameError):
 
 
 class Part(NamedTuple):
-    """Bytes of a frame's data that are verified by themselves: XXH3-64 of them with `seed` is `checksum`."""
+    """Bytes of a frame's data that are verified by themselves: XXH3-64 of them is `checksum`."""
 
     size_bytes: int
-    seed: int
     checksum: int
 
 
@@ -125,19 +124,25 @@ class FramedSocket:
         self._left_bytes = data_bytes
         return Frame(Kind(kind), bytes(message), data_bytes)
 
-    def receive_into(self, places: Iterable[memoryview], parts: Iterable[Part]) -> bool:
+    def receive_into(
+        self, places: Iterable[tuple[memoryview, xxh3_64 | None]], parts: Iterable[Part]
+    ) -> bool:
         """Receive the frame's data to where it belongs; whether all of it is what its checksums say.
 
-        Places and parts are both as long as the data. Raises FrameError.
+        Places and parts are both as long as the data. A place may have a hasher: it is fed what comes there, before that
+        is verified. Raises FrameError.
         """
         is_right = True
         rest = _Places(places)
         # However many parts and places there are: time is for bytes.
         deadline = time.monotonic() + PIECE_TIMEOUT_S * -(-self._left_bytes // PIECE_BYTES)
         for part in parts:
-            hasher = xxh3_64(seed=part.seed)
-            for piece in rest.take(part.size_bytes):
+            hasher = xxh3_64()
+            for piece, sums in rest.take(part.size_bytes):
                 self._left_bytes -= self._fill(piece, deadline)
+                # In this order: a byte that changes between the two is then found.
+                if sums is not None:
+                    sums.update(piece)
                 hasher.update(piece)
             is_right &= hasher.intdigest() == part.checksum
         return is_right
@@ -206,17 +211,18 @@ class FramedSocket:
 class _Places:
     """Places to fill one after the other, handed out in pieces."""
 
-    def __init__(self, places: Iterable[memoryview]) -> None:
+    def __init__(self, places: Iterable[tuple[memoryview, xxh3_64 | None]]) -> None:
         self._places = iter(places)
         self._current = memoryview(b"")
+        self._sums: xxh3_64 | None = None
 
-    def take(self, size_bytes: int) -> Iterator[memoryview]:
-        """The next `size_bytes`, in pieces of at most `PIECE_BYTES`."""
+    def take(self, size_bytes: int) -> Iterator[tuple[memoryview, xxh3_64 | None]]:
+        """The next `size_bytes`, in pieces of at most `PIECE_BYTES`, each with its place's hasher."""
         while size_bytes:
             if not self._current:
-                self._current = next(self._places)
+                self._current, self._sums = next(self._places)
             count = min(size_bytes, PIECE_BYTES, len(self._current))
-            yield self._current[:count]
+            yield self._current[:count], self._sums
             self._current = self._current[count:]
             size_bytes -= count
 

@@ -121,9 +121,8 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
     )
     with DataDirectory.open(data_directory) as directory:
         ordered = in_order(data_directory, instance_id, given)
-        # First: what it refuses gets no number and keeps its format.
+        # First: what it refuses gets no number.
         result, entries = _collect(ordered, instance_id)
-        directory.upgrade()
         write_down(data_directory, instance_id, ordered)
         fresh = data_directory / f"{METADATA}.rebuilt"
         shutil.rmtree(fresh, ignore_errors=True)

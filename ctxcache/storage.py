@@ -15,9 +15,8 @@ from pathlib import Path
 
 from ctxcache.clock import SystemClock
 from ctxcache.config import Settings
-from ctxcache.data_directory import FIRST_NUMBERED_FORMAT, DataDirectory, check_not_restoring
+from ctxcache.data_directory import DataDirectory, check_not_restoring
 from ctxcache.errors import DataDirectoryUnusable, TierFailure
-from ctxcache.first_order import check_first_order
 from ctxcache.format.layout import align
 from ctxcache.injection.faults import Faults
 from ctxcache.injection.metadata import SlowMetadata
@@ -68,15 +67,12 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     found = look(directory.path, directory.instance_id, named, may_be_absent=is_lenient)
     ordered = tuple(each.path for each in found)
     directory.tighten()
-    if directory.found_format < FIRST_NUMBERED_FORMAT:
-        check_first_order(directory.metadata_path, ordered)
     # The arena first: what it refuses leaves no large file behind.
     arena = _open_arena(settings, directory)
     files.callback(arena.close)
     paths = _ssd_paths(settings, found, directory.instance_id)
     ssd = FaultySsdFiles(paths, faults) if faults else SsdFiles(paths)
     files.callback(ssd.close)
-    directory.upgrade()
     absent = {i for i, refusal in ssd.refusals.items() if refusal.is_lost}
     write_down(directory.path, directory.instance_id, ordered, absent=absent)
     metadata = _open_metadata(directory, ordered, absent, faults)

@@ -89,6 +89,14 @@ STORE_ALERTS = (
         quiet=(series("ctxcache_corrupt_segments_total", f"7{X60}"),),
     ),
     Alert(
+        "CtxcacheMendedSegments", WARNING, "increase(ctxcache_mended_segments_total[1h]) > 0", 0, "Memory changed bytes",
+        "Rows in the arena were not what was written. Nothing wrong was handed out and nothing is lost: SSD's took their place.",
+        "`ctxcache why-miss` of a session, ECC counters and the kernel's log; which processes map the arena.",
+        "Replace memory that changes bytes, or stop what writes where it holds no reservation.",
+        (series("ctxcache_mended_segments_total", "0 0 1 1 1 1 1"),), 3, ON,
+        quiet=(series("ctxcache_mended_segments_total", f"7{X60}"),),
+    ),
+    Alert(
         "CtxcacheQuarantinedPlaces", WARNING, "ctxcache_quarantined_slots > 0", 60, "Places on SSD are kept from use",
         "They gave back other bytes than were written, and nobody has tested them for an hour.",
         "`ctxcache verify` says which file and where.",

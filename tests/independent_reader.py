@@ -18,8 +18,8 @@ ALIGN_BYTES = 4096
 FIXED_BYTES = 256
 STREAM_BYTES = 24
 MAGIC = b"CTXCSEG\0"
-FORMAT = 1
-DOMAIN = b"ctxcache.chunk.v1"
+FORMAT = 2
+DOMAIN = b"ctxcache.chunk.v2"
 TENANT_OFFSET = 102
 CHECKSUM_OFFSET = 248
 STREAM_COUNT_LIMIT = 65536
@@ -109,7 +109,8 @@ def read_chunks(file: bytes, segment: Segment) -> dict[tuple[int, int], bytes]:
         begin = segment.offset_bytes + stream.offset_bytes
         data = file[begin : begin + stream.row_bytes * segment.token_count]
         stream_seed = xxh3_64_intdigest(struct.pack("<ii", stream.layer, stream.kind), seed=seed)
-        if xxh3_64_intdigest(data, seed=stream_seed) != stream.checksum:
+        rows_checksum = struct.pack("<Q", xxh3_64_intdigest(data))
+        if xxh3_64_intdigest(rows_checksum, seed=stream_seed) != stream.checksum:
             raise NotASegment(
                 f"chunk of layer {stream.layer} {KINDS[stream.kind]} does not match its checksum"
             )

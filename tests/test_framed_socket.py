@@ -59,8 +59,8 @@ def receive_slowly(
     peer = SlowPeer(receiver._socket, seconds)
     monkeypatch.setattr(receiver, "_socket", peer)
     monkeypatch.setattr(framed_socket, "time", SimpleNamespace(monotonic=lambda: peer.now_s))
-    parts = [Part(len(part), 0, xxh3_64_intdigest(part)) for part in data]
-    return receiver.receive_into([memoryview(bytearray(sum(part_sizes)))], parts)
+    parts = [Part(len(part), xxh3_64_intdigest(part)) for part in data]
+    return receiver.receive_into([(memoryview(bytearray(sum(part_sizes))), None)], parts)
 
 
 def test_a_frame_of_many_parts_has_no_more_time_than_its_bytes(

@@ -114,7 +114,7 @@ class Bed:
         self.shape = model_shape(self.adapter, self.adapter.architecture)
         self._stack = ExitStack()
         self._client = store.client
-        self._verifying = self._stack.enter_context(Client(store.ready.target, verify="always"))
+        self._unverified = self._stack.enter_context(Client(store.ready.target, verify="never"))
         self._spec = model_spec(
             model, model_id="restore-bench", weights_digest="random" if is_random else None,
             packed_kinds=[StateKind.HIDDEN_INT8],
@@ -239,7 +239,7 @@ class Bed:
     def _restore(self, case: Case, plan: Plan, planner: AdaptivePlanner | None) -> tuple[Taken, Cache]:
         known, choice = self._known, Choice(None, plan)
         name = self._placed(choice, case.place)
-        client = self._verifying if case.start == VERIFIED else self._client
+        client = self._client if case.start == VERIFIED else self._unverified
         begin_s = self._now_s()
         rows = client.read(name, self._own, streams=choice.streams())
         restoring = self._restorer.begin(rows, choice, known.token_ids)

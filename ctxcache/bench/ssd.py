@@ -33,6 +33,7 @@ from ctxcache.clock import SystemClock
 from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.slot import Slot
@@ -145,11 +146,13 @@ async def save(rig: Rig, source: memoryview) -> float:
     reservation = await _reserved(rig, 0, rig.token_count)
     loop = asyncio.get_running_loop()
 
-    def mark(token_count: int) -> None:
-        loop.call_soon_threadsafe(rig.cache.writing.mark_written, reservation, token_count)
+    def mark(token_count: int, checksums: Sequence[int]) -> None:
+        loop.call_soon_threadsafe(rig.cache.writing.mark_written, reservation, token_count, checksums)
 
-    await asyncio.to_thread(_copy, rig, reservation, source, mark)
-    await rig.cache.writing.commit(reservation, rig.token_count, is_durable=True, keep_open=False)
+    checksums = await asyncio.to_thread(_copy, rig, reservation, source, mark)
+    await rig.cache.writing.commit(
+        reservation, rig.token_count, is_durable=True, keep_open=False, checksums=checksums
+    )
     return time.perf_counter() - begin
 
 
@@ -160,9 +163,12 @@ async def _reserved(rig: Rig, write_offset: int, token_count: int) -> Reservatio
     )  # fmt: skip
 
 
-def _copy(rig: Rig, reservation: Reservation, source: memoryview, mark: Callable[[int], None]) -> None:
-    """What a client does in its own process: every row once, segment after segment."""
+def _copy(
+    rig: Rig, reservation: Reservation, source: memoryview, mark: Callable[[int, Sequence[int]], None]
+) -> list[int]:
+    """What a client does in its own process: every row once, segment after segment, each added up."""
     read = 0
+    checksums: list[int] = []
     for run in list(reservation.runs):
         slot = run.segment.dram
         if slot is None:
@@ -171,9 +177,12 @@ def _copy(rig: Rig, reservation: Reservation, source: memoryview, mark: Callable
         for spec in rig.layout.specs:
             rows = rig.layout.rows(spec.stream, run.row_begin, run.row_end)
             target = np.frombuffer(view[rows], np.uint8)
-            np.copyto(target, np.frombuffer(source[read : read + target.nbytes], np.uint8))
+            part = source[read : read + target.nbytes]
+            checksums.append(rows_checksum(part))
+            np.copyto(target, np.frombuffer(part, np.uint8))
             read += target.nbytes
-        mark(run.token_end)
+        mark(run.token_end, checksums[-len(rig.layout.specs) :])
+    return checksums
 
 
 async def promote(rig: Rig) -> float:
@@ -268,16 +277,21 @@ async def small_flushes(
         await rig.create()
         behind = behind_count * rig.layout.segment_tokens
         if behind:
+            reservation = await _reserved(rig, 0, behind)
+            zeros = memoryview(mmap.mmap(-1, behind * rig.layout.token_bytes))
+            checksums = _copy(rig, reservation, zeros, lambda *_: None)
             await rig.cache.writing.commit(
-                await _reserved(rig, 0, behind), behind, is_durable=True, keep_open=False
+                reservation, behind, is_durable=True, keep_open=False, checksums=checksums
             )
         source = memoryview(mmap.mmap(-1, rig.layout.size_bytes))
         taken, before = [], _written_bytes()
         for index in range(round_count):
             begin = time.perf_counter()
             reservation = await _reserved(rig, behind + index, 1)
-            _copy(rig, reservation, source, lambda _: None)
-            await rig.cache.writing.commit(reservation, behind + index + 1, is_durable=True, keep_open=False)
+            checksums = _copy(rig, reservation, source, lambda *_: None)
+            await rig.cache.writing.commit(
+                reservation, behind + index + 1, is_durable=True, keep_open=False, checksums=checksums
+            )
             taken.append(time.perf_counter() - begin)
         written = _written_bytes() - before
     new_bytes = round_count * rig.layout.token_bytes

@@ -34,7 +34,7 @@ from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
-from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, SessionNotFound
+from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.spans import NO_SPANS, Spans
@@ -102,7 +102,7 @@ class Cache:
         if repairs:
             await self._metadata.commit(repairs, is_durable=True)
         if misplaced:
-            await self.sessions.quarantine(misplaced)
+            await self.residency.mending.quarantine(misplaced)
         await self.devices.give_up(self.ssd.emptied)
         await self.sessions.expire_due()
 
@@ -120,8 +120,9 @@ class Cache:
         await self.residency.drain()
         self._io.close()
         for result in (*results.values(), *saved):
-            # A session that is gone was deleted, or evicted to make room for another one's flush.
-            if result is not None and not isinstance(result, SessionNotFound):
+            # A session that is gone was deleted, or evicted to make room for another one's flush; one that is
+            # corrupt was cut, and what is left of it is written.
+            if result is not None and not isinstance(result, (SessionNotFound, CorruptSegment)):
                 raise result
 
     def _worth_keeping(self) -> list[Session]:

@@ -14,7 +14,8 @@ class Request:
     """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model.
 
     `client` is whose share of the arena the rows are counted in. `leaves_on_ssd`: what is not in DRAM is read
-    where it lies.
+    where it lies. `is_summed`: the answer says what its rows must be. `is_rechecked`: what is in DRAM is verified
+    before it.
     """
 
     tenant: str
@@ -25,6 +26,8 @@ class Request:
     end: int | None = None
     client: int | None = None
     leaves_on_ssd: bool = False
+    is_summed: bool = False
+    is_rechecked: bool = False
 
     @property
     def owner(self) -> Client:

@@ -168,7 +168,7 @@ class _Backup:
             await self._io.check(segment, self._memory)
         except CorruptSegment:
             if segment.ssd and segment.ssd_row_count == row_count:
-                await self._sessions.quarantine({segment})
+                await self._residency.mending.quarantine({segment})
             return False
         finally:
             self._residency.release(segment, is_past=True)

@@ -12,6 +12,7 @@ from ctxcache.cache import Cache
 from ctxcache.core import ranges
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
+from ctxcache.format.sums import covers
 
 
 def check_integrity(cache: Cache) -> list[str]:
@@ -127,6 +128,8 @@ def _references(cache: Cache) -> Iterator[str]:
             yield f"segment {segment.segment_id}: not all that list it are found"
         if not segment.dram and (not segment.ssd or segment.is_dirty):
             yield f"segment {segment.segment_id}: rows that are nowhere"
+        if segment.dram and not covers(segment.sums, segment.row_count):
+            yield f"segment {segment.segment_id}: nobody said what its rows are"
 
 
 def _holds(known: Iterable[Segment], holders: Counter[Segment]) -> Iterator[str]:
@@ -149,7 +152,7 @@ def _pins(cache: Cache) -> Iterator[str]:
 
 
 def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
-    dram = [segment.dram for segment in known if segment.dram]
+    dram = [*(segment.dram for segment in known if segment.dram), *cache.residency.spoiled]
     recorded = {segment.ssd for segment in known if segment.ssd}
     ssd = [
         *(recorded | cache.residency.stranded | cache.residency.quarantined),

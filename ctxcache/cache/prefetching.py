@@ -103,7 +103,7 @@ class Prefetching:
         except CorruptSegment as error:
             segment = self._state.segments.get(int(error.facts["segment_id"]))
             if segment is not None:
-                await self._sessions.quarantine({segment})
+                await self._residency.mending.quarantine({segment})
             raise
 
     async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> Outcome:

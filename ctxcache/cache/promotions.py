@@ -128,7 +128,8 @@ class Promotions:
             if not segment.dram:
                 slot = slot or await self._places.place(segment.layout.size_bytes, segment.tenant)
                 with self._measured(segment.layout.size_bytes):
-                    segment.checksums = await self._io.read(segment, slot)
+                    values = await self._io.read(segment, slot)
+                    segment.settle(segment.row_count, values)
                 segment.dram, slot = slot, None
                 self._state.counters.promoted_segment_count += 1
         finally:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ctxcache.cache.accesses import READ
 from ctxcache.cache.asked import Asked, Request
 from ctxcache.cache.heard import Call
+from ctxcache.cache.mending import TRIES
 from ctxcache.cache.pins import Pins
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
@@ -34,8 +35,10 @@ from ctxcache.errors import (
     TierFailure,
     TooManyRequests,
 )
+from ctxcache.format.identity import rows_checksum
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
+from ctxcache.format.sums import Sums
 
 LEASE_LIFETIME_NS = 300 * 10**9
 NEVER_NS = 1 << 62
@@ -69,26 +72,62 @@ class Lease:
 
 
 class Rows(NamedTuple):
-    """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for."""
+    """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for.
+
+    `checksum`: what they must be, by their writer; they were not looked at where they lie in DRAM, in `segment`.
+    """
 
     stream: Stream
     token_begin: int
     data: memoryview
-    is_passing: bool = False
+    checksum: int
+    segment: Segment | None = None
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether they are a copy, in memory that is used again."""
+        return self.segment is None
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
     """A piece whose bytes another thread may read while it is lent: what of it never changes meanwhile.
 
-    `view` is its slot in DRAM, None when it is not kept there. Where the whole of it has checksums they
-    are `checksums`, one per stream, seeded with `seed`; else there are none.
+    `view` is its slot in DRAM, None when it is not kept there; `sums` are those of its segment's rows then.
     """
 
     piece: Piece
     view: memoryview | None
-    seed: int
-    checksums: tuple[int, ...]
+    sums: Sums | None
+
+    def rows(self, stream: Stream) -> "Summed | None":
+        """One stream's rows and what they must be; None when DRAM has other ones."""
+        if self.view is None or self.sums is None:
+            raise RuntimeError("it is not kept in DRAM")
+        return summed(self.view, self.sums, self.piece, stream)
+
+
+class Summed(NamedTuple):
+    """Rows, and what they must be."""
+
+    data: memoryview
+    checksum: int
+
+
+def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed | None:
+    """A piece's rows of one stream and their checksum; None when DRAM has other bytes than it should.
+
+    Of whole chunks it is their writer's, and they are not looked at.
+    """
+    layout = piece.segment.layout
+    data = view[layout.rows(stream, piece.row_begin, piece.row_end)]
+    whole = sums.values[layout.index[stream]]
+    if (piece.row_begin, piece.row_end) == (0, sums.row_end):
+        return Summed(data, whole)
+    checksum = rows_checksum(data)
+    # In this order: what changes between the two is found by one of them.
+    is_right = rows_checksum(view[layout.rows(stream, 0, sums.row_end)]) == whole
+    return Summed(data, checksum) if is_right else None
 
 
 class Reading:
@@ -101,6 +140,7 @@ class Reading:
         self._residency = residency
         self._sessions = sessions
         self._io = io
+        self._mending = residency.mending
         self.pins = pins
         self._leases: dict[int, Lease] = {}
         self._counts: Counter[str] = Counter()
@@ -146,6 +186,7 @@ class Reading:
         lease = await self._hold(request)
         try:
             await self._promote(lease)
+            await self._prepare(lease, request)
         except BaseException as error:
             self.release(lease.lease_id)
             if isinstance(error, CacheError):
@@ -154,6 +195,20 @@ class Reading:
         self._renew(lease)
         self._found(lease)
         return lease
+
+    async def recheck(self, lease_id: int) -> None:
+        """Verify what a lease holds in DRAM, since its reader found other bytes. Raises LeaseNotFound, CorruptSegment, TierFailure."""
+        lease = self.lease(lease_id)
+        try:
+            for piece in lease.pieces:
+                if piece.segment.dram and not lease.is_past(piece.segment):
+                    await self._mending.verify(piece.segment)
+                _check_there(piece)
+        except CorruptSegment as error:
+            self._state.accesses.missed(
+                READ, lease.view.tenant, lease.view.name.removeprefix("sessions/"), error
+            )
+            raise
 
     def is_held(self, lease_id: int) -> bool:
         """Whether a lease has not ended yet."""
@@ -208,6 +263,7 @@ class Reading:
                 with suppress(CapacityExceeded, TierFailure):
                     try:
                         await self._promote(lease)
+                        await self._prepare(lease, request)
                     except CorruptSegment as error:
                         self._missed(request, error)
                         raise
@@ -232,7 +288,11 @@ class Reading:
         self.check(lease)
         self._renew(lease)
 
-    async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: "Bounce") -> memoryview:
+    async def mend(self, segment: Segment) -> None:
+        """Verify a held segment in DRAM, whose rows were found to be others. Raises CorruptSegment, TierFailure."""
+        await self._mending.verify(segment)
+
+    async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
         """One stream's rows of a piece that is not kept in DRAM; they lie in `bounce`.
 
         Raises CorruptSegment, TierFailure, DeadlineExceeded.
@@ -257,11 +317,9 @@ class Reading:
 
     def _lent(self, lease: Lease, piece: Piece) -> Lent:
         segment = piece.segment
-        view = None if lease.is_past(segment) or not segment.dram else self._io.view(segment)
-        is_whole = piece.row_begin == 0 and piece.row_end == segment.ssd_row_count
-        if not is_whole or not segment.checksums:
-            return Lent(piece, view, 0, ())
-        return Lent(piece, view, segment.identity(segment.ssd_row_count).seed(), segment.checksums)
+        if lease.is_past(segment) or not segment.dram:
+            return Lent(piece, None, None)
+        return Lent(piece, self._io.view(segment), _check_there(piece))
 
     async def _hold(self, request: Request, *, is_stream: bool = False) -> Lease:
         try:
@@ -322,10 +380,21 @@ class Reading:
             await self._bad(error)
             raise
 
+    async def _prepare(self, lease: Lease, request: Request) -> None:
+        """Have what is in DRAM covered by the sums that its reader gets, and verified where that is asked for."""
+        for piece in lease.pieces:
+            segment = piece.segment
+            if not segment.dram or lease.is_past(segment):
+                continue
+            if request.is_rechecked:
+                await self._mending.verify(segment)
+            if request.is_summed:
+                await self._mending.settle(segment, piece.row_end)
+
     async def _bad(self, error: CorruptSegment) -> None:
         segment = self._state.segments.get(int(error.facts["segment_id"]))
         if segment is not None:
-            await self._sessions.quarantine({segment})
+            await self._mending.quarantine({segment})
 
     async def _rows(self, lease: Lease, streams: Sequence[Stream]) -> AsyncIterator[Rows]:
         bounce = Bounce()
@@ -339,31 +408,46 @@ class Reading:
                     view = views.get(segment.segment_id)
                     if view is None:
                         view = views[segment.segment_id] = self._io.view(segment)
-                    rows = segment.layout.rows(stream, piece.row_begin, piece.row_end)
-                    yield Rows(stream, piece.token_begin, view[rows])
+                    data, checksum = await self._summed(view, piece, stream)
+                    yield Rows(stream, piece.token_begin, data, checksum, segment)
                 else:
-                    data = await self._piece(piece, stream, bounce)
-                    yield Rows(stream, piece.token_begin, data, is_passing=True)
+                    data, checksum = await self._piece(piece, stream, bounce)
+                    yield Rows(stream, piece.token_begin, data, checksum)
 
-    async def _piece(self, piece: Piece, stream: Stream, bounce: "Bounce") -> memoryview:
+    async def _summed(self, view: memoryview, piece: Piece, stream: Stream) -> Summed:
+        """A held piece's rows in DRAM, and what they must be. Raises CorruptSegment, TierFailure."""
+        for _ in range(TRIES):
+            found = summed(view, _check_there(piece), piece, stream)
+            if found is not None:
+                return found
+            await self._mending.verify(piece.segment)
+        raise CorruptSegment(segment_id=piece.segment.segment_id, problem="memory does not keep its rows")
+
+    async def _piece(self, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
         """One stream's rows of a piece that is not in DRAM, or may leave it: a copy."""
         segment = piece.segment
         place = bounce.of(segment.layout.size_bytes)
-        if segment.dram:
-            rows = self._io.view(segment)[segment.layout.rows(stream, piece.row_begin, piece.row_end)]
-            place[: len(rows)] = rows
-            return place[: len(rows)]
         # The device may take longer than the lease lasts.
         self._residency.hold(segment)
         try:
-            chunk = await self._io.read_chunk(segment, stream, place)
+            while segment.dram:
+                await self._mending.settle(segment, piece.row_end)
+                data, checksum = await self._summed(self._io.view(segment), piece, stream)
+                place[: len(data)] = data
+                if rows_checksum(place[: len(data)]) == checksum:
+                    return Summed(place[: len(data)], checksum)
+                await self._mending.verify(segment)
+            return await self._chunk(piece, stream, place)
+        finally:
+            self._residency.release(segment)
+
+    async def _chunk(self, piece: Piece, stream: Stream, place: memoryview) -> Summed:
+        wanted = piece.row_begin, piece.row_end
+        try:
+            return Summed(*await self._io.read_chunk(piece.segment, stream, wanted, place))
         except CorruptSegment as error:
             await self._bad(error)
             raise
-        finally:
-            self._residency.release(segment)
-        row_bytes = segment.layout.row_bytes(stream)
-        return chunk[piece.row_begin * row_bytes : piece.row_end * row_bytes]
 
 
 class Bounce:
@@ -377,6 +461,14 @@ class Bounce:
         if self._view is None or len(self._view) < size_bytes:
             self._view = memoryview(mmap.mmap(-1, size_bytes))
         return self._view
+
+
+def _check_there(piece: Piece) -> Sums:
+    """What a held piece's segment must be. Raises CorruptSegment where it ends before the piece by now."""
+    segment = piece.segment
+    if piece.row_end > segment.row_count:
+        raise CorruptSegment(segment_id=segment.segment_id, problem="its last rows were lost")
+    return segment.settled
 
 
 def _chosen(view: SessionView, streams: Sequence[Stream]) -> Sequence[Stream]:

@@ -5,6 +5,7 @@ is not there is told so.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ctxcache.core.budget import Client
@@ -13,6 +14,7 @@ from ctxcache.core.session import Session
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
+from ctxcache.format.sums import Place, Sums, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Run:
         """One past the index of the last row's token."""
         return self.token_begin + self.row_end - self.row_begin
 
+    def row_of(self, token: int) -> int:
+        """The row of a token."""
+        return self.row_begin + token - self.token_begin
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:
@@ -36,7 +42,7 @@ class Reservation:
 
     Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
-    `client` is whose share of the arena they are counted in.
+    `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire.
     """
 
     reservation_id: int
@@ -48,6 +54,7 @@ class Reservation:
     marked: int = 0
     promised_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
 
     def runs_of(self, token_begin: int, token_end: int) -> list[Run]:
         """The runs that hold tokens of `[token_begin, token_end)`."""
@@ -60,6 +67,38 @@ class Reservation:
         if not self.committed <= token_count <= self.end:
             problem = f"{token_count} is not within [{self.committed}, {self.end}]"
             raise InvalidArgument(field="token_count", problem=problem)
+
+    def cuts(self, token_begin: int, token_end: int) -> list[tuple[Run, int, int]]:
+        """The runs that hold tokens of `[token_begin, token_end)`, with the first and one past the last of these."""
+        return [
+            (run, max(run.token_begin, token_begin), min(run.token_end, token_end))
+            for run in self.runs_of(token_begin, token_end)
+            if max(run.token_begin, token_begin) < min(run.token_end, token_end)
+        ]
+
+    def sums(self, token_begin: int, token_end: int, given: Sequence[int]) -> list[tuple[Segment, Sums]]:
+        """What a writer says of tokens: one checksum per stream for each run. Raises InvalidArgument."""
+        cuts, width = self.cuts(token_begin, token_end), len(self.session.layout.specs)
+        if len(given) != len(cuts) * width:
+            problem = f"{len(given)} are not {len(cuts)} runs of {width} streams"
+            raise InvalidArgument(field="checksums", problem=problem)
+        return [
+            (run.segment, Sums(run.row_of(begin), run.row_of(end), tuple(given[i * width : (i + 1) * width])))
+            for i, (run, begin, end) in enumerate(cuts)
+        ]
+
+    def joint_sums(
+        self, token_begin: int, token_end: int, given: Sequence[int]
+    ) -> list[tuple[Segment, Sums]]:
+        """What a writer says of tokens: one checksum for each. Raises InvalidArgument."""
+        if len(given) != token_end - token_begin:
+            problem = f"{len(given)} are not one for each of {token_end - token_begin} tokens"
+            raise InvalidArgument(field="checksums", problem=problem)
+        return [
+            (run.segment, Sums(run.row_of(token), run.row_of(token) + 1, (given[token - token_begin],)))
+            for run, begin, end in self.cuts(token_begin, token_end)
+            for token in range(begin, end)
+        ]
 
     def mark(self, token_count: int) -> list[Segment]:
         """Tokens below `token_count` will not change any more; returns segments that are full with them."""
@@ -98,16 +137,22 @@ class Room:
     layout: SegmentLayout
     runs: tuple[tuple[Run, memoryview], ...]
 
-    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[memoryview] | None:
+    tally: Tally
+    """To be fed what is put there."""
+
+    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[Place] | None:
         """Where rows of one stream belong, in token order; None unless all of them have room here."""
         first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
-        found = []
+        found: list[tuple[memoryview, int, int, bool]] = []
         for run, view in self.runs[max(first, 0) :]:
             begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
             if begin >= end:
                 break
-            row = run.row_begin + begin - run.token_begin
-            found.append(view[self.layout.rows(stream, row, row + end - begin)])
+            rows = self.layout.rows(stream, run.row_of(begin), run.row_of(end))
+            found.append((view[rows], begin, end, begin == run.token_begin))
             if end == token_end:
-                return found
+                return [
+                    Place(view, self.tally.grow(stream, begin, end, is_first=is_first))
+                    for view, begin, end, is_first in found
+                ]
         return None

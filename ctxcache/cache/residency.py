@@ -15,6 +15,7 @@ from functools import partial
 from ctxcache.cache.admission import Admission
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.dirty_bound import DirtyBound
+from ctxcache.cache.mending import Mending
 from ctxcache.cache.moves import Moves
 from ctxcache.cache.promotions import Promotions
 from ctxcache.cache.quotas import Quotas
@@ -28,7 +29,7 @@ from ctxcache.core.residence import Residence
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.watermarks import Watermarks
-from ctxcache.errors import CapacityExceeded, SessionNotFound
+from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound
 from ctxcache.format.slot import Slot
 from ctxcache.metadata.base import MetadataStore
 
@@ -62,6 +63,10 @@ class Residency:
         """SSD slots of records that may or may not be gone: a commit failed. Taken until changes are taken again."""
         self.quarantined: set[Slot] = set()
         """SSD slots that gave back other bytes than were written there. Taken until they are released."""
+        self.spoiled: set[Slot] = set()
+        """DRAM slots that do not keep what is written there. Taken until a restart."""
+        self._spoiling: set[Segment] = set()
+        """Those that leave such a slot as soon as nobody uses it."""
         self._held_past: Counter[Segment] = Counter()
         """Of the holds on segments, those that may do without DRAM."""
         self._moves = Moves()
@@ -72,6 +77,7 @@ class Residency:
         self.promotions = Promotions(state, io, self, self._moves)
         self.dirty_bound = DirtyBound(state, io, self)
         self.departures = Departures(state, metadata, self, self._moves)
+        self.mending = Mending(state, io, self, self.departures, self._moves)
         unstage = self._write_back.unstage_something
         self.ssd_room = SsdRoom(state, io, metadata, ssd, self._victims, self.departures, unstage)
 
@@ -104,6 +110,8 @@ class Residency:
             self._held_past[segment] -= 1
             if not self._held_past[segment]:
                 del self._held_past[segment]
+        if segment in self._spoiling:
+            self.spoil(segment)
         if segment.is_discarded:
             self.free(segment)
         elif self._is_clean(segment) or self._is_spared(segment):
@@ -170,7 +178,8 @@ class Residency:
         """Flush the coldest dirty session of those, or wait for a flush under way; False when there is neither."""
         victim = self._state.unwritten.ranking.first(accepts, among)
         if victim is not None:
-            with suppress(SessionNotFound):
+            # What is found to be bad then is cut, which makes room as well.
+            with suppress(SessionNotFound, CorruptSegment):
                 await self._clean(self._state.by_uid[victim], among)
             return True
         return await self._write_back.wait_for_one()
@@ -284,6 +293,18 @@ class Residency:
         self._state.placement.dropped(segment)
         if self._state.is_on_lost_path(segment):
             self._state.reckon_again(segment)
+
+    def spoil(self, segment: Segment) -> None:
+        """See Mending."""
+        segment.is_open = False
+        if segment.is_dirty or self._hold_count_in_dram(segment):
+            self._spoiling.add(segment)
+            return
+        self._spoiling.discard(segment)
+        if segment.dram:
+            self.spoiled.add(segment.dram)
+            segment.dram = None
+            self._state.placement.dropped(segment)
 
     def _is_any_dirty(self, uid: bytes) -> bool:
         return bool(self._state.unwritten.segments(uid))

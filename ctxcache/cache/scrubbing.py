@@ -1,6 +1,6 @@
-"""Scrubbing: every segment on SSD is read and verified, one at a time, at a bounded rate.
+"""Scrubbing: every segment is verified, in DRAM and on SSD, one at a time, at a bounded rate.
 
-What is bad is quarantined as a read of it would do. Segments come in the order of their positions, the
+What is bad on SSD is quarantined, and what is bad in DRAM mended, as a read of it would do. Segments come in the order of their positions, the
 last first, so that no cut hides a bad one that is still to come. Takes one slot's memory and no room in
 the arena. Worst case: a segment per session and pass is checked twice, when it moves meanwhile.
 """
@@ -25,7 +25,10 @@ RECORDS_PER_TURN = 256
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A segment that is not what was written: tokens at positions `[begin, end)` of these sessions."""
+    """A copy of a segment that is not what was written: tokens at positions `[begin, end)` of these sessions.
+
+    `is_mended`: it was in DRAM, and has SSD's rows now.
+    """
 
     segment_id: int
     tenant: str
@@ -35,6 +38,8 @@ class Bad:
     path: str
     offset_bytes: int
     problem: str
+    is_in_dram: bool = False
+    is_mended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,9 @@ class Scrubbing:
                 if i % SEGMENTS_PER_REPORT == 0:
                     yield Scrubbed(len(segments), i, done_bytes, record_count, tuple(bad))
                     bad.clear()
+                if segment.dram and not segment.is_discarded:
+                    done_bytes += segment.dram.size_bytes
+                    bad += await self._check_dram(segment)
                 if segment.ssd and not segment.is_discarded and not self._state.is_on_lost_path(segment):
                     done_bytes += segment.ssd.size_bytes
                     bad += await self._check(segment, bounce)
@@ -121,6 +129,29 @@ class Scrubbing:
                     await asyncio.sleep(0)
         return count
 
+    async def _check_dram(self, segment: Segment) -> list[Bad]:
+        """Before SSD's copy: where that is bad as well, nothing can be mended by it."""
+        slot, end = segment.dram, segment.end
+        if slot is None:
+            return []
+        names = sorted(session.session_id for session in self._state.listers(segment))
+        self._residency.hold(segment)
+        is_mended = True
+        try:
+            problem = await self._residency.mending.verify(segment)
+        except CorruptSegment as error:
+            problem, is_mended = str(error.facts["problem"]), False
+        finally:
+            self._residency.release(segment)
+        if not problem:
+            return []
+        return [
+            Bad(
+                segment.segment_id, segment.tenant, tuple(names), segment.begin, end, self._io.arena_path,
+                slot.offset_bytes, problem, is_in_dram=True, is_mended=is_mended,
+            )
+        ]  # fmt: skip
+
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
         while segment.ssd and not segment.is_discarded:
             row_count = segment.ssd_row_count
@@ -132,7 +163,7 @@ class Scrubbing:
                     # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
                     continue
                 bad = self._describe(segment, str(error.facts["problem"]))
-                await self._sessions.quarantine({segment})
+                await self._residency.mending.quarantine({segment})
                 return [bad]
             finally:
                 self._residency.release(segment)

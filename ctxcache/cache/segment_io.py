@@ -18,10 +18,11 @@ import numpy as np
 from ctxcache.core.segment import Segment
 from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
-from ctxcache.format.identity import chunk_checksum
+from ctxcache.format.identity import bound_checksum, rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
+from ctxcache.format.sums import Sums, covers, difference, settled
 from ctxcache.pools import started_pool
 from ctxcache.tiers.base import MappedTier, Range, Refusal, Tier
 
@@ -39,7 +40,9 @@ class Written:
     segment: Segment
     slot: Slot
     row_count: int
-    checksums: tuple[int, ...] = ()
+    known: tuple[Sums, ...] = ()
+    """What its writers said of the rows."""
+    values: tuple[int, ...] = ()
     header_checksum: int = 0
 
     def adopt(self) -> None:
@@ -47,7 +50,8 @@ class Written:
         segment = self.segment
         segment.stage(-self.slot.size_bytes)
         segment.ssd, segment.ssd_row_count = self.slot, self.row_count
-        segment.checksums, segment.header_checksum = self.checksums, self.header_checksum
+        segment.bound_checksums, segment.header_checksum = (), self.header_checksum
+        segment.settle(self.row_count, self.values)
 
 
 class SegmentIO:
@@ -91,8 +95,12 @@ class SegmentIO:
         return self._arena.view(segment.dram)
 
     async def write(self, item: Written) -> None:
-        """Write a segment with its header to the slot; not durable before `sync`. Raises TierFailure."""
+        """Write a segment with its header to the slot; not durable before `sync`.
+
+        Raises CorruptSegment when its rows are not what their writers said, TierFailure.
+        """
         view = self.view(item.segment)
+        item.known = sums_of(item.segment, item.row_count)
         image = await asyncio.get_running_loop().run_in_executor(self._sealers, _seal, item, view)
         await self._ssd.write(item.slot, 0, image, pieces=_pieces(item.segment.layout, item.row_count))
 
@@ -101,7 +109,7 @@ class SegmentIO:
         await self._ssd.sync(path_indexes)
 
     async def read(self, segment: Segment, slot: Slot) -> tuple[int, ...]:
-        """Fill a DRAM slot from SSD; returns the chunks' checksums, verified.
+        """Fill a DRAM slot from SSD; returns one checksum of rows per stream, verified.
 
         Raises CorruptSegment when the bytes are not those of this segment, TierFailure.
         """
@@ -110,15 +118,40 @@ class SegmentIO:
         await self._ssd.read(_on_ssd(segment), 0, arrival.view, pieces=pieces, then=arrival.take)
         return arrival.verified()
 
-    async def check(self, segment: Segment, bounce: memoryview) -> None:
+    async def settle(self, segment: Segment) -> str:
+        """Make one sum per stream of all committed rows of a segment in DRAM; what is wrong with it, empty if nothing is."""
+        view, row_count = self.view(segment), segment.row_count
+        known = sums_of(segment, row_count)
+        loop = asyncio.get_running_loop()
+        values, problem = await loop.run_in_executor(
+            self._sealers, settled, segment.layout, view, known, row_count
+        )
+        if not problem:
+            segment.settle(row_count, values)
+        return problem
+
+    async def verify(self, segment: Segment) -> str:
+        """Verify the committed rows of a segment in DRAM; what is wrong with them, empty if nothing is."""
+        view, known = self.view(segment), sums_of(segment, segment.row_count)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._sealers, difference, segment.layout, view, known)
+
+    async def restore_rows(self, segment: Segment, image: memoryview, row_count: int) -> None:
+        """Put a slot's first rows in the place of those that DRAM has. Others may read these meanwhile."""
+        view = self.view(segment)
+        await asyncio.get_running_loop().run_in_executor(
+            self._sealers, _copy_rows, segment.layout, row_count, image, view
+        )
+
+    async def check(self, segment: Segment, bounce: memoryview) -> tuple[int, ...]:
         """Read what SSD has of a segment into `bounce` (page-aligned, a slot's size) and verify all of it.
 
-        Raises CorruptSegment, TierFailure.
+        Returns one checksum of rows per stream. Raises CorruptSegment, TierFailure.
         """
         arrival = _Arrival(segment, bounce[: segment.layout.size_bytes])
         pieces = _pieces(segment.layout, segment.ssd_row_count)
         await self._ssd.read(_on_ssd(segment), 0, arrival.view, pieces=pieces, then=arrival.take)
-        arrival.verified()
+        return arrival.verified()
 
     async def keeps_bytes(self, slot: Slot) -> bool:
         """Whether a slot that nobody uses gives back what is written to it. Raises TierFailure."""
@@ -129,30 +162,57 @@ class SegmentIO:
         await self._ssd.read(slot, 0, found)
         return written == found
 
+    @property
+    def arena_path(self) -> str:
+        """What the arena is called."""
+        return self._arena.paths[0]
+
     def path_of(self, slot: Slot) -> str:
         """The file that an SSD slot is in."""
         return self._ssd.paths[slot.path_index]
 
-    async def read_chunk(self, segment: Segment, stream: Stream, bounce: memoryview) -> memoryview:
-        """One stream's rows straight from SSD into `bounce` (page-aligned, a slot's size), verified.
+    async def read_chunk(
+        self, segment: Segment, stream: Stream, wanted: tuple[int, int], bounce: memoryview
+    ) -> tuple[memoryview, int]:
+        """Rows `[begin, end)` of one stream straight from SSD, and their checksum; all of the chunk is verified.
 
-        For readers of what does not fit into DRAM. Raises CorruptSegment, TierFailure.
+        They lie in `bounce` (page-aligned, a slot's size). For readers of what does not fit into DRAM. Raises
+        CorruptSegment, TierFailure.
         """
         layout, slot = segment.layout, _on_ssd(segment)
-        if not segment.checksums:
+        if not segment.bound_checksums:
             head = bounce[: layout.header_bytes]
             await self._ssd.read(slot, 0, head)
-            segment.checksums = _checked_header(segment, head).checksums
-        rows = layout.rows(stream, 0, segment.ssd_row_count)
+            segment.bound_checksums = _checked_header(segment, head).checksums
+        row_count, row_bytes = segment.ssd_row_count, layout.row_bytes(stream)
+        rows = layout.rows(stream, 0, row_count)
         chunk = bounce[: align(rows.stop - rows.start)]
         await self._ssd.read(slot, rows.start, chunk)
-        data = chunk[: rows.stop - rows.start]
-        seed = segment.identity(segment.ssd_row_count).seed()
+        part = chunk[wanted[0] * row_bytes : wanted[1] * row_bytes]
         loop = asyncio.get_running_loop()
-        checksum = await loop.run_in_executor(self._sealers, chunk_checksum, seed, stream, data)
-        if checksum != segment.checksums[layout.index[stream]]:
+        checksum, whole = await loop.run_in_executor(
+            self._sealers, _sums_of_part, part, chunk[: rows.stop - rows.start]
+        )
+        seed = segment.identity(row_count).seed()
+        if bound_checksum(seed, stream, whole) != segment.bound_checksums[layout.index[stream]]:
             raise CorruptSegment(segment_id=segment.segment_id, problem=f"{stream}: checksum does not match")
-        return data
+        return part, checksum
+
+
+def _sums_of_part(part: memoryview, whole: memoryview) -> tuple[int, int]:
+    """The part's first: what changes after that is found by it."""
+    checksum = rows_checksum(part)
+    return checksum, checksum if len(part) == len(whole) else rows_checksum(whole)
+
+
+def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
+    """What is known of a segment's first rows, and of what goes on behind them. Raises CorruptSegment for a gap."""
+    known = tuple(sums for sums in segment.sums if sums.row_begin < row_count)
+    if not covers(known, row_count):
+        raise CorruptSegment(
+            segment_id=segment.segment_id, problem="its writers did not say what its rows are"
+        )
+    return known
 
 
 def _on_ssd(segment: Segment) -> Slot:
@@ -167,30 +227,31 @@ class _Arrival:
     def __init__(self, segment: Segment, view: memoryview) -> None:
         self.view = view
         self._segment = segment
-        self._seed = segment.identity(segment.ssd_row_count).seed()
-        self._checksums = [0] * len(segment.layout.specs)
+        self._row_count = segment.ssd_row_count
+        self._values = [0] * len(segment.layout.specs)
 
     def take(self, begin: int, end: int) -> None:
         """Bytes `[begin, end)` of the slot are there: whole chunks. No two calls share a chunk."""
-        layout, row_count = self._segment.layout, self._segment.ssd_row_count
+        layout = self._segment.layout
         offsets = layout.offsets
         for i in range(bisect_left(offsets, begin), bisect_left(offsets, end)):
             spec = layout.specs[i]
-            rows = self.view[offsets[i] : offsets[i] + spec.row_bytes * row_count]
-            self._checksums[i] = chunk_checksum(self._seed, spec.stream, rows)
+            rows = self.view[offsets[i] : offsets[i] + spec.row_bytes * self._row_count]
+            self._values[i] = rows_checksum(rows)
 
     def verified(self) -> tuple[int, ...]:
-        """The chunks' checksums, when all is here. Raises CorruptSegment."""
-        segment, actual = self._segment, tuple(self._checksums)
-        expected = _encoded(segment, segment.ssd_row_count, actual)
+        """One checksum of rows per stream, when all is here. Raises CorruptSegment."""
+        segment, values = self._segment, tuple(self._values)
+        actual = _bound(segment, self._row_count, values)
+        expected = _encoded(segment, self._row_count, actual)
         if header_checksum(expected) == segment.header_checksum and self.view[: len(expected)] == expected:
-            return actual
+            return values
         header = _checked_header(segment, self.view[: segment.layout.header_bytes])
         for spec, wanted, found in zip(segment.layout.specs, header.checksums, actual, strict=True):
             if wanted != found:
                 problem = f"{spec.stream}: checksum does not match"
                 raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
-        return actual
+        return values
 
 
 def _pieces(layout: SegmentLayout, row_count: int) -> list[Range]:
@@ -211,14 +272,13 @@ def _seal(item: Written, view: memoryview) -> memoryview:
 
     What else lies in the arena's slot is another session's past, or a writer's rows to come. Only a
     segment that is still short is copied to leave it out, and of the copy only what is copied takes memory.
+    Raises CorruptSegment: what changed since it was received is never made durable as right.
     """
     segment, layout = item.segment, item.segment.layout
-    seed = segment.identity(item.row_count).seed()
-    item.checksums = tuple(
-        chunk_checksum(seed, spec.stream, view[offset : offset + spec.row_bytes * item.row_count])
-        for offset, spec in zip(layout.offsets, layout.specs, strict=True)
-    )
-    encoded = _encoded(segment, item.row_count, item.checksums)
+    item.values, problem = settled(layout, view, item.known, item.row_count)
+    if problem:
+        raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
+    encoded = _encoded(segment, item.row_count, _bound(segment, item.row_count, item.values))
     item.header_checksum = header_checksum(encoded)
     image = view if item.row_count == layout.segment_tokens else _copy_of_rows(layout, item.row_count, view)
     image[: layout.header_bytes] = encoded.ljust(layout.header_bytes, b"\0")
@@ -231,10 +291,23 @@ def _seal(item: Written, view: memoryview) -> memoryview:
 
 def _copy_of_rows(layout: SegmentLayout, row_count: int, view: memoryview) -> memoryview:
     image = memoryview(mmap.mmap(-1, layout.size_bytes))
+    _copy_rows(layout, row_count, view, image)
+    return image
+
+
+def _copy_rows(layout: SegmentLayout, row_count: int, source: memoryview, target: memoryview) -> None:
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         rows = slice(offset, offset + spec.row_bytes * row_count)
-        np.copyto(np.frombuffer(image[rows], np.uint8), np.frombuffer(view[rows], np.uint8))
-    return image
+        np.copyto(np.frombuffer(target[rows], np.uint8), np.frombuffer(source[rows], np.uint8))
+
+
+def _bound(segment: Segment, row_count: int, values: tuple[int, ...]) -> tuple[int, ...]:
+    """What the header of a segment's first rows has of each chunk."""
+    seed = segment.identity(row_count).seed()
+    return tuple(
+        bound_checksum(seed, spec.stream, value)
+        for spec, value in zip(segment.layout.specs, values, strict=True)
+    )
 
 
 def _encoded(segment: Segment, row_count: int, checksums: tuple[int, ...]) -> bytes:

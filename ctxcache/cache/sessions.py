@@ -7,7 +7,7 @@ between check and change.
 import asyncio
 import uuid
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -311,20 +311,6 @@ class Sessions:
         )  # fmt: skip
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
 
-    async def quarantine(self, bad: Collection[Segment]) -> None:
-        """End every session that lists a segment found bad before that segment's tokens.
-
-        The state behind a gap is of no use to a reader; what is before it stays. The bad slots are kept
-        from use. Raises TierFailure; the sessions have ended there all the same.
-        """
-        self._state.counters.corrupt_segment_count += len(bad)
-        slots = [segment.ssd for segment in bad if segment.ssd]
-        cut, dead = self._cut(bad, Event.CORRUPT, "a segment failed verification")
-        for segment in bad:
-            # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
-            segment.ssd = None
-        await self._departures.write_down(cut, dead=dead, bad=slots)
-
     async def lose(self, gone: Sequence[Segment], why: str) -> None:
         """End every session before the first of these segments, whose bytes are nowhere any more; some in each commit.
 
@@ -332,25 +318,8 @@ class Sessions:
         """
         for begin in range(0, len(gone), SEGMENTS_PER_COMMIT):
             some = {s for s in gone[begin : begin + SEGMENTS_PER_COMMIT] if s.session_count}
-            cut, dead = self._cut(some, Event.DEVICE_LOST, why)
+            cut, dead = self._residency.mending.cut(some, Event.DEVICE_LOST, why)
             await self._departures.write_down(cut, dead=dead)
-
-    def _cut(
-        self, bad: Collection[Segment], event: Event, why: str
-    ) -> tuple[Sequence[Session], Sequence[Segment]]:
-        """End sessions before these segments' tokens; returns the sessions, and the segments that no session lists now."""
-        cut: list[Session] = []
-        dead: list[Segment] = []
-        for session in {s.uid: s for segment in bad for s in self._state.listers(segment)}.values():
-            begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
-            if begin < session.log_end:
-                cut.append(session)
-                before_count = session.token_count
-                dead += self._state.unlist(session, session.drop_positions(((begin, session.log_end),)))
-                self._state.accesses.happened(
-                    session, event, detail=why, token_count=before_count - session.token_count
-                )
-        return cut, dead
 
     # -- checks and parts ----------------------------------------------------------------------------
 

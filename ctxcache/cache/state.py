@@ -47,6 +47,7 @@ class Counters:
     evicted_session_count: int = 0
     unadmitted_session_count: int = 0
     corrupt_segment_count: int = 0
+    mended_segment_count: int = 0
     flushed_segment_count: int = 0
     promoted_segment_count: int = 0
     delayed_write_count: int = 0

@@ -13,15 +13,19 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from ctxcache.cache.mending import Mending
 from ctxcache.cache.moves import Moves
 from ctxcache.cache.segment_io import SegmentIO, Written
 from ctxcache.cache.state import State, record_of
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
-from ctxcache.errors import SessionNotFound, TierFailure
+from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.slot import Slot
 from ctxcache.metadata.base import Changes, MetadataStore, SegmentRecord
+
+BAD_PER_FLUSH = 64
+"""Segments that one flush mends or cuts: there are more only where memory fails as a whole."""
 
 
 class Places(Protocol):
@@ -29,6 +33,7 @@ class Places(Protocol):
 
     ssd: SlotAllocator
     stranded: set[Slot]
+    mending: Mending
 
     def hold(self, segment: Segment) -> None:
         """Keep the segment's slots until `release`."""
@@ -262,19 +267,40 @@ class WriteBack:
     async def _flush(self, session: Session, *, is_tail_left: bool) -> None:
         async with self.lock(session):
             del self._waiting[session.uid, is_tail_left]
-            if session.is_gone:
-                raise SessionNotFound(session=session.name)
-            # One moment for the log's end and every segment's rows: rows that come during the
-            # write are beyond the recorded end, and would stand where later ones are put.
-            tail = session.growing_tail if is_tail_left and session.is_tail_apart else None
-            end = max(session.recorded_end, tail.begin) if tail else session.log_end
-            unwritten, now_ns = self._state.unwritten, self._state.clock.monotonic_ns()
-            dirty = {s: s.row_count for s in unwritten.segments(session.uid) if s is not tail}
-            if dirty or session.durable_end < end:
-                with self._state.spans.span("flush", segment_count=len(dirty)):
-                    await self._flush_rows(session, dirty, end, now_ns)
-                took_ns = self._state.clock.monotonic_ns() - now_ns
-                self._state.seen.flush_s.observe(took_ns / 10**9)
+            await self._flush_what_is_right(session, is_tail_left=is_tail_left)
+
+    async def _flush_what_is_right(self, session: Session, *, is_tail_left: bool) -> None:
+        """Flush; what memory did not keep is mended or cut first. Raises CorruptSegment at the end when something was cut."""
+        lost: CorruptSegment | None = None
+        for tries_left in reversed(range(BAD_PER_FLUSH)):
+            try:
+                await self._flush_once(session, is_tail_left=is_tail_left)
+                break
+            except CorruptSegment as error:
+                segment = self._state.segments.get(int(error.facts["segment_id"]))
+                if segment is None or not tries_left:
+                    raise
+                try:
+                    await self._places.mending.mend(segment, str(error.facts["problem"]))
+                except CorruptSegment as gone:
+                    lost = gone
+        if lost is not None:
+            raise lost
+
+    async def _flush_once(self, session: Session, *, is_tail_left: bool) -> None:
+        if session.is_gone:
+            raise SessionNotFound(session=session.name)
+        # One moment for the log's end and every segment's rows: rows that come during the
+        # write are beyond the recorded end, and would stand where later ones are put.
+        tail = session.growing_tail if is_tail_left and session.is_tail_apart else None
+        end = max(session.recorded_end, tail.begin) if tail else session.log_end
+        unwritten, now_ns = self._state.unwritten, self._state.clock.monotonic_ns()
+        dirty = {s: s.row_count for s in unwritten.segments(session.uid) if s is not tail}
+        if dirty or session.durable_end < end:
+            with self._state.spans.span("flush", segment_count=len(dirty)):
+                await self._flush_rows(session, dirty, end, now_ns)
+            took_ns = self._state.clock.monotonic_ns() - now_ns
+            self._state.seen.flush_s.observe(took_ns / 10**9)
 
     async def _flush_rows(
         self, session: Session, dirty: Mapping[Segment, int], end: int, now_ns: int

@@ -6,9 +6,10 @@ may still be writing.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session, SessionView
 from ctxcache.errors import CacheError, ReservationNotFound, WriteInProgress, WriteOffsetMismatch
 from ctxcache.format.streams import Stream
+from ctxcache.format.sums import Sums, covers
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
 GRACE_NS = 60 * 10**9
@@ -114,20 +116,28 @@ class Writing:
         reservation.deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
 
     async def commit(
-        self, reservation: Reservation, token_count: int, *, is_durable: bool, keep_open: bool
-    ) -> SessionView:
+        self, reservation: Reservation, token_count: int, *, is_durable: bool, keep_open: bool,
+        checksums: Sequence[int] | None = None,
+    ) -> SessionView:  # fmt: skip
         """Make tokens visible up to the session's `token_count` afterwards.
 
-        Raises ReservationNotFound, InvalidArgument, and with `is_durable` CapacityExceeded and
-        TierFailure: the tokens are then committed in memory all the same.
+        `checksums`: what their writer says of them, one per run and stream; None for rows that were placed here. Raises
+        ReservationNotFound, InvalidArgument, ChecksumMismatch, and with `is_durable` CapacityExceeded and TierFailure:
+        the tokens are then committed in memory all the same. Also CorruptSegment: then the session ends before them.
         """
-        self.commit_in_memory(reservation, token_count, keep_open=keep_open)
+        self.commit_in_memory(reservation, token_count, keep_open=keep_open, checksums=checksums)
         if is_durable:
             await self.flush(reservation)
         return reservation.session.view()
 
-    def commit_in_memory(self, reservation: Reservation, token_count: int, *, keep_open: bool) -> None:
-        """Make tokens visible. Raises ReservationNotFound, InvalidArgument."""
+    def commit_in_memory(
+        self, reservation: Reservation, token_count: int, *, keep_open: bool,
+        checksums: Sequence[int] | None = None, is_joint: bool = False,
+    ) -> None:  # fmt: skip
+        """Make tokens visible. `checksums` as in `commit`; `is_joint`: one for each token.
+
+        Raises ReservationNotFound, InvalidArgument, ChecksumMismatch.
+        """
         session = reservation.session
         self._check_open(reservation)
         if session.is_gone or session.token_count != reservation.committed:
@@ -135,6 +145,13 @@ class Writing:
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
         reservation.check(token_count)
+        begin = reservation.committed
+        if is_joint:
+            said = reservation.joint_sums(begin, token_count, checksums or ())
+        else:
+            said = self._said(reservation, begin, token_count, checksums)
+        for segment, sums in said:
+            segment.note(sums)
         if keep_open:
             self._residency.stage(session, reservation.mark(token_count))
         self._attach(reservation, token_count)
@@ -146,15 +163,23 @@ class Writing:
         self._state.accesses.did(Call.FLUSH, reservation.session)
         await self._residency.flush(reservation.session)
 
-    def mark_written(self, reservation: Reservation, token_count: int) -> None:
+    def mark_written(
+        self, reservation: Reservation, token_count: int, checksums: Sequence[int] | None = None
+    ) -> None:
         """Tokens below `token_count` are written and will not change: full segments may go to SSD.
 
-        Raises ReservationNotFound, InvalidArgument.
+        `checksums` as in `commit`, from the last mark on. Raises ReservationNotFound, InvalidArgument.
         """
         self._check_open(reservation)
         reservation.check(token_count)
+        begin = max(reservation.marked, reservation.committed)
+        for segment, sums in self._said(reservation, begin, token_count, checksums):
+            segment.note(sums)
         if not reservation.session.is_gone:
-            self._residency.stage(reservation.session, reservation.mark(token_count))
+            full = reservation.mark(token_count)
+            # After a commit that took back some of what was marked there is a gap: its own commit will say.
+            full = [s for s in full if covers(s.sums, s.layout.segment_tokens)]
+            self._residency.stage(reservation.session, full)
 
     def is_open(self, reservation_id: int) -> bool:
         """Whether a reservation has not ended yet."""
@@ -178,6 +203,7 @@ class Writing:
         now_ns, client = self._state.clock.monotonic_ns(), reservation.client
         for segment in (run.segment for run in reservation.runs):
             self._state.unwritten.release(segment)
+            segment.forget_sums(segment.row_count)
             # No row of it was ever committed, so no record was ever made of it.
             if not segment.row_count:
                 segment.is_discarded = True
@@ -201,15 +227,18 @@ class Writing:
             self._release(segment, client)
 
     def place(self, reservation: Reservation, stream: Stream, token_begin: int, data: memoryview) -> None:
-        """Put rows of one stream where they belong: all of them lie within the reservation."""
+        """Put rows of one stream where they belong: all of them lie within the reservation.
+
+        They are added up before they are copied; whoever received them verifies them after that.
+        """
         row_bytes = reservation.session.layout.row_bytes(stream)
         token_end = token_begin + len(data) // row_bytes
         for run in reservation.runs_of(token_begin, token_end):
             first = max(token_begin, run.token_begin)
             last = min(token_end, run.token_end)
-            row = run.row_begin + first - run.token_begin
-            target = self._io.view(run.segment)[run.segment.layout.rows(stream, row, row + last - first)]
             source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
+            reservation.tally.grow(stream, first, last, is_first=first == run.token_begin).update(source)
+            target = self._rows(run, stream, first, last)
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     @contextmanager
@@ -219,7 +248,8 @@ class Writing:
         for run in runs:
             self._residency.hold(run.segment)
         try:
-            yield Room(reservation.session.layout, tuple((run, self._io.view(run.segment)) for run in runs))
+            views = tuple((run, self._io.view(run.segment)) for run in runs)
+            yield Room(reservation.session.layout, views, reservation.tally)
         finally:
             for run in runs:
                 self._residency.release(run.segment)
@@ -231,6 +261,25 @@ class Writing:
         if session.withheld:
             dead = self._state.unlist(session, session.keep_positions(session.live))
             await self._residency.departures.write_down([session], dead=dead)
+
+    def _said(
+        self, reservation: Reservation, token_begin: int, token_end: int, checksums: Sequence[int] | None
+    ) -> list[tuple[Segment, Sums]]:
+        """What was said of tokens, or added up as they were placed. Raises InvalidArgument, ChecksumMismatch."""
+        if checksums is not None:
+            return reservation.sums(token_begin, token_end, checksums)
+        said = []
+        for run, begin, end in reservation.cuts(token_begin, token_end):
+            values = tuple(
+                reservation.tally.value(spec.stream, begin, end, partial(self._rows, run, spec.stream))
+                for spec in run.segment.layout.specs
+            )
+            said.append((run.segment, Sums(run.row_of(begin), run.row_of(end), values)))
+        return said
+
+    def _rows(self, run: Run, stream: Stream, begin: int, end: int) -> memoryview:
+        rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))
+        return self._io.view(run.segment)[rows]
 
     def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
         session.is_writing = True
@@ -358,6 +407,7 @@ class Writing:
         if added:
             session.append_rows(session.log_end + added)
         reservation.committed = token_count
+        reservation.tally.forget(token_count)
         self._let_go(reservation)
         self._state.counters.appended_token_count += added
         self._state.accesses.did(Call.APPEND, session, tokens=added)

@@ -40,9 +40,9 @@ def verify(
         list[str] | None, typer.Option("--ssd-directories", metavar="DIR", help="Of that data directory.")
     ] = None,
 ) -> None:
-    """Verify every record and every segment; sessions end before what is bad.
+    """Verify every record and every segment, in memory as on SSD; sessions end before what is bad.
 
-    Exits with 0 when all is well, with 8 when something is not.
+    What was bad in memory alone has SSD's bytes again. Exits with 0 when nothing is lost, with 8 when something is.
     """
     rate = parsed(parse_size_bytes, rate_limit, "--rate-limit")
     if data_directory:
@@ -51,7 +51,7 @@ def verify(
     else:
         with call.client() as client:
             facts = _follow(client.verify(bytes_per_second=rate, release=release), call)
-    if facts["bad"]:
+    if facts["lost_segment_count"]:
         raise typer.Exit(ExitCode.DATA_LOSS)
 
 
@@ -72,6 +72,7 @@ def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain
     from ctxcache.cli.plain import to_plain  # noqa: PLC0415  it imports protobuf
 
     bad: list[Plain] = []
+    lost_count = 0
     last: VerifyResponse | None = None
     released = 0
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
@@ -79,12 +80,14 @@ def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain
         for last in reports:
             released += last.released_slot_count
             bad += [to_plain(found) for found in last.bad]
+            lost_count += sum(not found.is_mended for found in last.bad)
             bar.update(task, total=last.segment_count, completed=last.checked_segment_count)
     facts: dict[str, Plain] = {
         "checked_segment_count": last.checked_segment_count if last else 0,
         "checked_bytes": last.checked_bytes if last else 0,
         "record_count": last.record_count if last else 0,
         "released_slot_count": released,
+        "lost_segment_count": lost_count,
         "bad": bad,
     }
     call.show_facts(facts, _text(facts, bad))
@@ -101,4 +104,7 @@ def _line(found: "Plain") -> str:
     if not isinstance(found, dict):
         raise TypeError("a message is a dictionary")
     where = f"positions {found['position_begin']} to {found['position_end']}"
-    return f"  segment {found['segment_id']} of {found['sessions']}, tenant {found['tenant']!r}, {where}: {found['problem']}"
+    copy = "in memory" if found["tier"] == "TIER_DRAM" else "on SSD"
+    end = "; mended, nothing is lost" if found["is_mended"] else ""
+    who = f"segment {found['segment_id']} of {found['sessions']}, tenant {found['tenant']!r}"
+    return f"  {who}, {where}, {copy}: {found['problem']}{end}"

@@ -113,7 +113,7 @@ class BulkRead:
     def _land(self, frame: Frame, landing: Landing) -> Piece:
         chunk = BulkChunk.FromString(frame.message)
         stream = stream_from_wire(chunk.stream)
-        parts = list(map(Part, chunk.part_sizes, chunk.seeds, chunk.checksums))
+        parts = list(map(Part, chunk.part_sizes, chunk.checksums))
         if sum(part.size_bytes for part in parts) != frame.data_bytes or any(p.size_bytes < 1 for p in parts):
             raise self._talk.broken_contract(f"the parts of {stream} are not its data")
         place = landing(stream, chunk.token_begin, frame.data_bytes)
@@ -176,7 +176,7 @@ class _Talk:
     def receive_into(self, place: memoryview, parts: list[Part]) -> bool:
         """See FramedSocket."""
         self._check_time()
-        return self._connection.receive_into((place,), parts)
+        return self._connection.receive_into(((place, None),), parts)
 
     def end(self) -> None:
         """Keep the connection: the request was answered in full."""
@@ -235,7 +235,6 @@ def _chunks(stream: Stream, view: Bytes, write_offset: int) -> Iterator[tuple[by
                 stream=name,
                 token_begin=write_offset + begin,
                 part_sizes=map(len, parts),
-                seeds=[0] * len(parts),
                 checksums=map(wire_checksum, parts),
             ).SerializeToString(),
             data,

@@ -1,4 +1,7 @@
-"""A ReadSession stream: rows as they arrive, verified, in order, and mended once if it breaks.
+"""A ReadSession stream: rows as they arrive, verified, in order, and taken up once where it breaks.
+
+Rows that are not what their checksums say are asked for once more, verified by the server before it sends them: memory
+may be at fault, and not the way.
 
 Keeps nothing it has handed out. Not thread-safe. Worst case: rows that are damaged, out of order or
 of another generation raise, and nothing of theirs is returned.
@@ -12,7 +15,7 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.convert import stream_from_wire, stream_to_wire, token_range
 from ctxcache.client.row_transport import OpenRead, RowTransport
 from ctxcache.client.rows import Piece
-from ctxcache.errors import CacheError, SessionNotFound, Unavailable
+from ctxcache.errors import CacheError, ChecksumMismatch, SessionNotFound, Unavailable
 from ctxcache.format.streams import Stream
 from ctxcache.v1.session_pb2 import ReadSessionRequest
 
@@ -51,7 +54,9 @@ class ChunkStream:
         try:
             yield from self._drain()
         except Unavailable:
-            yield from self._resume()
+            yield from self._resume(recheck=False)
+        except ChecksumMismatch:
+            yield from self._resume(recheck=True)
         if self._missing:
             raise self._broken_contract(f"the read ended before {self._missing[0]}")
 
@@ -62,8 +67,9 @@ class ChunkStream:
                 self._read.next(self._land)
         self._read.close()
 
-    def _resume(self) -> Iterator[Piece]:
+    def _resume(self, *, recheck: bool) -> Iterator[Piece]:
         for request in self._missing_requests():
+            request.recheck = recheck
             self._read.close()
             self._read = self._open(request)
             # The generation may be the same by chance; the uid never is.

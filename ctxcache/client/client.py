@@ -51,7 +51,7 @@ from ctxcache.v1.session_pb2 import (
 DEFAULT_TARGET = "127.0.0.1:7420"
 DEFAULT_TIMEOUT_S = 30.0
 Access = Literal["auto", "local", "local-socket", "local-grpc", "remote", "bulk", "grpc"]
-Verify = Literal["loaded", "always"]
+Verify = Literal["always", "never"]
 _WAYS: dict[Access, Way] = {"local-socket": "socket", "local-grpc": "grpc"}
 
 
@@ -62,8 +62,9 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     rows travel: through shared memory only (`local`; `local-socket` and `local-grpc` also say what carries
     the leases), over sockets only (`remote`), or as it is possible. Over sockets means the server's bulk
     channel where it has one and it can be reached, and streams of gRPC otherwise; `bulk` and `grpc` allow
-    only the one or the other. `verify`: rows are verified when the server loads them from SSD (`loaded`),
-    and besides whenever this client leases them (`always`). `tls`: for a server whose TCP port has it.
+    only the one or the other. `verify`: rows under a lease are verified against what their writer said of them, copies
+    as they are copied; `never` is for a caller that does so itself, and for measuring what it costs. Rows that come over
+    a socket always are. `tls`: for a server whose TCP port has it.
     `token_file`: where the token is that says whose tenant's sessions this client works with; it is read again when it changes.
     `tenant`: of an operator, whose sessions the calls that move no rows are about.
     Where a session is asked for, its name does; a Session that an earlier call returned saves a call.
@@ -76,7 +77,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         access: Access = "auto",
-        verify: Verify = "loaded",
+        verify: Verify = "always",
         tls: ClientTls | None = None,
         token_file: str | Path | None = None,
         tenant: str = "",

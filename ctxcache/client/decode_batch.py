@@ -22,6 +22,7 @@ from ctxcache.client.models import CallerModel
 from ctxcache.client.shapes import check_complete, view_rows
 from ctxcache.client.slots import Chunk, SlotLayout
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound
+from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import (
@@ -77,6 +78,13 @@ class DecodeBatch:
         self._steps_left = 0
         self._deadline_ns = self._renew_ns = 0
         self._written: set[Stream] = set()
+        # A step's rows, token by token: what the checksums of a commit are made of.
+        self._tokens = np.empty((count, sum(spec.row_bytes for spec in self._specs.values())), np.uint8)
+        self._columns: dict[Stream, slice] = {}
+        begin = 0
+        for stream, spec in self._specs.items():
+            self._columns[stream] = slice(begin, begin + spec.row_bytes)
+            begin += spec.row_bytes
         self._places: dict[int, Numbers] = {}
         sent = Moment.now()
         self._take_reservations(self._stream.call(self._reserves()), sent)
@@ -98,6 +106,7 @@ class DecodeBatch:
             )
         self._check_held()
         self._written.add(stream)
+        self._tokens[:, self._columns[stream]] = view
         if len(self._lanes):
             is_all = len(self._lanes) == self.session_count
             self._scatter(self._chunks[stream], view if is_all else view[self._lanes])
@@ -119,6 +128,7 @@ class DecodeBatch:
             token_counts=self.token_counts[self._lanes].tolist(),
             durability=durability,
             keep_open=not is_last,
+            checksums=[rows_checksum(self._tokens[lane].data) for lane in self._lanes.tolist()],
         )
         sent = Moment.now()
         try:

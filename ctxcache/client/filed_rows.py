@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.hold import Hold
@@ -22,6 +21,7 @@ from ctxcache.client.ssd_files import SsdFiles, aligned, is_aligned
 from ctxcache.client.ssd_slot import SsdSlot
 from ctxcache.client.verifier import Verifier, identity_of
 from ctxcache.errors import CorruptSegment, InvalidArgument
+from ctxcache.format.identity import chunk_checksum
 from ctxcache.format.layout import align
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import Lease
@@ -96,10 +96,11 @@ class FiledRows(SessionRows):
         """
         self._check_stream(stream)
         if run.slot is None:
-            if self._verifier is not None:
-                self._verifier.verify(stream)
             self._hold.check_known()
-            np.copyto(into, self._view(stream, run))
+            if self._verifier is not None:
+                self._verifier.copy(stream, run.token_begin, run.token_end, into)
+            else:
+                np.copyto(into, self._view(stream, run))
             return
         chunk = run.slot.chunk(stream)
         place, size_bytes = into.reshape(-1).data, align(chunk.size_bytes)
@@ -107,7 +108,7 @@ class FiledRows(SessionRows):
         target = place if is_in_place else self._bounce(size_bytes)
         self.files.read(chunk.path_index, chunk.offset_bytes, target)
         rows = target[: chunk.size_bytes]
-        if xxh3_64_intdigest(rows, seed=chunk.seed) != chunk.checksum:
+        if chunk_checksum(chunk.seed, stream, rows) != chunk.checksum:
             raise run.slot.differs(stream)
         if not is_in_place:
             found = np.frombuffer(rows, np.uint8).reshape(-1, into.shape[1])

@@ -1,14 +1,14 @@
 """Reading in place: a lease on the arena, and views of the rows under it.
 
-Copies nothing unless asked to. Rows that came from SSD were verified by the server, in this very
-memory; a reader may have them verified again. Worst case: a lease that ended raises LeaseNotFound
-before rows are returned as good.
+Copies nothing unless asked to. Rows are verified against what their writer said of them: copies in the copy, views
+before they are handed out. Worst case: a lease that ended raises LeaseNotFound before rows are returned as good.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ctxcache.client.access import AccessStream
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
 from ctxcache.client.filed_rows import FiledRows
@@ -18,7 +18,7 @@ from ctxcache.client.slots import Chunk, SlotLayout, SlotRows, spans_of_runs, sp
 from ctxcache.client.verifier import Verifier
 from ctxcache.errors import InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
-from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, ReleaseLease
+from ctxcache.v1.arena_pb2 import AcquireLease, Lease, Operation, RecheckLease, ReleaseLease
 
 
 class LeasedRows(SessionRows):
@@ -64,11 +64,14 @@ class LeasedRows(SessionRows):
         """See SessionRows."""
         if out is not None and not out.flags.c_contiguous:
             return super().array(stream, out=out)
-        views = self.blocks(stream)
         whole = np.empty((self.token_count, self.row_bytes(stream)), np.uint8) if out is None else out
         self._check_out(whole, stream)
+        if self._verifier is not None:
+            self.copy_verified(stream, self.begin, self.end, whole)
+            self.check()
+            return whole
         begin = 0
-        for rows in views:
+        for rows in self.blocks(stream):
             end = begin + rows.shape[0] * rows.shape[1]
             np.copyto(whole[begin:end].reshape(rows.shape), rows)
             begin = end
@@ -77,7 +80,7 @@ class LeasedRows(SessionRows):
 
     @property
     def is_verified(self) -> bool:
-        """Whether rows are verified again; see `copy_verified`."""
+        """Whether rows are verified; see `copy_verified`."""
         return self._verifier is not None
 
     def copy_verified(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
@@ -88,7 +91,7 @@ class LeasedRows(SessionRows):
         if stream not in self._chunks:
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
         if self._verifier is None:
-            raise InvalidArgument(field="verify", problem="this client verifies nothing again")
+            raise InvalidArgument(field="verify", problem="this client verifies nothing")
         self._verifier.copy(stream, begin, end, into)
         self._hold.check_known()
 
@@ -132,7 +135,10 @@ def lease_rows(
         layout = attachment.layouts.get_or_make(lease.session.uid, lambda: SlotLayout(lease.layout))
         verifier = None
         if is_verified:
-            verifier = Verifier(arena, layout, lease.session, lease.segments, hold.check)
+            recheck = Operation(recheck_lease=RecheckLease(lease_id=lease.lease_id))
+            verifier = Verifier(
+                arena, layout, lease.segments, hold.check, lambda: _carry_out(attachment.stream, recheck)
+            )
         if any(segment.HasField("path_index") for segment in lease.segments):
             return FiledRows(arena, attachment.arena.ssd_files(), layout, hold, lease, streams, verifier)
         if lease.segments:
@@ -144,3 +150,7 @@ def lease_rows(
     except BaseException:
         hold.release_soon()
         raise
+
+
+def _carry_out(stream: AccessStream, operation: Operation) -> None:
+    stream.carry_out(operation)

@@ -107,6 +107,19 @@ class SlotRows:
                 for part in _cut(span, low, high):
                     yield Block(part.token_begin, self._view(chunk, part))
 
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The first token of each run, and one past its last, in order."""
+        for span in self._spans:
+            run_tokens = span.row_end - span.row_begin
+            for run in range(span.run_count):
+                token_begin = span.token_begin + run * run_tokens
+                yield token_begin, token_begin + run_tokens
+
+    def rows(self, stream: Stream, begin: int, end: int) -> memoryview:
+        """A stream's rows of tokens `[begin, end)`, all of one run, as bytes."""
+        (block,) = self.blocks(stream, begin, end)
+        return block.rows.reshape(-1).data
+
     def _view(self, chunk: Chunk, span: Span) -> Bytes:
         row_bytes = chunk.row_bytes
         return np.ndarray(

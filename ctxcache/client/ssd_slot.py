@@ -12,14 +12,17 @@ from ctxcache.client.slots import SlotLayout
 from ctxcache.client.ssd_files import SsdFiles, aligned
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
-from ctxcache.format.identity import SegmentIdentity, chunk_seed
+from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout, align
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import SegmentLocation
 
 
 class StoredChunk(NamedTuple):
-    """A stream's rows in a file, as one piece: `size_bytes` of them at `offset_bytes`, and their checksum."""
+    """A stream's rows in a file, as one piece: `size_bytes` of them at `offset_bytes`, and their bound checksum.
+
+    `seed` is that of the segment's identity, to which it is bound.
+    """
 
     path_index: int
     offset_bytes: int
@@ -55,7 +58,7 @@ class SsdSlot:
             self._location.path_index,
             self._location.offset_bytes + chunk.offset_bytes,
             self.token_count * chunk.row_bytes,
-            chunk_seed(self._seed, stream),
+            self._seed,
             self._checksums[chunk.index],
         )
 

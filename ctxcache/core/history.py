@@ -20,7 +20,7 @@ MISSES_LIMIT = 8
 
 
 class Event(enum.Enum):
-    """What can happen to a session so that less of it is found than was stored."""
+    """What can happen to a session: less of it is found than was stored, or would have been."""
 
     EVICTED = "evicted"
     EXPIRED = "expired"
@@ -32,6 +32,7 @@ class Event(enum.Enum):
     TIMEOUT = "timeout"
     DEVICE = "device"
     DEVICE_LOST = "device_lost"
+    MENDED = "mended"
 
 
 ENDS = frozenset((Event.EVICTED, Event.EXPIRED, Event.DELETED))

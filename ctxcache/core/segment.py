@@ -5,6 +5,8 @@ covers its first `ssd_row_count` rows. Several sessions share one after a fork.
 
     rows   0 ............. ssd_row_count ...... row_count ....... 63
            durable          committed in DRAM    reserved or free
+
+`sums` are what the writers of its rows said of them; sealing, scrubbing and every reader verify by these.
 """
 
 from ctxcache.core.residence import Amounts, Kin, Residence
@@ -12,6 +14,7 @@ from ctxcache.core.usage import Use
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
+from ctxcache.format.sums import Sums
 
 
 class Segment:
@@ -19,14 +22,15 @@ class Segment:
 
     `session_count` sessions list it. `hold_count` counts leases, reservations and
     I/O under way: while it is not 0, the slots stay. `is_discarded`: no session lists it any more and
-    its slots are free as soon as nothing holds it. `checksums` cover `ssd_row_count` rows and are
-    known once the segment was flushed or read back. Its slots are counted in its tenant's `use`.
+    its slots are free as soon as nothing holds it. `sums` are in order and cover every committed row of a segment
+    that is in DRAM; behind those they may cover rows that are marked as written. `bound_checksums` are those of its
+    header on SSD, known once that was read. Its slots are counted in its tenant's `use`.
     """
 
     __slots__ = (
-        "_dram", "_home", "_ssd", "begin", "checksums", "generation", "header_checksum", "hold_count", "is_discarded",
-        "is_open", "layout", "model_fingerprint", "row_count", "segment_id", "session_count", "ssd_row_count",
-        "tenant", "use", "writer_uid",
+        "_dram", "_home", "_ssd", "begin", "bound_checksums", "generation", "header_checksum", "hold_count",
+        "is_discarded", "is_open", "layout", "model_fingerprint", "row_count", "segment_id", "session_count",
+        "ssd_row_count", "sums", "tenant", "use", "writer_uid",
     )  # fmt: skip
 
     def __init__(
@@ -46,7 +50,8 @@ class Segment:
         self.is_open = is_open
         self.ssd_row_count = row_count if ssd else 0
         self.header_checksum = header_checksum
-        self.checksums: tuple[int, ...] = ()
+        self.bound_checksums: tuple[int, ...] = ()
+        self.sums: list[Sums] = []
         self.session_count = 0
         self.hold_count = 0
         self.is_discarded = False
@@ -111,6 +116,33 @@ class Segment:
         self.session_count -= 1
         if not self.session_count:
             self._home = None
+
+    def is_settled(self, row_count: int) -> bool:
+        """Whether so many of its rows have one sum per stream."""
+        return (
+            bool(self.sums) and self.sums[0].row_end >= row_count and not self.sums[0].is_joint(self.layout)
+        )
+
+    @property
+    def settled(self) -> Sums:
+        """Its first sums: of all leased rows, once a lease has settled it."""
+        return self.sums[0]
+
+    def note(self, sums: Sums) -> None:
+        """Rows were written behind those that are committed; what was said of them before is of no matter."""
+        self.forget_sums(sums.row_begin)
+        self.sums.append(sums)
+
+    def forget_sums(self, row_begin: int) -> None:
+        """Rows from there on were never committed."""
+        while self.sums and self.sums[-1].row_begin >= row_begin:
+            self.sums.pop()
+
+    def settle(self, row_count: int, values: tuple[int, ...]) -> None:
+        """The first rows have these sums, one per stream: verified against those that they take the place of."""
+        if self.is_settled(row_count):
+            return
+        self.sums = [Sums(0, row_count, values), *(s for s in self.sums if s.row_begin >= row_count)]
 
     def identity(self, row_count: int) -> SegmentIdentity:
         """What the checksums over its first `row_count` rows are bound to."""

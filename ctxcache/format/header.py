@@ -5,7 +5,7 @@ Layout (little endian), zero padded to a multiple of 4 KiB:
     magic 8 | format version u32 | segment tokens u32 | segment id u64 | generation i64
     begin i64 | token count i64 | session uid 16 | fingerprint 32 | stream count u32
     tenant length u16 | tenant (up to 128 bytes) | zeros to byte 248 | header checksum u64
-    then per stream: layer i32 | kind i32 | row bytes i32 | dtype i32 | chunk checksum u64
+    then per stream: layer i32 | kind i32 | row bytes i32 | dtype i32 | bound checksum u64
 
 The header checksum is XXH3-64 of the fixed part (its own field zero) and the stream table.
 Golden vectors: tests/golden/segments.json.
@@ -23,7 +23,7 @@ from ctxcache.format.layout import HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, Segm
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 
 MAGIC = b"CTXCSEG\0"
-SEGMENT_FORMAT = 1
+SEGMENT_FORMAT = 2
 TENANT_BYTES = 128
 _FIXED = struct.Struct(f"<8sIIQqqq16s32sIH{TENANT_BYTES}s")
 _CHECKSUM_OFFSET = HEADER_FIXED_BYTES - 8
@@ -33,7 +33,7 @@ _STREAM_COUNT_LIMIT = 65536
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a slot says of itself: which segment, whose, its streams and one checksum per chunk."""
+    """What a slot says of itself: which segment, whose, its streams and one bound checksum per chunk."""
 
     segment_id: int
     identity: SegmentIdentity

@@ -1,8 +1,9 @@
 """Identity: who and what a chunk is, bound into its checksum.
 
-The checksum of a chunk is XXH3-64 seeded with its identity, so that right bytes in the wrong
-place (another tenant's, an older generation's, a neighbour's layer) fail like flipped bits do.
-It detects accidents and misplacement; it is no defence against someone who can forge bytes.
+A chunk's rows have a checksum that their writer makes: XXH3-64 of the bytes. The header of a slot has it bound
+to the chunk's identity, so that right bytes in the wrong place (another tenant's, an older generation's, a
+neighbour's layer) fail like flipped bits do. Binding needs the writer's checksum and not the rows. It detects
+accidents and misplacement; it is no defence against someone who can forge bytes.
 """
 
 import struct
@@ -16,7 +17,8 @@ from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import Stream
 
 UID_BYTES = 16
-_DOMAIN = b"ctxcache.chunk.v1"
+_STREAM, _CHECKSUM = struct.Struct("<ii"), struct.Struct("<Q")
+_DOMAIN = b"ctxcache.chunk.v2"
 
 
 class SegmentIdentity(NamedTuple):
@@ -57,14 +59,20 @@ class SegmentIdentity(NamedTuple):
         return xxh3_64_intdigest(packed)
 
 
+def rows_checksum(data: Buffer) -> int:
+    """XXH3-64 of rows: what their writer says of them."""
+    return xxh3_64_intdigest(data)
+
+
+def bound_checksum(identity_seed: int, stream: Stream, checksum: int) -> int:
+    """What a header has of a chunk: its rows' checksum, bound to its segment's identity and its stream."""
+    stream_seed = xxh3_64_intdigest(_STREAM.pack(stream.layer, stream.kind), seed=identity_seed)
+    return xxh3_64_intdigest(_CHECKSUM.pack(checksum), seed=stream_seed)
+
+
 def chunk_checksum(identity_seed: int, stream: Stream, data: Buffer) -> int:
-    """XXH3-64 of a chunk's rows (without padding), seeded with its segment's identity and its stream."""
-    return xxh3_64_intdigest(data, seed=chunk_seed(identity_seed, stream))
-
-
-def chunk_seed(identity_seed: int, stream: Stream) -> int:
-    """The seed of a chunk's checksum."""
-    return xxh3_64_intdigest(struct.pack("<ii", stream.layer, stream.kind), seed=identity_seed)
+    """The bound checksum of a chunk's rows (without padding)."""
+    return bound_checksum(identity_seed, stream, rows_checksum(data))
 
 
 def wire_checksum(data: Buffer) -> int:

@@ -128,6 +128,7 @@ CONDITIONS = (
     Condition("CtxcachePathLacksRoom", WARNING, "An SSD path lacks room for writes", "paths", 0, _paths("resting")),
     Condition("CtxcacheMetadataFenced", CRITICAL, "The metadata takes no changes", "", 0, _gauge("ctxcache_metadata_fenced")),
     Condition("CtxcacheCorruptSegments", CRITICAL, "Stored bytes came back wrong", "segments in an hour", 0, _grown("ctxcache_corrupt_segments_total", 60)),
+    Condition("CtxcacheMendedSegments", WARNING, "Memory changed bytes", "segments in an hour", 0, _grown("ctxcache_mended_segments_total", 60)),
     Condition("CtxcacheQuarantinedPlaces", WARNING, "Places on SSD are kept from use", "places", 0, _gauge("ctxcache_quarantined_slots")),
     Condition("CtxcacheFlushLag", WARNING, "Tokens are in memory alone for minutes", "s", 120, _gauge("ctxcache_flush_lag_seconds")),
     Condition("CtxcacheWritersWait", WARNING, "Writers wait because too much is not on SSD", "writes in 10 min", 10, _grown("ctxcache_delayed_writes_total", 10)),

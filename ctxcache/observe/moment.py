@@ -12,7 +12,7 @@ from ctxcache.observe.samples import Distribution, Sample
 MINUTES = 60
 KEPT = frozenset({
     "ctxcache_accesses_total", "ctxcache_read_tokens_total", "ctxcache_appended_tokens_total",
-    "ctxcache_corrupt_segments_total", "ctxcache_delayed_writes_total", "ctxcache_upkeep_failures_total",
+    "ctxcache_corrupt_segments_total", "ctxcache_mended_segments_total", "ctxcache_delayed_writes_total", "ctxcache_upkeep_failures_total",
     "ctxcache_refused_rpcs_total", "ctxcache_rpc_seconds", "ctxcache_event_loop_lag_seconds",
     "ctxcache_promotion_seconds", "ctxcache_promoted_segments_total", "ctxcache_prefetched_segments_total",
     "ctxcache_prefetch_unused_segments_total", "ctxcache_regretted_tokens_total",

@@ -116,6 +116,8 @@ def _moves(cache: Cache) -> Iterator[Sample]:
     yield Sample("ctxcache_unwritten_sessions", len(unwritten))
     yield Sample("ctxcache_delayed_writes_total", counters.delayed_write_count)
     yield Sample("ctxcache_corrupt_segments_total", counters.corrupt_segment_count)
+    yield Sample("ctxcache_mended_segments_total", counters.mended_segment_count)
+    yield Sample("ctxcache_spoiled_slots", len(cache.residency.spoiled))
     for step, count in seen.upkeep_failures.items():
         yield Sample("ctxcache_upkeep_failures_total", count, (step,))
 

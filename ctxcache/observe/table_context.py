@@ -58,6 +58,8 @@ MOVES = Group("Moves and durability", (
     gauge("unwritten_sessions", "sessions", "Sessions with rows that are not durable: the backlog of write-behind.", "It grows all the time: as above."),
     counter("delayed_writes", "writes", "Times that a writer had to wait, or was refused, because too much was not on SSD.", "It grows: a faster device, a larger arena, or fewer writers."),
     counter("corrupt_segments", "segments", "Segments whose bytes failed verification; none was handed out.", "It grows: a device or memory returns wrong bytes. `ctxcache verify`, then look at SMART and ECC counters."),
+    counter("mended_segments", "segments", "Segments whose bytes in memory were not what was written, and that have SSD's again; none was handed out.", "It grows: memory, or a process that maps the arena, changes bytes. Look at ECC counters, and at who may write there."),
+    gauge("spoiled_slots", "slots", "Places in the arena that do not keep what is written; out of use until a restart.", "Not 0: memory is broken. Replace it."),
     counter("upkeep_failures", "failures", "Steps of upkeep that failed, by name.", "It grows: the log says why (`upkeep_step_failed`).", "step"),
 ))  # fmt: skip
 TENANTS = Group("Tenants", (

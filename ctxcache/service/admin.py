@@ -297,7 +297,8 @@ def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
                 segment_id=bad.segment_id, tenant=bad.tenant,
                 sessions=[f"sessions/{session_id}" for session_id in bad.sessions],
                 position_begin=bad.begin, position_end=bad.end, path=bad.path, offset_bytes=bad.offset_bytes,
-                problem=bad.problem,
+                problem=bad.problem, tier=session_pb2.TIER_DRAM if bad.is_in_dram else session_pb2.TIER_SSD,
+                is_mended=bad.is_mended,
             )
             for bad in report.bad
         ],

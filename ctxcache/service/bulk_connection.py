@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from ctxcache.cache.mending import TRIES
 from ctxcache.cache.reservation import Room
-from ctxcache.errors import CacheError, ChecksumMismatch, InvalidArgument
-from ctxcache.format.identity import chunk_seed, wire_checksum
+from ctxcache.errors import CacheError, ChecksumMismatch, CorruptSegment, InvalidArgument
+from ctxcache.format.identity import rows_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
 from ctxcache.process_memory import refused_memory
@@ -156,15 +157,21 @@ class BulkConnection:
 
     def _parts(self, transfer: ReadTransfer, stream: Stream) -> Iterator["_Part"]:
         for lent in transfer.pieces:
-            piece, layout = lent.piece, lent.piece.segment.layout
-            if lent.view is None:
-                data = self._await(transfer.read_past(lent, stream))
+            row_bytes = lent.piece.segment.layout.row_bytes(stream)
+            is_passing = lent.view is None
+            for _ in range(TRIES):
+                found = self._await(transfer.read_past(lent, stream)) if is_passing else lent.rows(stream)
+                if found is not None:
+                    part = _Part(lent.piece.token_begin, found.data, found.checksum, is_passing)
+                    parts = part.cut(row_bytes)
+                    if parts is not None:
+                        yield from parts
+                        break
+                if not is_passing:
+                    self._await(transfer.mend(lent))
             else:
-                data = lent.view[layout.rows(stream, piece.row_begin, piece.row_end)]
-            index = layout.index[stream]
-            known = (chunk_seed(lent.seed, stream), lent.checksums[index]) if lent.checksums else None
-            part = _Part(piece.token_begin, data, known, is_passing=lent.view is None)
-            yield from part.cut(layout.row_bytes(stream))
+                segment_id = lent.piece.segment.segment_id
+                raise CorruptSegment(segment_id=segment_id, problem="memory does not keep its rows")
 
     # -- appends -------------------------------------------------------------------------------------
 
@@ -237,34 +244,33 @@ class _Message(NamedTuple):
     parts: list["_Part"]
 
     def encode(self, stream: Stream) -> bytes:
-        """The frame's message. Parts that have no checksum yet get one here."""
-        checks = [part.known or (0, wire_checksum(part.data)) for part in self.parts]
+        """The frame's message."""
         return bulk_pb2.BulkChunk(
             stream=convert.stream_name(stream),
             token_begin=self.token_begin,
             part_sizes=[len(part.data) for part in self.parts],
-            seeds=[seed for seed, _ in checks],
-            checksums=[checksum for _, checksum in checks],
+            checksums=[part.checksum for part in self.parts],
         ).SerializeToString()
 
 
 class _Part(NamedTuple):
-    """Rows as they lie. `known`: seed and checksum; `is_passing`: valid until the next ones are made."""
+    """Rows as they lie, and what they must be. `is_passing`: valid until the next ones are made."""
 
     token_begin: int
     data: memoryview
-    known: tuple[int, int] | None
+    checksum: int
     is_passing: bool
 
-    def cut(self, row_bytes: int) -> Iterator["_Part"]:
-        """This, or what it is cut into where one frame cannot carry it."""
-        if len(self.data) <= CHUNK_BYTES_LIMIT and (self.known or len(self.data) <= MESSAGE_BYTES):
-            yield self
-            return
-        row_count = max(MESSAGE_BYTES // row_bytes, 1)
+    def cut(self, row_bytes: int) -> list["_Part"] | None:
+        """This, or what it is cut into where one frame cannot carry it; None where it is not what it must be."""
+        if len(self.data) <= CHUNK_BYTES_LIMIT:
+            return [self]
+        row_count, parts = max(MESSAGE_BYTES // row_bytes, 1), []
         for row in range(0, len(self.data) // row_bytes, row_count):
             data = self.data[row * row_bytes : (row + row_count) * row_bytes]
-            yield _Part(self.token_begin + row, data, None, self.is_passing)
+            parts.append(_Part(self.token_begin + row, data, rows_checksum(data), self.is_passing))
+        # In this order: what changes between the two is found by one of them.
+        return parts if rows_checksum(self.data) == self.checksum else None
 
 
 def _messages(parts: Iterator[_Part]) -> Iterator[_Message]:
@@ -290,11 +296,11 @@ def _messages(parts: Iterator[_Part]) -> Iterator[_Message]:
 def _parts_of(chunk: bulk_pb2.BulkChunk, data_bytes: int) -> list[Part]:
     sizes = chunk.part_sizes
     validate.within(len(sizes), 1, PARTS_LIMIT, "chunk.part_sizes")
-    if not len(sizes) == len(chunk.seeds) == len(chunk.checksums):
-        raise InvalidArgument(field="chunk.part_sizes", problem="every part has a seed and a checksum")
+    if len(sizes) != len(chunk.checksums):
+        raise InvalidArgument(field="chunk.part_sizes", problem="every part has a checksum")
     if min(sizes) < 1 or sum(sizes) != data_bytes:
         raise InvalidArgument(field="chunk.part_sizes", problem=f"are not together {data_bytes} bytes")
-    return [Part(*part) for part in zip(sizes, chunk.seeds, chunk.checksums, strict=True)]
+    return [Part(*part) for part in zip(sizes, chunk.checksums, strict=True)]
 
 
 def _parse(message_class: type[M], frame: Frame) -> M:

@@ -7,7 +7,7 @@ touches only what was lent to it. Worst case: a connection that breaks ends what
 from contextlib import AsyncExitStack, ExitStack
 
 from ctxcache.cache import Cache
-from ctxcache.cache.reading import Bounce, Lease, Lent, Reading
+from ctxcache.cache.reading import Bounce, Lease, Lent, Reading, Summed
 from ctxcache.cache.reservation import Room
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert
@@ -44,9 +44,13 @@ class ReadTransfer:
             self.header = read_header(lease, chosen)
             self._held = held.pop_all()
 
-    async def read_past(self, lent: Lent, stream: Stream) -> memoryview:
+    async def read_past(self, lent: Lent, stream: Stream) -> Summed:
         """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Reading.read_past`."""
         return await self._reading.read_past(self._lease, lent.piece, stream, self._bounce)
+
+    async def mend(self, lent: Lent) -> None:
+        """DRAM has other rows of a piece than it should. Raises CorruptSegment, TierFailure."""
+        await self._reading.mend(lent.piece.segment)
 
     async def renew(self) -> None:
         """Let it live on. Raises DeadlineExceeded."""

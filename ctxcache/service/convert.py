@@ -201,7 +201,7 @@ def lease_bytes(lease: Lease, *, is_brief: bool) -> int:
     """About how large the message about a lease is, from above for all but its layout."""
     if is_brief:
         return RUN_BYTES * len(lease.pieces)
-    return sum(SEGMENT_BYTES + 8 * len(piece.segment.checksums) for piece in lease.pieces)
+    return (SEGMENT_BYTES + 8 * len(lease.view.layout.specs)) * len(lease.pieces)
 
 
 def fill_reservation(
@@ -216,7 +216,7 @@ def fill_reservation(
         return
     for run in reservation.runs:
         location = message.segments.add()
-        _fill_location(location, run.segment)
+        _fill_identity(location, run.segment, _slot(run.segment).offset_bytes, run.segment.row_count)
         location.rows.add(row_begin=run.row_begin, row_end=run.row_end, token_begin=run.token_begin)
 
 
@@ -226,14 +226,22 @@ def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
     message.row_end.extend([piece.row_end for piece in pieces])
 
 
-def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment, on_ssd: Slot | None = None) -> None:
-    message.segment_id, message.offset_bytes = segment.segment_id, (on_ssd or _slot(segment)).offset_bytes
-    message.session_uid, message.generation = segment.writer_uid.hex(), segment.generation
-    message.position_begin, message.token_count = segment.begin, segment.ssd_row_count
+def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment, on_ssd: Slot | None) -> None:
     if on_ssd is None:
-        message.checksums.extend(segment.checksums)
+        sums = segment.settled
+        _fill_identity(message, segment, _slot(segment).offset_bytes, sums.row_end)
+        message.checksums.extend(sums.values)
     else:
+        _fill_identity(message, segment, on_ssd.offset_bytes, segment.ssd_row_count)
         message.path_index, message.header_checksum = on_ssd.path_index, segment.header_checksum
+
+
+def _fill_identity(
+    message: arena_pb2.SegmentLocation, segment: Segment, offset_bytes: int, row_count: int
+) -> None:
+    message.segment_id, message.offset_bytes = segment.segment_id, offset_bytes
+    message.session_uid, message.generation = segment.writer_uid.hex(), segment.generation
+    message.position_begin, message.token_count = segment.begin, row_count
 
 
 def _slot(segment: Segment) -> Slot:

@@ -116,6 +116,9 @@ class Holder:
             case "release_lease":
                 self._release_lease(operation.release_lease.lease_id)
                 result.released.SetInParent()
+            case "recheck_lease":
+                await self._recheck(operation.recheck_lease.lease_id)
+                result.rechecked.SetInParent()
             case "reserve":
                 await self._reserve(operation.reserve, result.reservation)
             case "commit":
@@ -125,7 +128,8 @@ class Holder:
                 result.released.SetInParent()
             case "mark_written":
                 mark = operation.mark_written
-                self._cache.writing.mark_written(self._own(mark.reservation_id), mark.token_count)
+                reservation = self._own(mark.reservation_id)
+                self._cache.writing.mark_written(reservation, mark.token_count, mark.checksums)
                 result.marked.SetInParent()
             case "commit_many":
                 await self._commit_many(operation.commit_many, result.committed_many, part)
@@ -152,6 +156,7 @@ class Holder:
                 request.range.end if has_range else None,
                 self.client,
                 leaves_on_ssd=request.leave_on_ssd,
+                is_summed=not request.is_brief,
             )
         )
         self._leases.add(lease.lease_id)
@@ -177,6 +182,11 @@ class Holder:
             raise LeaseNotFound(lease_id=lease_id)
         self._leases.discard(lease_id)
         self._cache.reading.release(lease_id)
+
+    async def _recheck(self, lease_id: int) -> None:
+        if lease_id not in self._leases:
+            raise LeaseNotFound(lease_id=lease_id)
+        await self._cache.reading.recheck(lease_id)
 
     async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
         self._check_open()
@@ -205,6 +215,7 @@ class Holder:
                 request.token_count,
                 is_durable=validate.is_durable(request.durability),
                 keep_open=request.keep_open,
+                checksums=request.checksums,
             )
         finally:
             self._forget_if_ended(request.reservation_id)
@@ -216,15 +227,19 @@ class Holder:
         count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
         if len(request.token_counts) != count:
             raise InvalidArgument(field="token_counts", problem=f"{count} expected")
+        if len(request.checksums) != count:
+            raise InvalidArgument(field="checksums", problem=f"{count} expected")
         is_durable = validate.is_durable(request.durability)
         if len(set(request.reservation_ids)) != count:
             raise InvalidArgument(field="reservation_ids", problem="names one twice")
-        pairs = zip(request.reservation_ids, request.token_counts, strict=True)
+        triples = zip(request.reservation_ids, request.token_counts, request.checksums, strict=True)
         outcomes = []
-        for reservation_id, token_count in pairs:
+        for reservation_id, token_count, checksum in triples:
             if part.is_over:
                 await part.rest()
-            outcomes.append(self._commit_one(reservation_id, token_count, keep_open=request.keep_open))
+            outcomes.append(
+                self._commit_one(reservation_id, token_count, checksum, keep_open=request.keep_open)
+            )
         if is_durable:
             await asyncio.gather(*map(self._flush, outcomes))
         message.generations.extend(one.generation for one in outcomes)
@@ -234,10 +249,14 @@ class Holder:
                     await part.rest()
                 fill_error(message.failures.add(index=index).error, outcome.error)
 
-    def _commit_one(self, reservation_id: int, token_count: int, *, keep_open: bool) -> "_Outcome":
+    def _commit_one(
+        self, reservation_id: int, token_count: int, checksum: int, *, keep_open: bool
+    ) -> "_Outcome":
         try:
             reservation = self._own(reservation_id)
-            self._cache.writing.commit_in_memory(reservation, token_count, keep_open=keep_open)
+            self._cache.writing.commit_in_memory(
+                reservation, token_count, keep_open=keep_open, checksums=(checksum,), is_joint=True
+            )
         except CacheError as error:
             return _Outcome(error=error)
         finally:

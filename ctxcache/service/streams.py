@@ -3,14 +3,16 @@
 Messages with rows are made and read here, around the rows: protobuf's own types would copy them twice.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
+from ctxcache.cache.mending import TRIES
 from ctxcache.cache.reading import Lease, Rows
-from ctxcache.errors import ChecksumMismatch, InvalidArgument
-from ctxcache.format.identity import joint_checksum, wire_checksum
+from ctxcache.core.segment import Segment
+from ctxcache.errors import ChecksumMismatch, CorruptSegment, InvalidArgument
+from ctxcache.format.identity import joint_checksum, rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
 from ctxcache.format.wire_chunk import WireChunk, encode_chunk, scan_chunk
@@ -25,6 +27,9 @@ AppendMessage: TypeAlias = WireChunk | session_pb2.AppendSessionRequest
 ReadMessage: TypeAlias = bytes | session_pb2.ReadSessionResponse
 """What is sent to a reader: an encoded chunk, or the header."""
 MESSAGE_BYTES = 1 << 20
+Mend: TypeAlias = Callable[[Segment], Awaitable[None]]
+"""See Reading.mend."""
+T = TypeVar("T")
 
 
 class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
@@ -65,10 +70,11 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
     async def _place(self, append: Append, chunk: WireChunk) -> None:
         stream = validate.stream(chunk.stream, "chunk.stream")
         end = append.check(stream, chunk.token_begin, len(chunk.data))
-        if wire_checksum(chunk.data) != chunk.checksum:
-            raise ChecksumMismatch(field="chunk.data")
         await append.make_room(end)
         self._writing.place(append.reservation, stream, chunk.token_begin, chunk.data)
+        # Last: the rows were added up before, so that what changed until now is found here, and by their sums later.
+        if wire_checksum(chunk.data) != chunk.checksum:
+            raise ChecksumMismatch(field="chunk.data")
         append.received[stream] = end
 
     def ReadSession(  # type: ignore[override]  # noqa: N802  # chunks are encoded already
@@ -83,10 +89,10 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
         asked, streams = read_request(request, tenant)
         async with self._reading.stream(asked, streams) as (lease, chosen, rows):
             yield session_pb2.ReadSessionResponse(header=read_header(lease, chosen))
-            async for first, parts in packed(rows, lease.view.layout):
+            async for parts in packed(rows, lease.view.layout, self._reading.mend):
                 # A slow reader may outlive what is lent to it.
                 self._reading.check(lease)
-                yield _chunk_message(first, parts)
+                yield await _chunk_message(parts, self._reading.mend)
 
 
 def _decode_append(encoded: bytes) -> AppendMessage:
@@ -108,6 +114,8 @@ def read_request(request: session_pb2.ReadSessionRequest, tenant: str) -> tuple[
         request.if_generation_match if request.HasField("if_generation_match") else None,
         request.range.begin if has_range else 0,
         request.range.end if has_range else None,
+        is_summed=True,
+        is_rechecked=request.recheck,
     )
     return asked, validate.streams(request.streams, "streams")
 
@@ -121,43 +129,57 @@ def read_header(lease: Lease, streams: Sequence[Stream]) -> session_pb2.ReadHead
     )
 
 
-async def packed(
-    rows: AsyncIterator[Rows], layout: SegmentLayout
-) -> AsyncIterator[tuple[Rows, list[memoryview]]]:
-    """Rows put together, or cut, into messages of about 1 MiB of one stream; at least a row each.
-
-    Each message's first rows, and all its parts, as they lie.
-    """
-    parts: list[memoryview] = []
-    first: Rows | None = None
+async def packed(rows: AsyncIterator[Rows], layout: SegmentLayout, mend: Mend) -> AsyncIterator[list[Rows]]:
+    """Rows put together, or cut, into messages of about 1 MiB of one stream; at least a row each."""
+    parts: list[Rows] = []
     size_bytes = 0
     async for item in rows:
-        for part in _cut(item, layout.row_bytes(item.stream)):
-            if first and (part.stream is not first.stream or size_bytes + len(part.data) > MESSAGE_BYTES):
-                yield first, parts
-                parts, first, size_bytes = [], None, 0
-            first = first or part
-            parts.append(part.data)
+        for part in await _cut(item, layout.row_bytes(item.stream), mend):
+            if parts and (part.stream is not parts[0].stream or size_bytes + len(part.data) > MESSAGE_BYTES):
+                yield parts
+                parts, size_bytes = [], 0
+            parts.append(part)
             size_bytes += len(part.data)
-    if first:
-        yield first, parts
+    if parts:
+        yield parts
 
 
-def _cut(rows: Rows, row_bytes: int) -> Sequence[Rows]:
+async def _cut(rows: Rows, row_bytes: int, mend: Mend) -> Sequence[Rows]:
     """Rows in messages' sizes. Those that pass are copied: the next ones come to lie where they are."""
-    if len(rows.data) <= MESSAGE_BYTES and not rows.is_passing:
+    if rows.is_passing:
+        rows = rows._replace(data=memoryview(bytes(rows.data)))
+    if len(rows.data) <= MESSAGE_BYTES:
         return (rows,)
-    data = memoryview(bytes(rows.data)) if rows.is_passing else rows.data
     row_count = max(MESSAGE_BYTES // row_bytes, 1)
-    begins = range(0, len(data) // row_bytes, row_count)
+    begins = range(0, len(rows.data) // row_bytes, row_count)
+    datas = [rows.data[row * row_bytes : (row + row_count) * row_bytes] for row in begins]
+    checksums = await _summed(lambda: list(map(rows_checksum, datas)), [rows], mend)
     return [
-        Rows(rows.stream, rows.token_begin + row, data[row * row_bytes : (row + row_count) * row_bytes])
-        for row in begins
+        rows._replace(token_begin=rows.token_begin + row, data=data, checksum=checksum)
+        for row, data, checksum in zip(begins, datas, checksums, strict=True)
     ]
 
 
-def _chunk_message(first: Rows, parts: list[memoryview]) -> bytes:
-    return encode_chunk(first.stream, first.token_begin, parts, joint_checksum(parts))
+async def _chunk_message(parts: Sequence[Rows], mend: Mend) -> bytes:
+    data = [part.data for part in parts]
+    checksum = await _summed(lambda: joint_checksum(data), parts, mend)
+    return encode_chunk(parts[0].stream, parts[0].token_begin, data, checksum)
+
+
+async def _summed(make: Callable[[], T], known: Sequence[Rows], mend: Mend) -> T:
+    """New checksums of rows, made before the old ones are verified: what changes at any time is found by one of them.
+
+    Rows that are not what they must be are mended where they lie. Raises CorruptSegment, TierFailure.
+    """
+    for _ in range(TRIES):
+        made = make()
+        bad = next((rows for rows in known if rows_checksum(rows.data) != rows.checksum), None)
+        if bad is None:
+            return made
+        if bad.segment is None:
+            break
+        await mend(bad.segment)
+    raise CorruptSegment(segment_id="?", problem="memory does not keep its rows")
 
 
 DECODERS = {"/ctxcache.v1.SessionService/AppendSession": _decode_append}

@@ -87,6 +87,8 @@ class _MissEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissEvent.V
     """An SSD path was lost, and with it tokens of which DRAM has no copy. They are shown again when the path is back,
     unless a writer went on before them meanwhile. The detail says which file.
     """
+    MISS_EVENT_MENDED: _MissEvent.ValueType  # 11
+    """Bytes of it in memory were not what was written; those that SSD has took their place, and no token was lost."""
 
 class MissEvent(_MissEvent, metaclass=_MissEventEnumTypeWrapper):
     """What can happen to a session so that less of it is found than was stored."""
@@ -115,6 +117,8 @@ MISS_EVENT_DEVICE_LOST: MissEvent.ValueType  # 10
 """An SSD path was lost, and with it tokens of which DRAM has no copy. They are shown again when the path is back,
 unless a writer went on before them meanwhile. The detail says which file.
 """
+MISS_EVENT_MENDED: MissEvent.ValueType  # 11
+"""Bytes of it in memory were not what was written; those that SSD has took their place, and no token was lost."""
 Global___MissEvent: _TypeAlias = MissEvent  # noqa: Y015
 
 @_typing.final
@@ -280,7 +284,7 @@ class VerifyResponse(_message.Message):
     checked_segment_count: _builtins.int
     """Those done."""
     checked_bytes: _builtins.int
-    """Bytes that they take on SSD."""
+    """Bytes that they take on SSD and in memory."""
     record_count: _builtins.int
     """Records read and verified, all of them before the first segment."""
     released_slot_count: _builtins.int
@@ -321,6 +325,8 @@ class BadSegment(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    IS_MENDED_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Its number."""
     tenant: _builtins.str
@@ -330,14 +336,18 @@ class BadSegment(_message.Message):
     position_end: _builtins.int
     """One past the last."""
     path: _builtins.str
-    """File."""
+    """File; of a copy in memory, the arena's."""
     offset_bytes: _builtins.int
-    """Where in the file it begins, in bytes."""
+    """Where in it the segment begins, in bytes."""
     problem: _builtins.str
     """What is wrong, and with which layer, in words."""
+    tier: _session_pb2.Tier.ValueType
+    """Which copy."""
+    is_mended: _builtins.bool
+    """It was a copy in memory, and what SSD has took its place: nothing is lost."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Resource names of the sessions that end before it now."""
+        """Resource names of its sessions; unless it was mended, they end before it now."""
 
     def __init__(
         self,
@@ -350,10 +360,12 @@ class BadSegment(_message.Message):
         path: _builtins.str = ...,
         offset_bytes: _builtins.int = ...,
         problem: _builtins.str = ...,
+        tier: _session_pb2.Tier.ValueType = ...,
+        is_mended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_bytes", b"offset_bytes", "path", b"path", "position_begin", b"position_begin", "position_end", b"position_end", "problem", b"problem", "segment_id", b"segment_id", "sessions", b"sessions", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_mended", b"is_mended", "offset_bytes", b"offset_bytes", "path", b"path", "position_begin", b"position_begin", "position_end", b"position_end", "problem", b"problem", "segment_id", b"segment_id", "sessions", b"sessions", "tenant", b"tenant", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -461,6 +473,7 @@ class Stats(_message.Message):
     PREFETCH_LATE_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     UNADMITTED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     SPARED_BYTES_FIELD_NUMBER: _builtins.int
+    MENDED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the server."""
     data_directory: _builtins.str
@@ -513,6 +526,8 @@ class Stats(_message.Message):
     """Of the sessions ended to make room, those that were never written to SSD: they were not worth it."""
     spared_bytes: _builtins.int
     """Bytes of sessions that only DRAM has and that are not to be written for now: what a crash would lose all of."""
+    mended_segment_count: _builtins.int
+    """Segments whose bytes in memory were not what was written, and that have what SSD has again."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started."""
@@ -557,10 +572,11 @@ class Stats(_message.Message):
         prefetch_late_segment_count: _builtins.int = ...,
         unadmitted_session_count: _builtins.int = ...,
         spared_bytes: _builtins.int = ...,
+        mended_segment_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "mended_segment_count", b"mended_segment_count", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

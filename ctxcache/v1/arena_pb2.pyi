@@ -236,6 +236,7 @@ class Operation(_message.Message):
     RELEASE_RESERVATION_FIELD_NUMBER: _builtins.int
     COMMIT_MANY_FIELD_NUMBER: _builtins.int
     MARK_WRITTEN_FIELD_NUMBER: _builtins.int
+    RECHECK_LEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def acquire_lease(self) -> Global___AcquireLease:
         """Lease a session's rows for reading."""
@@ -264,6 +265,10 @@ class Operation(_message.Message):
     def mark_written(self) -> Global___MarkWritten:
         """Say that rows will not change any more, so that they can go to disk ahead of their commit."""
 
+    @_builtins.property
+    def recheck_lease(self) -> Global___RecheckLease:
+        """Have what a lease holds verified by the server."""
+
     def __init__(
         self,
         *,
@@ -274,12 +279,13 @@ class Operation(_message.Message):
         release_reservation: Global___ReleaseReservation | None = ...,
         commit_many: Global___CommitReservations | None = ...,
         mark_written: Global___MarkWritten | None = ...,
+        recheck_lease: Global___RecheckLease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "commit", b"commit", "commit_many", b"commit_many", "mark_written", b"mark_written", "operation", b"operation", "recheck_lease", b"recheck_lease", "release_lease", b"release_lease", "release_reservation", b"release_reservation", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "reserve", "commit", "release_reservation", "commit_many", "mark_written", "recheck_lease"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -308,8 +314,8 @@ class AcquireLease(_message.Message):
     if_generation_match: _builtins.int
     """Generation the session must be at. Unset: any."""
     is_brief: _builtins.bool
-    """Answer with `runs` in the place of `segments`: all that a reader needs who verifies nothing.
-    Default false.
+    """Answer with `runs` in the place of `segments`, without checksums: for a reader that does not verify what
+    it reads. Default false.
     """
     leave_on_ssd: _builtins.bool
     """Leave segments that lie only on SSD where they are, and say where: for a reader that takes them from
@@ -339,6 +345,32 @@ class AcquireLease(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__if_generation_match) -> _WhichOneofReturnType__if_generation_match | None: ...
 
 Global___AcquireLease: _TypeAlias = AcquireLease  # noqa: Y015
+
+@_typing.final
+class RecheckLease(_message.Message):
+    """Has the server verify the rows that a lease holds in the arena, because its reader found other bytes than their
+    checksums say. Bad rows are replaced, in place, by those that SSD has: read them again. Where there are none
+    the session ends before them. Errors: NOT_FOUND (LEASE_NOT_FOUND); DATA_LOSS (CORRUPT_SEGMENT);
+    UNAVAILABLE (TIER_FAILURE).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """The lease."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecheckLease: _TypeAlias = RecheckLease  # noqa: Y015
 
 @_typing.final
 class ReleaseLease(_message.Message):
@@ -410,7 +442,9 @@ Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
 @_typing.final
 class CommitReservation(_message.Message):
-    """Makes a reservation's first tokens visible. All streams of those tokens must have been written.
+    """Makes a reservation's first tokens visible. All streams of those tokens must have been written, and the writer
+    says what it wrote: the server keeps its checksums with the rows, verifies by them and hands them to readers. It
+    does not make them from what lies in the arena.
     Errors: NOT_FOUND (RESERVATION_NOT_FOUND); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED) and UNAVAILABLE (TIER_FAILURE) when durability was asked for and cannot be
     had: the tokens are then committed in memory.
@@ -422,6 +456,7 @@ class CommitReservation(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     KEEP_OPEN_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """The reservation."""
     token_count: _builtins.int
@@ -430,6 +465,13 @@ class CommitReservation(_message.Message):
     """How safe they are before the answer. Default DURABILITY_MEMORY."""
     keep_open: _builtins.bool
     """Keep the rest of the reservation open for later commits. Default false: the rest is given back."""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3-64 (seed 0) of the rows that become visible: for each run of the reservation that they lie in, in token
+        order, one per stream in layout order. A run that is cut by `token_count`, or by the last commit, counts with
+        the rows between. Required.
+        """
+
     def __init__(
         self,
         *,
@@ -437,10 +479,11 @@ class CommitReservation(_message.Message):
         token_count: _builtins.int = ...,
         durability: _session_pb2.Durability.ValueType = ...,
         keep_open: _builtins.bool = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "keep_open", b"keep_open", "reservation_id", b"reservation_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "durability", b"durability", "keep_open", b"keep_open", "reservation_id", b"reservation_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,7 +491,7 @@ Global___CommitReservation: _TypeAlias = CommitReservation  # noqa: Y015
 
 @_typing.final
 class CommitReservations(_message.Message):
-    """Commits several reservations, each by itself, as CommitReservation would: a step of a decoding engine
+    """Makes the next token of each of several reservations visible, each by itself: a step of a decoding engine
     in one operation. Errors: INVALID_ARGUMENT (INVALID_FIELD) when the lists do not fit together, and
     nothing is committed; what fails for one reservation is in its place of the result.
     """
@@ -459,6 +502,7 @@ class CommitReservations(_message.Message):
     TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     KEEP_OPEN_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     durability: _session_pb2.Durability.ValueType
     """How safe all of them are before the answer. Default DURABILITY_MEMORY."""
     keep_open: _builtins.bool
@@ -469,7 +513,13 @@ class CommitReservations(_message.Message):
 
     @_builtins.property
     def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The `token_count` of each one's session afterwards."""
+        """The `token_count` of each one's session afterwards: one more than before."""
+
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each reservation XXH3-64 (seed 0) of its token's rows, of all streams in layout order, one behind the other.
+        Required.
+        """
 
     def __init__(
         self,
@@ -478,10 +528,11 @@ class CommitReservations(_message.Message):
         token_counts: _abc.Iterable[_builtins.int] | None = ...,
         durability: _session_pb2.Durability.ValueType = ...,
         keep_open: _builtins.bool = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "keep_open", b"keep_open", "reservation_ids", b"reservation_ids", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "durability", b"durability", "keep_open", b"keep_open", "reservation_ids", b"reservation_ids", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -499,19 +550,25 @@ class MarkWritten(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """The reservation."""
     token_count: _builtins.int
     """One past the index of the last such token, as `token_count` of CommitReservation."""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in CommitReservation, of the tokens from the last mark, or commit, on. Required."""
+
     def __init__(
         self,
         *,
         reservation_id: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "reservation_id", b"reservation_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -580,6 +637,7 @@ class OperationResult(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     COMMITTED_MANY_FIELD_NUMBER: _builtins.int
     MARKED_FIELD_NUMBER: _builtins.int
+    RECHECKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> Global___OperationError:
         """The operation failed and changed nothing."""
@@ -608,6 +666,10 @@ class OperationResult(_message.Message):
     def marked(self) -> Global___Marked:
         """Result of MarkWritten."""
 
+    @_builtins.property
+    def rechecked(self) -> Global___Rechecked:
+        """Result of RecheckLease."""
+
     def __init__(
         self,
         *,
@@ -618,16 +680,34 @@ class OperationResult(_message.Message):
         released: Global___Released | None = ...,
         committed_many: Global___CommittedReservations | None = ...,
         marked: Global___Marked | None = ...,
+        rechecked: Global___Rechecked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "committed_many", b"committed_many", "error", b"error", "lease", b"lease", "marked", b"marked", "rechecked", b"rechecked", "released", b"released", "reservation", b"reservation", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "lease", "reservation", "committed", "released", "committed_many", "marked", "rechecked"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___OperationResult: _TypeAlias = OperationResult  # noqa: Y015
+
+@_typing.final
+class Rechecked(_message.Message):
+    """What the lease holds in the arena is what was written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rechecked: _TypeAlias = Rechecked  # noqa: Y015
 
 @_typing.final
 class OperationError(_message.Message):
@@ -906,7 +986,7 @@ class SegmentLocation(_message.Message):
     position_begin: _builtins.int
     """Position of its first token in that session's log."""
     token_count: _builtins.int
-    """Rows its checksums cover, counted from row 0."""
+    """Rows its checksums cover, counted from row 0: all that are leased, and perhaps more."""
     path_index: _builtins.int
     """It was left on SSD, in this one of Arena.ssd_files. Unset: it is in the arena. The server keeps the slot as it is
     while the lease is held, and has not verified it.
@@ -919,8 +999,8 @@ class SegmentLocation(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One checksum per stream in layout order, as ctxcache/format/identity.py defines it. Empty while
-        the segment is still growing, and where it was left on SSD: then its slot's header has them.
+        """One per stream in layout order: XXH3-64 (seed 0) of those rows, as their writer made it. Empty in a
+        reservation, and where the segment was left on SSD: then its slot's header has them, bound to its identity.
         """
 
     def __init__(

@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63txcache/v1/bulk.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/model.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0fOpenBulkRequest\"r\n\nBulkTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x10\n\x08tcp_port\x18\x02 \x01(\x05\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\",\n\tBulkHello\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x05\"O\n\x0b\x42ulkWelcome\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12/\n\x0cidle_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x7f\n\tBulkChunk\x12\'\n\x06stream\x18\x01 \x01(\x0b\x32\x17.ctxcache.v1.StreamName\x12\x13\n\x0btoken_begin\x18\x02 \x01(\x03\x12\x12\n\npart_sizes\x18\x03 \x03(\x05\x12\r\n\x05seeds\x18\x04 \x03(\x06\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x32P\n\x0b\x42ulkService\x12\x41\n\x08OpenBulk\x12\x1c.ctxcache.v1.OpenBulkRequest\x1a\x17.ctxcache.v1.BulkTicketb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63txcache/v1/bulk.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/model.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0fOpenBulkRequest\"r\n\nBulkTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x10\n\x08tcp_port\x18\x02 \x01(\x05\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\",\n\tBulkHello\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x05\"O\n\x0b\x42ulkWelcome\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12/\n\x0cidle_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"p\n\tBulkChunk\x12\'\n\x06stream\x18\x01 \x01(\x0b\x32\x17.ctxcache.v1.StreamName\x12\x13\n\x0btoken_begin\x18\x02 \x01(\x03\x12\x12\n\npart_sizes\x18\x03 \x03(\x05\x12\x11\n\tchecksums\x18\x04 \x03(\x06\x32P\n\x0b\x42ulkService\x12\x41\n\x08OpenBulk\x12\x1c.ctxcache.v1.OpenBulkRequest\x1a\x17.ctxcache.v1.BulkTicketb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,7 +43,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BULKWELCOME']._serialized_start=310
   _globals['_BULKWELCOME']._serialized_end=389
   _globals['_BULKCHUNK']._serialized_start=391
-  _globals['_BULKCHUNK']._serialized_end=518
-  _globals['_BULKSERVICE']._serialized_start=520
-  _globals['_BULKSERVICE']._serialized_end=600
+  _globals['_BULKCHUNK']._serialized_end=503
+  _globals['_BULKSERVICE']._serialized_start=505
+  _globals['_BULKSERVICE']._serialized_end=585
 # @@protoc_insertion_point(module_scope)

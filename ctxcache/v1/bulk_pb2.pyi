@@ -137,7 +137,6 @@ class BulkChunk(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     TOKEN_BEGIN_FIELD_NUMBER: _builtins.int
     PART_SIZES_FIELD_NUMBER: _builtins.int
-    SEEDS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     token_begin: _builtins.int
     """Index of the first row's token in the session."""
@@ -152,12 +151,10 @@ class BulkChunk(_message.Message):
         """
 
     @_builtins.property
-    def seeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each part, the seed of its checksum."""
-
-    @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each part, XXH3-64 with that seed."""
+        """Of each part, XXH3-64 (seed 0). In a read's answer a part that is a whole chunk has the checksum that its writer
+        made: where data and checksum differ, either memory or the way has changed them. Ask again with `recheck`.
+        """
 
     def __init__(
         self,
@@ -165,12 +162,11 @@ class BulkChunk(_message.Message):
         stream: _model_pb2.StreamName | None = ...,
         token_begin: _builtins.int = ...,
         part_sizes: _abc.Iterable[_builtins.int] | None = ...,
-        seeds: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "part_sizes", b"part_sizes", "seeds", b"seeds", "stream", b"stream", "token_begin", b"token_begin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "part_sizes", b"part_sizes", "stream", b"stream", "token_begin", b"token_begin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

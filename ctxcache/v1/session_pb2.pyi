@@ -956,12 +956,18 @@ class ReadSessionRequest(_message.Message):
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     RANGE_FIELD_NUMBER: _builtins.int
+    RECHECK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
     """Fingerprint of the model that will use the rows, 32 bytes. Required."""
     if_generation_match: _builtins.int
     """Generation the session must be at. Unset: any."""
+    recheck: _builtins.bool
+    """Have the server verify what it has in memory before it sends it: for a reader that has received other bytes than
+    their checksums say. Bad rows are replaced by those that SSD has; where there are none, the read fails with
+    DATA_LOSS (CORRUPT_SEGMENT) and the session ends before them. Default false.
+    """
     @_builtins.property
     def streams(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamName]:
         """Streams to read, each part of the session's layout. Empty: all."""
@@ -978,10 +984,11 @@ class ReadSessionRequest(_message.Message):
         if_generation_match: _builtins.int | None = ...,
         streams: _abc.Iterable[_model_pb2.StreamName] | None = ...,
         range: Global___TokenRange | None = ...,
+        recheck: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "range", b"range", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "name", b"name", "range", b"range", "recheck", b"recheck", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

@@ -13,6 +13,7 @@ from torch import Tensor
 from ctxcache.client.filed_rows import FiledRows, Run
 from ctxcache.client.ssd_slot import StoredChunk
 from ctxcache.errors import TierFailure
+from ctxcache.format.identity import bound_checksum
 from ctxcache.format.streams import Stream
 from gpu_worker.direct.kvikio_files import DeviceFiles, Reading
 from gpu_worker.kernels.chunk_checksum import reference
@@ -41,14 +42,12 @@ class Landed:
         """Raise CorruptSegment, or LeaseNotFound, unless all chunks are what their headers say. Waits for the device."""
         if not self._chunks:
             return
-        rows = [
-            (each.offset_bytes, each.chunk.size_bytes, reference.signed(each.chunk.seed))
-            for each in self._chunks
-        ]
+        rows = [(each.offset_bytes, each.chunk.size_bytes, 0) for each in self._chunks]
         offsets, sizes, seeds = torch.tensor(rows, dtype=torch.int64, device=self._data.device).unbind(1)
         found = self._checksums(self._data, offsets.contiguous(), sizes.contiguous(), seeds.contiguous())
         for each, checksum in zip(self._chunks, found.tolist(), strict=True):
-            if checksum != reference.signed(each.chunk.checksum) and each.run.slot is not None:
+            bound = bound_checksum(each.chunk.seed, self._stream, reference.unsigned(checksum))
+            if bound != each.chunk.checksum and each.run.slot is not None:
                 raise each.run.slot.differs(self._stream)
 
 

@@ -18,6 +18,7 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteInProgress,
 )
+from ctxcache.format.streams import TOKENS
 from ctxcache.testing.fakes import Operation
 from ctxcache.upkeep import Upkeep
 
@@ -165,6 +166,7 @@ async def test_absolute_positions_lose_only_their_end(rig: MemoryRig, writer: Wr
     reservation = await rig.cache.writing.reserve(
         TENANT, "a", fingerprint=fixed.fingerprint(), write_offset=0, generation=None, token_count=10
     )
+    rig.cache.writing.place(reservation, TOKENS, 0, memoryview(bytes(40)))
     await rig.cache.writing.commit(reservation, 10, is_durable=False, keep_open=False)
     with pytest.raises(PositionsNotRelocatable):
         await rig.truncate("a", (2, 5))
@@ -256,6 +258,7 @@ async def test_a_fork_does_not_wait_for_a_writer_that_goes_on(
         await flush(session)
         if not open_now:
             open_now.append(await rig.reserve("a", 50))
+            rig.place(open_now[0], session.token_count, writer.make(50))
         await rig.cache.writing.commit(open_now[0], session.token_count + 1, is_durable=False, keep_open=True)
 
     monkeypatch.setattr(rig.cache.residency, "flush", flush_and_write)

@@ -117,6 +117,7 @@ async def test_commits_of_an_open_reservation_are_told_once(noted: MemoryRig) ->
     """A session that decodes is in use: the policy hears of all of it when the reservation ends."""
     await noted.create("a")
     reservation = await noted.reserve("a", 128)
+    noted.place(reservation, 0, Writer(1).make(128))
     policy_of(noted).since()
     for token_count in range(1, 101):
         noted.cache.writing.commit_in_memory(reservation, token_count, keep_open=True)

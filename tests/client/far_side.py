@@ -19,7 +19,7 @@ from control_side import ControlSide
 from ctxcache import errors
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import model_to_wire, stream_from_wire, stream_to_wire
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum, wire_checksum
+from ctxcache.format.identity import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
@@ -268,6 +268,11 @@ class FarSide(
         self.released.release()
         return arena_pb2.OperationResult(released=arena_pb2.Released())
 
+    def _recheck_lease(self, request: arena_pb2.RecheckLease) -> arena_pb2.OperationResult:
+        if request.lease_id != LEASE_ID:
+            raise errors.LeaseNotFound(lease_id=request.lease_id)
+        return arena_pb2.OperationResult(rechecked=arena_pb2.Rechecked())
+
     def _reserve(self, request: arena_pb2.Reserve) -> arena_pb2.OperationResult:
         if self._reserved:
             raise errors.WriteInProgress(session=request.session)
@@ -327,13 +332,10 @@ class FarSide(
         for segment in segments:
             first = segment.position_begin
             segment.token_count = min(SEGMENT_TOKENS, session.token_count - first)
-            identity = SegmentIdentity(
-                "acme", bytes.fromhex(session.uid), 1, first, segment.token_count, session.model_fingerprint
-            )
             for stream in LAYOUT:
                 rows = self.rows[session.name][stream][first : first + segment.token_count]
                 self._room(segment, stream, 0, segment.token_count)[:] = rows
-                segment.checksums.append(chunk_checksum(identity.seed(), stream, rows.tobytes()))
+                segment.checksums.append(rows_checksum(rows.tobytes()))
         return segments
 
     def _locations(

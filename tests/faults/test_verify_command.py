@@ -34,7 +34,7 @@ def stopped(golden: Path) -> list[str]:
 
 def damage(golden: Path) -> Path:
     """Damage a chunk of s2's second segment; the file that it is in."""
-    path = golden / SSD_NAMES[0] / "segments.dat"
+    path = golden / SSD_NAMES[1] / "segments.dat"
     listed = [f for f in scan(path) if (f.header.identity.begin, f.header.identity.token_count) == (64, 64)]
     with path.open("r+b") as file:
         file.seek(listed[0].offset_bytes + listed[0].header.layout.offsets[1])

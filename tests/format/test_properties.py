@@ -116,9 +116,9 @@ def test_a_kind_or_type_of_a_newer_version_is_refused(offset: int) -> None:
 def test_a_newer_format_is_named() -> None:
     """A segment of another format is refused as that, not as damage."""
     encoded = bytearray(HEADER.encode())
-    encoded[8] = 2
+    encoded[8] = 3
 
-    with pytest.raises(CorruptSegment, match="unknown segment format 2"):
+    with pytest.raises(CorruptSegment, match="unknown segment format 3"):
         decode_header(bytes(encoded))
 
 

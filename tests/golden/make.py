@@ -1,4 +1,4 @@
-"""Writes segments.json: the chunk format, version 1, as facts and bytes.
+"""Writes segments.json: the chunk format, version 2, as facts and bytes.
 
     python tests/golden/make.py
 
@@ -19,7 +19,7 @@ from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, Strea
 
 GOLDEN = Path(__file__).parent / "segments.json"
 NOTE = (
-    "The chunk format of ctxcache, version 1. Streams are [layer, kind, row bytes, dtype]. Bytes and hashes are hex, "
+    "The chunk format of ctxcache, version 2. Streams are [layer, kind, row bytes, dtype]. Bytes and hashes are hex, "
     "hashes most significant digit first. Byte i of stream number n is (31*i + 7*n + 1) mod 256, for token_count rows. "
     "Elements of packed rows are those of float32 in hex, little endian."
 )

@@ -1,9 +1,8 @@
-"""Writes directory-v1.tar.xz: a data directory as the first version leaves it when it is killed.
+"""Writes directory-v3.tar.xz: a data directory of format 3 as a killed server leaves it.
 
     python tests/golden/make_directory.py
 
-Made once, by the last commit whose directories have format 1; kept to prove that they open for good.
-A later version writes a later format and is refused. Two SSD files; some records are in tables, some
+Made once for each format; kept to prove that directories open for good while the format is the same. Two SSD files; some records are in tables, some
 in the log alone; sessions that were truncated, forked, and grown after a fork. Rows are those of
 `tests.faults.rows`, with the number in the session's name as owner; token ids too. The SSD files are
 sparse where nothing was ever written.
@@ -24,7 +23,7 @@ from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from tests.faults.rows import rows_of
 from tests.server_process import ServerProcess
 
-ARCHIVE = Path(__file__).parent / "directory-v1.tar.xz"
+ARCHIVE = Path(__file__).parent / "directory-v3.tar.xz"
 SSD_SIZE_BYTES = 2 << 20
 SSD_NAMES = ("ssd-a", "ssd-b")
 # Nothing in it may ever expire.
@@ -117,7 +116,7 @@ def main() -> None:
                 go_on(client)
             server.kill9()
         facts = json.loads((data / "FORMAT").read_text())
-        if facts["format"] != 1:
+        if facts["format"] != 3:
             raise SystemExit(f"this version writes format {facts['format']}")
         for log in (data / "metadata").glob("LOG*"):
             log.unlink()

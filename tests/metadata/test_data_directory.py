@@ -46,7 +46,7 @@ def test_the_format_says_who_created_it(tmp_path: Path) -> None:
         facts = json.loads((tmp_path / "data" / "FORMAT").read_text())
 
     assert len(facts.pop("checksum")) == 16
-    assert facts == {"format": 2, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
+    assert facts == {"format": 3, "created_by": "ctxcache 0.1.0", "instance_id": directory.instance_id}
 
 
 @pytest.mark.parametrize("name", ["FORMAT", "RUNS"])
@@ -112,16 +112,16 @@ def test_a_refused_opening_gives_up_the_lock(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     """A directory of a newer version is left alone."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 3, "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(json.dumps({"format": 4, "instance_id": "00"}))
     with pytest.raises(FormatTooNew) as caught:
         DataDirectory.open(tmp_path)
 
-    assert (caught.value.found, caught.value.supported) == (3, 2)
+    assert (caught.value.found, caught.value.supported) == (4, 3)
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{}", b"[]", b"7", b"\xff", b'{"format": 1}', b'{"format": "x", "instance_id": "00"}',
-             b'{"format": 0, "instance_id": "00"}', b'{"format": 2, "instance_id": "00"}'],
+    "text", [b"", b"{}", b"[]", b"7", b"\xff", b'{"format": 3}', b'{"format": "x", "instance_id": "00"}',
+             b'{"format": 0, "instance_id": "00"}', b'{"format": 3, "instance_id": "00"}'],
 )  # fmt: skip
 def test_a_format_that_does_not_parse_is_refused(tmp_path: Path, text: bytes) -> None:
     """Garbage is not taken for a new directory."""
@@ -211,7 +211,9 @@ def test_every_flipped_bit_is_refused(tmp_path: Path, name: str) -> None:
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises((CorruptMetadata, FormatTooNew), match=rf"{name}|has format"):
+        with pytest.raises(
+            (CorruptMetadata, DataDirectoryUnusable, FormatTooNew), match=rf"{name}|has format"
+        ):
             DataDirectory.open(tmp_path)
 
 
@@ -223,15 +225,12 @@ def test_runs_that_are_gone_are_refused(tmp_path: Path) -> None:
         DataDirectory.open(tmp_path)
 
 
-def test_format_1_becomes_format_2_before_anything_else_is_written(tmp_path: Path) -> None:
-    """Looking at it changes nothing; what is known of its runs stays, and a killed upgrade is none or one."""
-    (tmp_path / "FORMAT").write_text('{"format": 1, "created_by": "ctxcache 0.1.0", "instance_id": "00ff"}')
-    (tmp_path / "RUNS").write_text('{"crash_count": 3, "is_clean": false}')
-    with DataDirectory.open(tmp_path) as directory:
-        looked_at = json.loads((tmp_path / "FORMAT").read_text())
-        directory.upgrade()
-    with DataDirectory.open(tmp_path) as again:
-        facts = (again.found_format, again.instance_id, again.created_by, again.crash_count, again.is_clean)
+@pytest.mark.parametrize("found", [1, 2])
+def test_an_earlier_format_is_refused(tmp_path: Path, found: int) -> None:
+    """What it holds is bound to its checksums in another way: nothing of it is read, and nothing changed."""
+    text = json.dumps({"format": found, "created_by": "ctxcache 0.1.0", "instance_id": "00ff"})
+    (tmp_path / "FORMAT").write_text(text)
+    with pytest.raises(DataDirectoryUnusable, match=f"it has format {found} of an earlier version"):
+        DataDirectory.open(tmp_path)
 
-    assert looked_at["format"] == 1
-    assert facts == (2, "00ff", "ctxcache 0.1.0", 4, False)
+    assert (tmp_path / "FORMAT").read_text() == text

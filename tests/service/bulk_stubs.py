@@ -179,7 +179,7 @@ def as_frame(message: session_pb2.AppendSessionRequest, *, is_first: bool) -> tu
             chunk = message.chunk
             bulk = bulk_pb2.BulkChunk(
                 stream=chunk.stream, token_begin=chunk.token_begin, part_sizes=[len(chunk.data)],
-                seeds=[0], checksums=[chunk.checksum],
+                checksums=[chunk.checksum],
             )  # fmt: skip
             return CHUNK, bulk.SerializeToString(), chunk.data
     return END, b"", b""
@@ -190,8 +190,8 @@ def as_chunk(message: bytes, data: bytes) -> session_pb2.Chunk:
     chunk = bulk_pb2.BulkChunk.FromString(message)
     assert sum(chunk.part_sizes) == len(data)
     begin = 0
-    for size_bytes, seed, checksum in zip(chunk.part_sizes, chunk.seeds, chunk.checksums, strict=True):
-        assert xxh3_64_intdigest(data[begin : begin + size_bytes], seed=seed) == checksum
+    for size_bytes, checksum in zip(chunk.part_sizes, chunk.checksums, strict=True):
+        assert xxh3_64_intdigest(data[begin : begin + size_bytes]) == checksum
         begin += size_bytes
     return session_pb2.Chunk(
         stream=chunk.stream, token_begin=chunk.token_begin, data=data, checksum=xxh3_64_intdigest(data)

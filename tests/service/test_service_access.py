@@ -9,12 +9,11 @@ from typing import Any
 import grpc
 import pytest
 from service_rig import STREAMS, Access, Client, SocketWay, all_rows, rows, until
+from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
-from ctxcache.format.identity import SegmentIdentity, chunk_checksum
-from ctxcache.format.streams import StateKind, Stream
 from ctxcache.server import Server
 from ctxcache.service import holder, turns
 from ctxcache.testing.fakes import FakeClock
@@ -59,15 +58,26 @@ class Mapped:
             self._map = mmap.mmap(file.fileno(), arena.size_bytes)
         assert self._map[:16] == arena.arena_id
 
-    def write(self, reservation: arena_pb2.Reservation, tag: int) -> None:
-        """Write every row that was asked for."""
+    def write(
+        self, reservation: arena_pb2.Reservation, tag: int, *, begin: int = 0, end: int = 1 << 20
+    ) -> list[int]:
+        """Write every row that was asked for, of tokens [begin, end); returns what a commit says of them."""
+        checksums = []
         for segment in reservation.segments:
             for run in segment.rows:
-                for item in reservation.layout:
-                    at = segment.offset_bytes + item.offset_bytes + run.row_begin * item.row_bytes
-                    end = run.token_begin + run.row_end - run.row_begin
-                    data = rows(tag, run.token_begin, end, item.stream)
+                first = max(run.token_begin, begin)
+                last = min(run.token_begin + run.row_end - run.row_begin, end)
+                for item in reservation.layout if first < last else ():
+                    row = run.row_begin + first - run.token_begin
+                    at = segment.offset_bytes + item.offset_bytes + row * item.row_bytes
+                    data = rows(tag, first, last, item.stream)
                     self._map[at : at + len(data)] = data
+                    checksums.append(xxh3_64_intdigest(data))
+        return checksums
+
+    def flip(self, segment: arena_pb2.SegmentLocation, item: arena_pb2.ChunkLayout, row: int = 0) -> None:
+        """Change a bit of a row, as broken memory would."""
+        self._map[segment.offset_bytes + item.offset_bytes + row * item.row_bytes] ^= 1
 
     def read(self, lease: arena_pb2.Lease) -> dict[int, bytes]:
         """Every leased row, by layer."""
@@ -82,17 +92,12 @@ class Mapped:
         return found
 
     def checksums(self, lease: arena_pb2.Lease, segment: arena_pb2.SegmentLocation) -> list[int]:
-        """What the checksums of a segment must be, from the bytes and the identity in the message."""
-        identity = SegmentIdentity(
-            lease.session.tenant, bytes.fromhex(segment.session_uid), segment.generation,
-            segment.position_begin, segment.token_count, lease.session.model_fingerprint,
-        )  # fmt: skip
+        """What the checksums of a segment must be, from the bytes."""
         found = []
         for item in lease.layout:
             begin = segment.offset_bytes + item.offset_bytes
             data = self._map[begin : begin + segment.token_count * item.row_bytes]
-            stream = Stream(item.stream.layer, StateKind(item.stream.kind))
-            found.append(chunk_checksum(identity.seed(), stream, data))
+            found.append(xxh3_64_intdigest(data))
         return found
 
 
@@ -108,10 +113,11 @@ async def test_rows_written_in_place_are_read_in_place(
     """Reserve, write, commit in parts, lease: the same bytes, and the same by stream."""
     await client.create("a")
     reservation = (await access.one(reserve=reserve_of(client, 0, 150))).reservation
-    mapped.write(reservation, 1)
-    part = await access.one(commit=commit_of(reservation.reservation_id, 70, keep_open=True))
+    first, rest = mapped.write(reservation, 1, end=70), mapped.write(reservation, 1, begin=70)
+    number = reservation.reservation_id
+    part = await access.one(commit=commit_of(number, 70, keep_open=True, checksums=first))
     whole = await access.one(
-        commit=commit_of(reservation.reservation_id, 150, durability=session_pb2.DURABILITY_DISK)
+        commit=commit_of(number, 150, durability=session_pb2.DURABILITY_DISK, checksums=rest)
     )
     lease = (await access.one(acquire_lease=lease_of(client))).lease
     some = (await access.one(acquire_lease=lease_of(client, range=TokenRange(begin=60, end=70)))).lease
@@ -131,12 +137,12 @@ async def test_rows_marked_as_written_show_nowhere_and_are_committed_as_others(
     """A mark is a hint: the session is as it was until the commit, which finds the rows there."""
     await client.create("a")
     reservation = (await access.one(reserve=reserve_of(client, 0, 150))).reservation
-    mapped.write(reservation, 1)
-    mark = arena_pb2.MarkWritten(reservation_id=reservation.reservation_id, token_count=150)
+    checksums, number = mapped.write(reservation, 1), reservation.reservation_id
+    mark = arena_pb2.MarkWritten(reservation_id=number, token_count=150, checksums=checksums)
     marked = await access.one(mark_written=mark)
     before = await client.get("a")
     whole = await access.one(
-        commit=commit_of(reservation.reservation_id, 150, durability=session_pb2.DURABILITY_DISK)
+        commit=commit_of(number, 150, durability=session_pb2.DURABILITY_DISK, checksums=checksums)
     )
 
     assert marked.WhichOneof("result") == "marked"
@@ -149,12 +155,12 @@ async def test_a_batch_is_carried_out_in_order(client: Client, access: Access, m
     """Each operation succeeds or fails by itself, and sees what those before it did."""
     await client.create("a")
     reservation = (await access.one(reserve=reserve_of(client, 0, 10))).reservation
-    mapped.write(reservation, 1)
+    checksums = mapped.write(reservation, 1)
     op = arena_pb2.Operation
     results = await access.send(
         op(acquire_lease=lease_of(client)),
         op(commit=commit_of(reservation.reservation_id, 11)),
-        op(commit=commit_of(reservation.reservation_id, 10)),
+        op(commit=commit_of(reservation.reservation_id, 10, checksums=checksums)),
         op(acquire_lease=lease_of(client)),
         op(),
     )
@@ -362,7 +368,8 @@ NOTHING = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
     [
         pytest.param([NOTHING] * 1024, id="many operations"),
         pytest.param(
-            [{"reservation_ids": range(1, 2000), "token_counts": [1] * 1999}], id="an operation of many"
+            [{"reservation_ids": range(1, 2000), "token_counts": [1] * 1999, "checksums": [1] * 1999}],
+            id="an operation of many",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from service_rig import Access, Client, SocketWay, all_rows, until
+from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.config import Settings
@@ -25,6 +26,9 @@ from ctxcache.service import turns
 from ctxcache.service.holder import Holder
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
+
+SUM_OF_ZEROS = xxh3_64_intdigest(bytes(4 + 96 + 160))
+"""Of a token whose rows nobody wrote."""
 
 Code = grpc.StatusCode
 INVALID = (Code.INVALID_ARGUMENT, "INVALID_FIELD")
@@ -326,20 +330,21 @@ async def test_many_sessions_are_committed_at_once_each_by_itself(
     ids = [reservations[0].reservation_id, 99, reservations[1].reservation_id, reservations[2].reservation_id]
     commit = arena_pb2.CommitReservations(
         reservation_ids=ids,
-        token_counts=[66, 1, 1, 71],
+        token_counts=[1, 1, 1, 71],
+        checksums=[SUM_OF_ZEROS] * 4,
         durability=session_pb2.DURABILITY_DISK,
         keep_open=True,
     )
     result = (await way.one(commit_many=commit)).committed_many
     sessions = [await client.get(name) for name in ("b", "c", "d")]
 
-    assert [session.token_count for session in sessions] == [66, 1, 0]
-    assert [session.durable_token_count for session in sessions] == [66, 1, 0]
+    assert [session.token_count for session in sessions] == [1, 1, 0]
+    assert [session.durable_token_count for session in sessions] == [1, 1, 0]
     assert list(result.generations) == [sessions[0].generation, 0, sessions[1].generation, 0]
     assert [(f.index, f.error.reason) for f in result.failures] == [
         (1, "RESERVATION_NOT_FOUND"), (3, "INVALID_FIELD"),
     ]  # fmt: skip
-    ended = arena_pb2.CommitReservations(reservation_ids=ids[:1], token_counts=[70])
+    ended = arena_pb2.CommitReservations(reservation_ids=ids[:1], token_counts=[2], checksums=[SUM_OF_ZEROS])
     assert list((await way.one(commit_many=ended)).committed_many.generations) == [sessions[0].generation + 1]
     assert server._cache.writing.reservation_count == 2
 
@@ -349,8 +354,10 @@ async def test_many_sessions_are_committed_at_once_each_by_itself(
     [
         ({}, "reservation_ids"),
         ({"reservation_ids": [2], "token_counts": []}, "token_counts"),
-        ({"reservation_ids": [2, 2], "token_counts": [1, 2]}, "reservation_ids"),
-        ({"reservation_ids": [2], "token_counts": [1], "durability": 9}, "durability"),
+        ({"reservation_ids": [2, 2], "token_counts": [1, 2], "checksums": [1, 2]}, "reservation_ids"),
+        ({"reservation_ids": [2], "token_counts": [1]}, "checksums"),
+        ({"reservation_ids": [2], "token_counts": [1], "checksums": [1, 2]}, "checksums"),
+        ({"reservation_ids": [2], "token_counts": [1], "checksums": [1], "durability": 9}, "durability"),
     ],
 )
 async def test_commits_that_do_not_fit_together_change_nothing(

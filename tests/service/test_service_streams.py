@@ -15,7 +15,9 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS, Rows
 from ctxcache.cache.writing import RESERVATION_LIFETIME_NS
 from ctxcache.config import Settings
+from ctxcache.core.segment import Segment
 from ctxcache.errors import DeadlineExceeded
+from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.server import Server
@@ -139,10 +141,13 @@ async def test_rows_that_pass_are_copied_into_their_message() -> None:
 
     async def passing() -> AsyncIterator[Rows]:
         for begin in (0, 2):
-            yield Rows(layout.specs[1].stream, begin, memoryview(buffer), is_passing=True)
+            yield Rows(layout.specs[1].stream, begin, memoryview(buffer), rows_checksum(buffer))
             buffer[:] = b"wrong" * 2
 
-    messages = [_chunk_message(*message) async for message in packed(passing(), layout)]
+    async def mend(segment: Segment) -> None:
+        raise AssertionError(segment)
+
+    messages = [await _chunk_message(message, mend) async for message in packed(passing(), layout, mend)]
     chunk = session_pb2.ReadSessionResponse.FromString(messages[0]).chunk
 
     assert (chunk.data, chunk.token_begin, len(messages)) == (b"rightrightwrongwrong", 0, 1)

@@ -16,7 +16,7 @@ def chunk_checksum(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) 
     check(data, offsets, sizes, seeds)
     raw = data.cpu().numpy()
     digests = [
-        xxh3_64_intdigest(raw[offset : offset + size].data, seed=seed % (2 * _SIGN))
+        xxh3_64_intdigest(raw[offset : offset + size].data, seed=unsigned(seed))
         for offset, size, seed in zip(offsets.tolist(), sizes.tolist(), seeds.tolist(), strict=True)
     ]
     return torch.tensor([signed(digest) for digest in digests], dtype=torch.int64, device=data.device)
@@ -25,6 +25,11 @@ def chunk_checksum(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) 
 def signed(number: int) -> int:
     """An unsigned 64-bit number in signed clothes."""
     return number - 2 * _SIGN if number >= _SIGN else number
+
+
+def unsigned(number: int) -> int:
+    """What `signed` was given."""
+    return number % (2 * _SIGN)
 
 
 def check(data: Tensor, offsets: Tensor, sizes: Tensor, seeds: Tensor) -> None:

@@ -36,7 +36,7 @@ def _register(patch: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None
 @_register
 def verification_off() -> Iterator[None]:
     """Checksums are made and not compared."""
-    yield from planted((segment_io._Arrival, "verified", lambda arrival: tuple(arrival._checksums)))
+    yield from planted((segment_io._Arrival, "verified", lambda arrival: tuple(arrival._values)))
 
 
 @_register
@@ -53,7 +53,7 @@ def header_believed() -> Iterator[None]:
             rows = arrival.view[offset : offset + spec.row_bytes * header.identity.token_count]
             if chunk_checksum(seed, spec.stream, rows) != wanted:
                 raise CorruptSegment(segment_id=arrival._segment.segment_id, problem="planted")
-        return header.checksums
+        return tuple(arrival._values)
 
     yield from planted((segment_io._Arrival, "verified", verified))
 
@@ -66,9 +66,10 @@ def first_chunk_only() -> Iterator[None]:
         header = segment_io._checked_header(
             arrival._segment, arrival.view[: arrival._segment.layout.header_bytes]
         )
-        if header.checksums[0] != arrival._checksums[0]:
+        values = tuple(arrival._values)
+        if header.checksums[0] != segment_io._bound(arrival._segment, arrival._row_count, values)[0]:
             raise CorruptSegment(segment_id=header.segment_id, problem="planted")
-        return header.checksums
+        return values
 
     yield from planted((segment_io._Arrival, "verified", verified))
 

@@ -1,0 +1,209 @@
+"""Sums: what writers said of a segment's rows, kept with it from the moment of receipt. Pure.
+
+Sums are never made from stored bytes and then believed. Where rows need sums of other ranges than their writer gave,
+the new ones are computed first, and the writer's are verified over the same bytes after that: a byte that changed
+before is found by the old sums, one that changes later by the new ones. Worst case: one more pass over a segment.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+from xxhash import xxh3_64
+
+from ctxcache.errors import ChecksumMismatch
+from ctxcache.format.identity import rows_checksum
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import Stream
+
+
+class Sums(NamedTuple):
+    """Checksums of rows `[row_begin, row_end)` of a segment: one per stream in layout order.
+
+    Of a single row one of all streams will do, whose rows are taken one behind the other: a *joint* one.
+    """
+
+    row_begin: int
+    row_end: int
+    values: tuple[int, ...]
+
+    def is_joint(self, layout: SegmentLayout) -> bool:
+        """Whether one value is that of several streams."""
+        return len(self.values) < len(layout.specs)
+
+
+def covers(known: Iterable[Sums], row_count: int) -> bool:
+    """Whether sums, in order, say something of each of the first rows."""
+    end = 0
+    for sums in known:
+        if sums.row_begin > end:
+            return False
+        end = max(end, sums.row_end)
+    return end >= row_count
+
+
+def computed(layout: SegmentLayout, view: memoryview, row_count: int) -> tuple[int, ...]:
+    """One checksum per stream of a slot's first rows, as they are."""
+    return tuple(
+        rows_checksum(view[offset : offset + spec.row_bytes * row_count])
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+    )
+
+
+def settled(
+    layout: SegmentLayout, view: memoryview, known: Sequence[Sums], row_count: int
+) -> tuple[tuple[int, ...], str]:
+    """One sum per stream of all of the first rows, and what is wrong with them; empty when nothing is.
+
+    `known` covers them; what goes on behind them is verified as well.
+    """
+    values = computed(layout, view, row_count)
+    if len(known) == 1 and known[0].row_end == row_count and not known[0].is_joint(layout):
+        return values, _first_difference(layout, known[0], values)
+    return values, difference(layout, view, known)
+
+
+def difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
+    """What rows of a slot are not what their sums say, in words; empty when all are."""
+    said = list(known)
+    return _difference(
+        layout, view, (sums for sums in said if not sums.is_joint(layout))
+    ) or _joint_difference(layout, view, (sums for sums in said if sums.is_joint(layout)))
+
+
+def _difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
+    for sums in known:
+        found = tuple(
+            rows_checksum(
+                view[offset + sums.row_begin * spec.row_bytes : offset + sums.row_end * spec.row_bytes]
+            )
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        )
+        problem = _first_difference(layout, sums, found)
+        if problem:
+            return problem
+    return ""
+
+
+def _first_difference(layout: SegmentLayout, sums: Sums, found: tuple[int, ...]) -> str:
+    for spec, wanted, value in zip(layout.specs, sums.values, found, strict=True):
+        if wanted != value:
+            return f"{spec.stream}: rows {sums.row_begin} to {sums.row_end} do not match their checksum"
+    return ""
+
+
+def _joint_difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
+    for sums in known:
+        hasher = xxh3_64()
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            begin = offset + sums.row_begin * spec.row_bytes
+            hasher.update(view[begin : begin + spec.row_bytes])
+        if hasher.intdigest() != sums.values[0]:
+            return f"row {sums.row_begin} of all streams does not match its checksum"
+    return ""
+
+
+class _Piece(NamedTuple):
+    """Rows of tokens `[begin, end)` of one stream, and their checksum."""
+
+    begin: int
+    end: int
+    value: int
+
+
+class Place(NamedTuple):
+    """Where rows of one segment belong, and what is to be fed them before anything of them is verified."""
+
+    view: memoryview
+    sums: xxh3_64
+
+
+Rows = Callable[[int, int], Buffer]
+"""Rows of tokens `[begin, end)` of a stream, where they were put; they lie in one segment."""
+
+
+class Tally:
+    """Sums of rows that were written and not committed, by stream and token. Used by one thread at a time.
+
+    What is noted by one call lies in one segment. Worst case: rows whose pieces are not what is asked for, which are
+    read again.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[Stream, list[_Piece]] = {}
+        self._growing: dict[Stream, list[tuple[int, int, xxh3_64]]] = {}
+
+    def note(self, stream: Stream, begin: int, end: int, value: int) -> None:
+        """Rows of tokens `[begin, end)` have that checksum."""
+        self._pieces.setdefault(stream, []).append(_Piece(begin, end, value))
+
+    def grow(self, stream: Stream, begin: int, end: int, *, is_first: bool) -> xxh3_64:
+        """What is to be fed rows of tokens `[begin, end)`, in order; `is_first`: a segment's rows begin with them."""
+        growing = self._growing.setdefault(stream, [])
+        if growing and not is_first and growing[-1][1] == begin:
+            first, _, hasher = growing.pop()
+        else:
+            first, hasher = begin, xxh3_64()
+        growing.append((first, end, hasher))
+        return hasher
+
+    def drop(self, stream: Stream, begin: int, end: int, rows: Rows) -> None:
+        """Rows of tokens `[begin, end)` are about to be written again. Raises as `value`."""
+        self._close(stream)
+        kept = []
+        for piece in self._pieces.get(stream, ()):
+            if piece.end <= begin or end <= piece.begin:
+                kept.append(piece)
+            else:
+                kept += _recut(stream, [piece], [(piece.begin, begin), (end, piece.end)], rows)
+        self._pieces[stream] = sorted(kept)
+
+    def value(self, stream: Stream, begin: int, end: int, rows: Rows) -> int:
+        """The checksum of rows of tokens `[begin, end)`, all of one segment.
+
+        Raises ChecksumMismatch when rows were changed where they lie, and KeyError where some were not noted.
+        """
+        self._close(stream)
+        pieces = self._pieces.get(stream, [])
+        first = max(bisect_right(pieces, begin, key=_begin) - 1, 0)
+        last = bisect_left(pieces, end, key=_begin)
+        touched = pieces[first:last]
+        if [piece[:2] for piece in touched] == [(begin, end)]:
+            return touched[0].value
+        if not touched or touched[0].begin > begin or touched[-1].end < end:
+            raise KeyError(stream, begin, end)
+        if any(one.end != next_one.begin for one, next_one in pairwise(touched)):
+            raise KeyError(stream, begin, end)
+        ranges = [(touched[0].begin, begin), (begin, end), (end, touched[-1].end)]
+        pieces[first:last] = made = _recut(stream, touched, ranges, rows)
+        return next(piece.value for piece in made if piece.begin == begin)
+
+    def forget(self, end: int) -> None:
+        """Rows of tokens below that are committed, as they were asked for."""
+        for stream in list(self._growing):
+            self._close(stream)
+        for pieces in self._pieces.values():
+            del pieces[: bisect_left(pieces, end, key=_begin)]
+
+    def _close(self, stream: Stream) -> None:
+        # Only now: several may be fed at a time.
+        for begin, end, hasher in self._growing.pop(stream, ()):
+            self.note(stream, begin, end, hasher.intdigest())
+
+
+def _begin(piece: _Piece) -> int:
+    return piece.begin
+
+
+def _recut(
+    stream: Stream, old: Iterable[_Piece], ranges: Iterable[tuple[int, int]], rows: Rows
+) -> list[_Piece]:
+    """Pieces of other ranges, of rows that old ones cover. Raises ChecksumMismatch."""
+    new = [_Piece(begin, end, rows_checksum(rows(begin, end))) for begin, end in ranges if begin < end]
+    # After the new ones were made: see the module's.
+    for piece in old:
+        if rows_checksum(rows(piece.begin, piece.end)) != piece.value:
+            raise ChecksumMismatch(field=f"{stream} from token {piece.begin} on, changed before its commit,")
+    return new
