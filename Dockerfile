@@ -30,7 +30,8 @@ LABEL org.opencontainers.image.title="ctxcache" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-ENV PATH=/opt/ctxcache/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# HOME: what libraries cache, Triton's kernels among it, goes where every user may write, also one that has no entry.
+ENV PATH=/opt/ctxcache/bin:$PATH HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 # Directories are made before VOLUME: a volume that is new takes owner and mode from here.
 RUN useradd --uid 10001 --user-group --no-create-home --no-log-init --shell /usr/sbin/nologin ctxcache \
     && install --directory --owner=10001 --group=10001 --mode=0700 /var/lib/ctxcache /run/ctxcache-worker
@@ -53,6 +54,6 @@ USER 10001:10001
 VOLUME /var/lib/ctxcache
 EXPOSE 7420 7421 7422
 # It asks without a token, at the socket that is there whatever the TCP port wants of callers.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
     CMD ["ctxcache", "--target", "unix:/var/lib/ctxcache/store/ctxcache.sock", "--timeout", "4", "health"]
 CMD ["serve"]

@@ -48,6 +48,11 @@ def test_the_default_command_has_a_place_that_its_user_may_write() -> None:
     assert re.search(rf"install --directory --owner=10001 --group=10001 --mode=0700 .*{place}\b", base)
 
 
+def test_libraries_cache_where_any_user_may_write() -> None:
+    """A platform's own user has no home, and the root may be read-only."""
+    assert re.search(r"^ENV .*\bHOME=/tmp\b", _stage("base"), re.MULTILINE)
+
+
 def test_images_say_what_they_are_and_how_they_are() -> None:
     """OCI's labels, a health check, and a build that takes nobody's pip.conf into a layer."""
     text = DOCKERFILE.read_text()
