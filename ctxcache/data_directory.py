@@ -8,6 +8,7 @@ are in it; either way it is refused untouched, with a sentence that says why.
     FORMAT      {"format": 3, "created_by": "...", "instance_id": "...", "checksum": "..."}
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     LESSONS     what the placement policy has learned (`lessons`); may be missing
+    CLOCK       what time the store has (`clock`); may be missing
     metadata/   the metadata store's
 
 A directory of another format is refused: its segments are bound to their checksums in another way.
@@ -176,7 +177,7 @@ class FreshDirectory:
 
 def entries(path: Path) -> list[Path]:
     """What a server has in the directory, sockets apart; also metadata that a rebuild has kept. Raises OSError."""
-    named = (_LOCK, _FORMAT, _RUNS, RESTORING, "LESSONS", "PATHS")
+    named = (_LOCK, _FORMAT, _RUNS, RESTORING, "LESSONS", "PATHS", "CLOCK")
     return [*(path / name for name in named), *path.glob(f"{METADATA}*")]
 
 

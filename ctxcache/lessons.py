@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Lessons:
-    """The file of one policy. Owned by the event loop. `now_ns` is the wall clock."""
+    """The file of one policy. Owned by the event loop. `now_ns` is the store's time."""
 
     def __init__(self, directory: Path, name: str, policy: Policy, now_ns: Callable[[], int]) -> None:
         self._path = directory / LESSONS

@@ -8,7 +8,6 @@ from contextlib import ExitStack, aclosing
 
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
-from ctxcache.clock import SystemClock
 from ctxcache.config import Settings
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.placement.recency import LeastRecentlyUsed
@@ -16,6 +15,7 @@ from ctxcache.data_directory import check_not_restoring
 from ctxcache.errors import DataDirectoryUnusable
 from ctxcache.ssd_directories import check_not_orphaned
 from ctxcache.storage import open_storage, ssd_directories_of
+from ctxcache.store_clock import StoreClock
 
 ARENA_BYTES = 1 << 20
 """Nothing is brought into it."""
@@ -35,7 +35,7 @@ async def verify_directory(settings: Settings, *, bytes_per_second: int) -> Asyn
         small = settings.model_copy(update={"arena_size_bytes": ARENA_BYTES, "arena_huge_pages": "off"})
         storage = open_storage(small, files)
         cache = Cache(
-            arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata, clock=SystemClock(),
+            arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata, clock=StoreClock.open(storage.directory.path),
             policy=LeastRecentlyUsed(), default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
             crash_count=storage.directory.crash_count,
         )  # fmt: skip

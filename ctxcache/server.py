@@ -21,7 +21,7 @@ from ctxcache import __version__
 from ctxcache.addresses import bulk_places, check_exposure, control_path, is_loopback, metrics_place, targets
 from ctxcache.bounds import limits_of, queue_limits_of, watermarks_of
 from ctxcache.cache import Cache
-from ctxcache.clock import Clock, SystemClock
+from ctxcache.clock import Clock
 from ctxcache.config import Settings, differing
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.placement.policies import RANKED
@@ -67,6 +67,7 @@ from ctxcache.service.tls import load_tls
 from ctxcache.service.turns import Turns
 from ctxcache.spans import NO_SPANS, Spans
 from ctxcache.storage import Storage, open_storage, ssd_directories_of
+from ctxcache.store_clock import StoreClock
 from ctxcache.upkeep import Upkeep
 from ctxcache.v1 import (
     admin_pb2,
@@ -210,11 +211,11 @@ class Server:
     ) -> "Server":  # fmt: skip
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
-        clock = clock or SystemClock()
         with ExitStack() as files:
             if spans is None:
                 spans = _spans(settings, files)
             storage = open_storage(settings, files)
+            clock = clock or StoreClock.open(storage.directory.path)
             policy = _policy(settings, storage)
             lessons = Lessons(storage.directory.path, settings.placement_policy, policy, clock.now_ns)
             files.callback(lessons.close)
@@ -276,6 +277,8 @@ class Server:
             self._recording.stop()
             await self._metrics.stop()
             await self._lessons.keep()
+            if isinstance(clock := self._cache.state.clock, StoreClock):
+                await clock.keep()
             self.storage.directory.end_run()
 
     async def _listen(self) -> None:
@@ -303,6 +306,8 @@ class Server:
         ]  # fmt: skip
         for tls in filter(None, (self._tls, self._metrics_tls)):
             self._watches.append(loop.create_task(tls.watch()))
+        if isinstance(clock := self._cache.state.clock, StoreClock):
+            self._watches.append(loop.create_task(clock.run()))
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
 
@@ -331,7 +336,7 @@ class Server:
         arena, metadata = self.storage.arena, self.storage.metadata
         return Sources(
             self._cache, self._admissions, rpc_times, __version__, self.settings.placement_policy,
-            self._cache.state.clock.now_ns() / 10**9,
+            self._cache.state.clock.wall_ns() / 10**9,
             bulk_connection_count=lambda: self._bulk.connection_count,
             arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
             metadata_commit_count=lambda: metadata.commit_count,
@@ -349,7 +354,7 @@ class Server:
 
     def _add_services(self) -> None:
         about = About(
-            __version__, self._cache.state.clock.now_ns(), str(self.storage.directory.path), self.addresses,
+            __version__, self._cache.state.clock.wall_ns(), str(self.storage.directory.path), self.addresses,
             lambda: self.storage.arena.prefaulted_bytes, self.settings.placement_policy,
         )  # fmt: skip
         served = self._ports.server

@@ -113,14 +113,14 @@ class Accesses:
             left = 0 if event in ENDS else session.token_count
             self._hear(self.listening, call, session, left, {"tokens": token_count, **facts})
         self.history.note(
-            session.tenant, session.session_id, event, time_ns=self._clock.now_ns(), detail=detail,
+            session.tenant, session.session_id, event, time_ns=self._clock.wall_ns(), detail=detail,
             token_count=token_count, trace_id=current_trace_id(),
         )  # fmt: skip
 
     def _noted(self, by: str, tenant: str, session_id: str, result: str) -> None:
         trace_id = current_trace_id()
         if trace_id:
-            self.requests.note(tenant, trace_id, Miss(session_id, by, result, self._clock.now_ns()))
+            self.requests.note(tenant, trace_id, Miss(session_id, by, result, self._clock.wall_ns()))
 
     def _hear(
         self, listening: Listening, call: Call, session: Session | SessionView, session_tokens: int,

@@ -96,7 +96,7 @@ class _Backup:
         # Who comes later is left to the next backup: so nothing that was copied as shared grows behind its copy.
         uids = list(self._state.by_uid)
         facts = {
-            "created_by": created_by, "create_time_ns": self._state.clock.now_ns(),
+            "created_by": created_by, "create_time_ns": self._state.clock.wall_ns(),
             "crash_count": self._state.least_generation >> GENERATION_BITS,
         }  # fmt: skip
         self._add(Kind.FACTS, [json.dumps(facts).encode()])
@@ -152,10 +152,19 @@ class _Backup:
                 live = ranges.clip(session.live, 0, session.recorded_end)
                 record = replace(record, live=live, segment_ids=tuple(s.segment_id for s in listed))
             segments = [(s, s.ssd_row_count) for s in listed]
+            record = self._by_wall_clock(record)
             found = _Captured(record, segments, session.token_count - ranges.count(record.live))
             if segments and not self._has(*segments[-1], done):
                 found.is_last_read = await self._read(*segments[-1])
         return found
+
+    def _by_wall_clock(self, record: SessionRecord) -> SessionRecord:
+        """Another store begins with the wall clock's time."""
+        ahead_ns = self._state.clock.wall_ahead_ns()
+        return replace(
+            record, create_time_ns=record.create_time_ns + ahead_ns,
+            access_time_ns=record.access_time_ns + ahead_ns, expire_time_ns=record.expire_time_ns + ahead_ns,
+        )  # fmt: skip
 
     async def _read(self, segment: Segment, row_count: int) -> bool:
         """Read a segment into our memory; False when it is there no more, or has more rows. Raises TierFailure."""

@@ -25,7 +25,7 @@ class Models:
             if self._state.limits.bound(limit).is_reached(len(self._state.models), own):
                 raise TooManyRequests(what="models", limit=limit)
             self._metadata.check()
-            known = ModelRecord(tenant, spec, self._state.clock.now_ns())
+            known = ModelRecord(tenant, spec, self._state.clock.wall_ns())
             self._state.models[tenant, spec.model_id] = known
         elif known.spec.fingerprint() != spec.fingerprint():
             raise ModelFingerprintMismatch(

@@ -46,6 +46,7 @@ def _stay(cache: Cache) -> Iterator[Sample]:
     state, counters, seen = cache.state, cache.state.counters, cache.state.seen
     yield Sample("ctxcache_sessions", len(state.sessions))
     yield Sample("ctxcache_session_limit", state.limits.session_count)
+    yield Sample("ctxcache_wall_clock_ahead_seconds", state.clock.wall_ahead_ns() / SECOND_NS)
     yield Sample("ctxcache_models", len(state.models))
     yield Sample("ctxcache_model_limit", state.limits.model_count)
     yield Sample("ctxcache_segments", len(state.segments))

@@ -72,7 +72,7 @@ class StatusPages:
                 self._sessions = (monotonic(), await listed_sessions(cache))
             sessions, engines = self._sessions[1], listed_engines(cache)
         return status_of(
-            self._recording.read(), self._recording.ring, now_s=cache.state.clock.now_ns() / 10**9,
+            self._recording.read(), self._recording.ring, now_s=cache.state.clock.wall_ns() / 10**9,
             promotion_count=cache.residency.promotions.running_count,
             settings=self._sources.settings(), sessions=sessions, engines=engines,
         )  # fmt: skip

@@ -13,6 +13,7 @@ HITS = Group("Hits", (
 STAY = Group("What stays and what goes", (
     gauge("sessions", "sessions", "Sessions.", "Near `ctxcache_session_limit`: creating more is refused."),
     gauge("session_limit", "sessions", "The most there may be.", "For scale only."),
+    gauge("wall_clock_ahead_seconds", "seconds", "How far the wall clock is ahead of the time that sessions live by, which no step of it moves.", "Not near 0: the wall clock was set while the server ran, or was wrong when the machine started."),
     gauge("models", "models", "Registered models.", "It grows all the time: workers register under ever new names."),
     gauge("model_limit", "models", "The most there may be.", "For scale only."),
     gauge("segments", "segments", "Segments, shared ones counted once.", "For scale only."),

@@ -24,7 +24,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
     budget, dirty_limit = reading.pins.budget, cache.residency.watermarks.dirty_limit
     found = Activity(
-        time=convert.timestamp(state.clock.now_ns()),
+        time=convert.timestamp(state.clock.wall_ns()),
         is_ready=not admissions.calls.is_draining,
         methods=[*_methods(times), *_operations(cache)],
         sessions=_sessions(cache, limit),

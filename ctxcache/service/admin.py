@@ -186,7 +186,7 @@ class AdminService(FaultRpcs):
     ) -> session_pb2.Session:
         """See the proto."""
         view = await self._cache.sessions.demote(tenant_of(context), validate.session_id(request.name))
-        return convert.session_message(view)
+        return convert.session_message(view, self._cache.state.clock)
 
     async def Verify(  # noqa: N802
         self,
@@ -239,7 +239,7 @@ class AdminService(FaultRpcs):
             duration_ns = validate.within(request.duration.ToNanoseconds(), 1, RECORD_LIMIT_NS, "duration")
         cache, operators = self._cache, self._controls.doors.admissions.operators
         store = recording_pb2.RecordedStore(
-            version=self._about.version, start_time=convert.timestamp(cache.state.clock.now_ns()),
+            version=self._about.version, start_time=convert.timestamp(cache.state.clock.wall_ns()),
             dram_bytes=cache.residency.dram.capacity_bytes, ssd_bytes=cache.residency.ssd.capacity_bytes,
             session_count=len(cache.state.sessions), placement_policy=self._about.placement_policy,
         )  # fmt: skip

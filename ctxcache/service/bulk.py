@@ -254,7 +254,7 @@ class BulkService(bulk_pb2_grpc.BulkServiceServicer):
             ticket=self._channel.tickets.issue(current()),
             tcp_port=self._channel.tcp_port,
             unix_path=self._channel.unix_path,
-            expire_time=convert.timestamp(self._clock.now_ns() + TICKET_LIFETIME_NS),
+            expire_time=convert.timestamp(self._clock.wall_ns() + TICKET_LIFETIME_NS),
         )
 
 

@@ -7,7 +7,7 @@ touches only what was lent to it. Worst case: a connection that breaks ends what
 from contextlib import AsyncExitStack, ExitStack
 
 from ctxcache.cache import Cache
-from ctxcache.cache.reading import Bounce, Lease, Lent, Reading, Summed
+from ctxcache.cache.reading import Bounce, Lease, Lent, Summed
 from ctxcache.cache.reservation import Room
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert
@@ -23,8 +23,8 @@ from ctxcache.v1 import session_pb2
 class ReadTransfer:
     """A read under way: its lease, and pieces lent until `close`."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+    def __init__(self, cache: Cache) -> None:
+        self._reading, self._clock = cache.reading, cache.state.clock
         self._held = AsyncExitStack()
         self._bounce = Bounce()
         self._lease: Lease
@@ -41,7 +41,7 @@ class ReadTransfer:
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)
             self.pieces = held.enter_context(self._reading.lend(lease))
-            self.header = read_header(lease, chosen)
+            self.header = read_header(lease, chosen, self._clock)
             self._held = held.pop_all()
 
     async def read_past(self, lent: Lent, stream: Stream) -> Summed:
@@ -65,7 +65,7 @@ class AppendTransfer:
     """An append under way: its reservation, and the room lent of it until the next commit."""
 
     def __init__(self, cache: Cache) -> None:
-        self._writing = cache.writing
+        self._writing, self._clock = cache.writing, cache.state.clock
         self._held = ExitStack()
         self._lent = ExitStack()
         self.append: Append
@@ -103,7 +103,9 @@ class AppendTransfer:
         """Close, and answer. Raises IncompleteAppend."""
         await self.close()
         self.append.check_finished()
-        return session_pb2.AppendSessionResponse(session=convert.session_message(self.append.view))
+        return session_pb2.AppendSessionResponse(
+            session=convert.session_message(self.append.view, self._clock)
+        )
 
 
 class Transfers:
@@ -132,7 +134,7 @@ class Transfers:
 
     async def read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> ReadTransfer:
         """Begin a read. Raises what ReadSession raises."""
-        transfer = ReadTransfer(self._cache.reading)
+        transfer = ReadTransfer(self._cache)
         await transfer.open(request, caller, self._calls)
         return transfer
 

@@ -8,6 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation, Run
+from ctxcache.clock import Clock
 from ctxcache.core.segment import Segment
 from ctxcache.core.session import Piece, Session, SessionView
 from ctxcache.errors import InvalidArgument
@@ -111,32 +112,38 @@ def model_message(spec: ModelSpec, create_time_ns: int) -> model_pb2.Model:
 # -- sessions ---------------------------------------------------------------------------------------
 
 
-def session_message(view: SessionView) -> session_pb2.Session:
+def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
     """A session's facts."""
-    fill_session(message := session_pb2.Session(), view)
+    fill_session(message := session_pb2.Session(), view, clock)
     return message
 
 
-def fill_session(message: session_pb2.Session, view: SessionView) -> None:
-    """Say a session's facts."""
+def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
+    """Say a session's facts, its times as the wall clock counts them now."""
     message.CopyFrom(_constants(view).lease.session)
-    _fill_changes(message, view)
+    _fill_changes(message, view, clock)
 
 
 _CONSTANTS: "dict[bytes, _Constants]" = {}
 
 
-def _fill_changes(message: session_pb2.Session, view: SessionView) -> None:
+def _fill_changes(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
     """Add what changes to what does not."""
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count
     message.is_pinned = view.is_pinned
     message.dram_bytes, message.ssd_bytes = view.dram_bytes, view.ssd_bytes
-    _fill_time(message.create_time, view.create_time_ns)
-    _fill_time(message.access_time, view.access_time_ns)
-    _fill_time(message.expire_time, view.expire_time_ns)
+    ahead_ns = clock.wall_ahead_ns()
+    _fill_time(message.create_time, view.create_time_ns + ahead_ns)
+    _fill_time(message.access_time, view.access_time_ns + ahead_ns)
+    _fill_time(message.expire_time, view.expire_time_ns + ahead_ns)
     if view.ttl_ns is not None:
         message.ttl.seconds, message.ttl.nanos = divmod(view.ttl_ns, 10**9)
+
+
+def wall_time_ns(clock: Clock, deadline_ns: int) -> int:
+    """What the wall clock will show at a moment of the monotonic clock."""
+    return clock.wall_ns() + deadline_ns - clock.monotonic_ns()
 
 
 def _fill_time(message: Timestamp, time_ns: int) -> None:
@@ -174,13 +181,13 @@ def _constants(of: Session | SessionView) -> _Constants:
 # -- locations --------------------------------------------------------------------------------------
 
 
-def fill_lease(message: arena_pb2.Lease, lease: Lease, expire_time_ns: int, *, is_brief: bool) -> None:
+def fill_lease(message: arena_pb2.Lease, lease: Lease, clock: Clock, *, is_brief: bool) -> None:
     """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another."""
     message.CopyFrom(_constants(lease.view).lease)
-    _fill_changes(message.session, lease.view)
+    _fill_changes(message.session, lease.view, clock)
     message.lease_id = lease.lease_id
     message.range.begin, message.range.end = lease.begin, lease.end
-    _fill_time(message.expire_time, expire_time_ns)
+    _fill_time(message.expire_time, wall_time_ns(clock, lease.deadline_ns))
     if is_brief:
         _fill_runs(message.runs, lease.pieces)
 

@@ -42,7 +42,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             if part.is_over:
                 await part.rest()
         clock = self._cache.state.clock
-        offset_ns = clock.now_ns() - clock.monotonic_ns()
+        offset_ns = clock.wall_ns() - clock.monotonic_ns()
         return hints_pb2.HintResponse(
             message_id=request.message_id,
             results=[

@@ -167,7 +167,7 @@ class Holder:
         except CapacityExceeded:
             self._release_lease(lease.lease_id)
             raise
-        convert.fill_lease(message, lease, self._wall_time(lease.deadline_ns), is_brief=request.is_brief)
+        convert.fill_lease(message, lease, self._cache.state.clock, is_brief=request.is_brief)
         if not request.is_brief:
             for _ in convert.fill_segments(message, lease):
                 if part.is_over:
@@ -205,7 +205,7 @@ class Holder:
         self._reservations.add(reservation.reservation_id)
         if len(self._reservations) > self._cache.writing.reservation_count:
             self._prune()
-        expire_time_ns = self._wall_time(reservation.deadline_ns)
+        expire_time_ns = convert.wall_time_ns(self._cache.state.clock, reservation.deadline_ns)
         convert.fill_reservation(message, reservation, expire_time_ns, is_brief=request.is_brief)
 
     async def _commit(self, request: arena_pb2.CommitReservation, result: arena_pb2.OperationResult) -> None:
@@ -219,7 +219,7 @@ class Holder:
             )
         finally:
             self._forget_if_ended(request.reservation_id)
-        convert.fill_session(result.committed, view)
+        convert.fill_session(result.committed, view, self._cache.state.clock)
 
     async def _commit_many(
         self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations, part: Slice
@@ -283,10 +283,6 @@ class Holder:
         reservation = self._own(reservation_id)
         self._cache.writing.release(reservation)
         self._reservations.discard(reservation_id)
-
-    def _wall_time(self, deadline_ns: int) -> int:
-        clock = self._cache.state.clock
-        return clock.now_ns() + deadline_ns - clock.monotonic_ns()
 
 
 @dataclass(slots=True)

@@ -203,7 +203,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         )  # fmt: skip
         message.age.FromNanoseconds(int(self._cache.reading.age_s(lease) * 10**9))
         if lease.deadline_ns != NEVER_NS:
-            expire_time_ns = clock.now_ns() + lease.deadline_ns - clock.monotonic_ns()
+            expire_time_ns = convert.wall_time_ns(clock, lease.deadline_ns)
             message.expire_time.CopyFrom(convert.timestamp(expire_time_ns))
         return message
 

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from ctxcache.cache import Cache
 from ctxcache.cache.sessions import Found
+from ctxcache.clock import Clock
 from ctxcache.core.expiry import Expiration
 from ctxcache.core.session import SessionView
 from ctxcache.errors import InvalidArgument
@@ -35,7 +36,6 @@ class SessionService(StreamRpcs):
     def __init__(self, cache: Cache) -> None:
         super().__init__(cache)
         self._sessions = cache.sessions
-        self._clock = cache.state.clock
 
     async def CreateSession(  # noqa: N802
         self, request: session_pb2.CreateSessionRequest, context: Context
@@ -48,17 +48,17 @@ class SessionService(StreamRpcs):
             validate.new_session_id(request.session_id),
             model_id=validate.model_id(request.model, "model"),
             layout=validate.streams(request.layout, "layout"),
-            expiration=self._future(_expiration(request)),
+            expiration=self._future(self._expiration(request)),
             is_pinned=request.is_pinned,
         )
-        return convert.session_message(view)
+        return convert.session_message(view, self._clock)
 
     async def GetSession(  # noqa: N802
         self, request: session_pb2.GetSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
         view = self._sessions.get(tenant_of(context), validate.session_id(request.name))
-        return convert.session_message(view)
+        return convert.session_message(view, self._clock)
 
     async def ListSessions(  # noqa: N802
         self, request: session_pb2.ListSessionsRequest, context: Context
@@ -73,7 +73,7 @@ class SessionService(StreamRpcs):
         )
         ids = [view.name.removeprefix("sessions/") for view in found]
         return session_pb2.ListSessionsResponse(
-            sessions=[convert.session_message(view) for view in found[:limit]],
+            sessions=[convert.session_message(view, self._clock) for view in found[:limit]],
             next_page_token=validate.next_page_token(ids, limit),
         )
 
@@ -86,16 +86,16 @@ class SessionService(StreamRpcs):
         view = await self._sessions.update(
             tenant_of(context),
             validate.session_id(request.name),
-            expiration=_expiration(request),
+            expiration=self._expiration(request),
             is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
         )
-        return convert.session_message(view)
+        return convert.session_message(view, self._clock)
 
     async def TruncateSession(  # noqa: N802
         self, request: session_pb2.TruncateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        return convert.session_message(await self._truncate(request, tenant_of(context)))
+        return convert.session_message(await self._truncate(request, tenant_of(context)), self._clock)
 
     async def _truncate(self, request: session_pb2.TruncateSessionRequest, tenant: str) -> SessionView:
         session_id, generation = validate.session_id(request.name), _generation(request)
@@ -122,16 +122,16 @@ class SessionService(StreamRpcs):
             validate.new_session_id(request.session_id),
             _generation(request),
             token_count=request.token_count if request.HasField("token_count") else None,
-            expiration=self._future(_expiration(request)),
+            expiration=self._future(self._expiration(request)),
         )
-        return convert.session_message(view)
+        return convert.session_message(view, self._clock)
 
     async def FlushSession(  # noqa: N802
         self, request: session_pb2.FlushSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
         view = await self._sessions.flush(tenant_of(context), validate.session_id(request.name))
-        return convert.session_message(view)
+        return convert.session_message(view, self._clock)
 
     async def DeleteSession(  # noqa: N802
         self, request: session_pb2.DeleteSessionRequest, context: Context
@@ -159,7 +159,7 @@ class SessionService(StreamRpcs):
             if results:
                 # A thousand of them take long: others have their turn in between.
                 await asyncio.sleep(0)
-            results.append(_result(self._sessions.lookup(tenant, session_id, print_)))
+            results.append(_result(self._sessions.lookup(tenant, session_id, print_), self._clock))
         return session_pb2.LookupSessionsResponse(results=results)
 
     def _future(self, expiration: Expiration | None) -> Expiration | None:
@@ -167,15 +167,18 @@ class SessionService(StreamRpcs):
             raise InvalidArgument(field="expire_time", problem="is not in the future")
         return expiration
 
-
-def _expiration(request: _Expiring) -> Expiration | None:
-    match request.WhichOneof("expiration"):
-        case "expire_time":
-            return validate.absolute(request.expire_time)
-        case "ttl":
-            return validate.sliding(request.ttl)
-        case None:
-            return None
+    def _expiration(self, request: _Expiring) -> Expiration | None:
+        match request.WhichOneof("expiration"):
+            case "expire_time":
+                told = validate.absolute(request.expire_time)
+                # By the wall clock as it is now: what is left is counted from here on, whoever sets it later.
+                return Expiration(
+                    None, min(told.expire_time_ns - self._clock.wall_ahead_ns(), validate.LATEST_NS)
+                )
+            case "ttl":
+                return validate.sliding(request.ttl)
+            case None:
+                return None
 
 
 def _generation(request: _Conditional) -> int | None:
@@ -196,7 +199,7 @@ def _dropped(drop: session_pb2.DropRanges) -> tuple[tuple[int, int], ...]:
     return tuple((item.begin, item.end) for item in drop.ranges)
 
 
-def _result(found: Found) -> session_pb2.LookupResult:
+def _result(found: Found, clock: Clock) -> session_pb2.LookupResult:
     name = f"sessions/{found.session_id}"
     miss = session_pb2.LOOKUP_STATE_MISS
     if found.view is None:
@@ -211,7 +214,7 @@ def _result(found: Found) -> session_pb2.LookupResult:
         token_count=found.view.token_count,
         dram_token_count=found.dram_token_count,
         kinds=_kinds(found.view.layout, found.view.token_count),
-        expire_time=convert.timestamp(found.view.expire_time_ns),
+        expire_time=convert.timestamp(found.view.expire_time_ns + clock.wall_ahead_ns()),
     )
 
 

@@ -10,6 +10,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.mending import TRIES
 from ctxcache.cache.reading import Lease, Rows
+from ctxcache.clock import Clock
 from ctxcache.core.segment import Segment
 from ctxcache.errors import ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import joint_checksum, rows_checksum, wire_checksum
@@ -38,6 +39,7 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
     def __init__(self, cache: Cache) -> None:
         self._writing = cache.writing
         self._reading = cache.reading
+        self._clock = cache.state.clock
 
     async def AppendSession(  # noqa: N802
         self, request_iterator: AsyncIterator[AppendMessage], context: Context
@@ -53,7 +55,7 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
         finally:
             append.release()
         append.check_finished()
-        return session_pb2.AppendSessionResponse(session=convert.session_message(append.view))
+        return session_pb2.AppendSessionResponse(session=convert.session_message(append.view, self._clock))
 
     async def _take(self, append: Append, request: AppendMessage) -> None:
         if isinstance(request, WireChunk):
@@ -88,7 +90,7 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
     ) -> AsyncGenerator[ReadMessage]:
         asked, streams = read_request(request, tenant)
         async with self._reading.stream(asked, streams) as (lease, chosen, rows):
-            yield session_pb2.ReadSessionResponse(header=read_header(lease, chosen))
+            yield session_pb2.ReadSessionResponse(header=read_header(lease, chosen, self._clock))
             async for parts in packed(rows, lease.view.layout, self._reading.mend):
                 # A slow reader may outlive what is lent to it.
                 self._reading.check(lease)
@@ -120,10 +122,10 @@ def read_request(request: session_pb2.ReadSessionRequest, tenant: str) -> tuple[
     return asked, validate.streams(request.streams, "streams")
 
 
-def read_header(lease: Lease, streams: Sequence[Stream]) -> session_pb2.ReadHeader:
+def read_header(lease: Lease, streams: Sequence[Stream], clock: Clock) -> session_pb2.ReadHeader:
     """The first message of a read."""
     return session_pb2.ReadHeader(
-        session=convert.session_message(lease.view),
+        session=convert.session_message(lease.view, clock),
         streams=[convert.stream_name(stream) for stream in streams],
         range=session_pb2.TokenRange(begin=lease.begin, end=lease.end),
     )

@@ -21,7 +21,8 @@ TTL_LIMIT_S = 3650 * 86400
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
-_TIMESTAMP_LIMIT_S = (2**63 - 1) // 10**9  # the year 2262, where 64 bits of nanoseconds end
+LATEST_NS = 2**63 - 1
+_TIMESTAMP_LIMIT_S = LATEST_NS // 10**9  # the year 2262, where 64 bits of nanoseconds end
 
 
 E = TypeVar("E", bound=enum.IntEnum)

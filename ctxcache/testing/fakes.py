@@ -23,7 +23,7 @@ class FakeClock:
 
     def __init__(self, now_ns: int = EPOCH_NS) -> None:
         self._now_ns = now_ns
-        self._monotonic_ns = 0
+        self._monotonic_ns = self._wall_ahead_ns = 0
 
     def now_ns(self) -> int:
         """See Clock."""
@@ -33,8 +33,16 @@ class FakeClock:
         """See Clock."""
         return self._monotonic_ns
 
+    def wall_ahead_ns(self) -> int:
+        """See Clock."""
+        return self._wall_ahead_ns
+
+    def wall_ns(self) -> int:
+        """See Clock."""
+        return self._now_ns + self._wall_ahead_ns
+
     def advance(self, *, seconds: float = 0, ns: int = 0) -> None:
-        """Let time pass, on both hands."""
+        """Let time pass, on every hand."""
         step_ns = ns + round(seconds * NANOSECONDS)
         if step_ns < 0:
             raise ValueError("monotonic time does not go back; jump moves the wall clock alone")
@@ -42,8 +50,8 @@ class FakeClock:
         self._monotonic_ns += step_ns
 
     def jump(self, *, to_ns: int) -> None:
-        """Set the wall clock, forwards or back, as an operator or NTP does."""
-        self._now_ns = to_ns
+        """Set the wall clock, forwards or back, as an operator or NTP does. The store's time goes on."""
+        self._wall_ahead_ns = to_ns - self._now_ns
 
 
 class Operation(enum.Enum):

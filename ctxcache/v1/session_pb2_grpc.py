@@ -36,7 +36,8 @@ class SessionServiceStub:
     PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
     RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
     there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. An expire_time is at most in the year 2262.
+    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
+    that clock is set. An expire_time is at most in the year 2262.
     """
 
     def __init__(self, channel):
@@ -113,7 +114,8 @@ class SessionServiceServicer:
     PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
     RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
     there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. An expire_time is at most in the year 2262.
+    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
+    that clock is set. An expire_time is at most in the year 2262.
     """
 
     def CreateSession(self, request, context):
@@ -300,7 +302,8 @@ class SessionService:
     PERMISSION_DENIED (PERMISSION_DENIED: a caller who is no tenant's), UNAVAILABLE (DRAINING) or
     RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS: too much at a time, or as many sessions, models or leases as
     there may be), the latter two with google.rpc.RetryInfo. What is another tenant's is NOT_FOUND, as what
-    is not there. An expire_time is at most in the year 2262.
+    is not there. A time is the wall clock's when it is received or answered: what is left of a life does not change when
+    that clock is set. An expire_time is at most in the year 2262.
     """
 
     @staticmethod

@@ -362,6 +362,11 @@ class CacheMachine(RuleBasedStateMachine):
         """Upkeep runs."""
         self.run(Upkeep(self.rig.cache).turn())
 
+    @rule(step_s=st.sampled_from([-(10**6), -7200, -1, 0, 7200, 10**8]))
+    def set_clock(self, step_s: int) -> None:
+        """The wall clock is set: nobody notices."""
+        self.rig.clock.jump(to_ns=self.rig.clock.now_ns() + step_s * 10**9)
+
     @rule(seconds=st.sampled_from([1] * 6 + [40, 40, 70, 350, 3700]))
     def advance(self, seconds: int) -> None:
         """Sessions, leases and reservations end when their time has come."""

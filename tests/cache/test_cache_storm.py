@@ -28,7 +28,7 @@ from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.metadata.base import Changes
 from ctxcache.metadata.memory import MemoryMetadata
-from ctxcache.testing.fakes import MemoryTier, Operation
+from ctxcache.testing.fakes import FakeClock, MemoryTier, Operation
 from ctxcache.tiers.base import Range
 from ctxcache.upkeep import Upkeep
 
@@ -356,9 +356,11 @@ class Storm:
         if self.cut_count == CUTS:
             return
         self.cut_count += 1
-        after = MemoryRig(self.rig.directory, arena_segments=40, ssd_segments=self.rig.ssd_segments)
+        after = MemoryRig(
+            self.rig.directory, arena_segments=40, ssd_segments=self.rig.ssd_segments,
+            clock=FakeClock(self.rig.clock.now_ns()),
+        )  # fmt: skip
         after.ssd, after.metadata = self.rig.ssd.cut(), self.rig.metadata.cut()  # type: ignore[attr-defined]
-        after.clock.jump(to_ns=self.rig.clock.now_ns())
         is_there = self.rig.cache.state.by_uid
         promised = [
             (known.uid, [(known.tokens, known.durable_count), *filter(None, [known.other])])

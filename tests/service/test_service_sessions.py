@@ -238,6 +238,31 @@ async def test_an_update_counts_as_an_access(client: Client, clock: FakeClock) -
     await refused(client.get("a"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
 
 
+@pytest.mark.parametrize("step_s", [-7200, 7200])
+async def test_times_are_told_by_the_wall_clock_as_it_is(
+    client: Client, clock: FakeClock, step_s: int
+) -> None:
+    """What is left of a session's life is what answers say, before and after the clock was set; absolute times too."""
+    await client.create("a", ttl=Duration(seconds=60))
+    fixed = Timestamp(seconds=EPOCH_NS // 10**9 + 60)
+    before = await client.create("b", expire_time=fixed)
+    clock.jump(to_ns=EPOCH_NS + step_s * 10**9)
+    clock.advance(seconds=20)
+    wall_s = EPOCH_NS // 10**9 + step_s + 20
+    after = [await client.get(name) for name in ("a", "b")]
+    update = session_pb2.UpdateSessionRequest(name="sessions/a", expire_time=Timestamp(seconds=wall_s + 30))
+    given = await client.sessions.UpdateSession(update)
+    clock.advance(seconds=29)
+    await client.get("a")
+    clock.advance(seconds=1)
+
+    assert before.expire_time == fixed
+    assert [found.expire_time.seconds - wall_s for found in after] == [40, 40]
+    assert [wall_s - found.create_time.seconds for found in after] == [20, 20]
+    assert given.expire_time.seconds == wall_s + 30
+    await refused(client.get("a"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
+
+
 async def test_an_expiry_in_the_past_means_now(client: Client) -> None:
     """A session can be ended by its expiry, pinned or not."""
     await client.create("a", is_pinned=True)

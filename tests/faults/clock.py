@@ -1,0 +1,141 @@
+"""Clock: the wall clock is set while a server runs and between two runs, and sessions live as long as they were to.
+
+The server's own wall clock is moved by hours (`set_clock.c`, preloaded). A session of TTL seconds must be there
+shortly before and gone shortly after that many seconds of real time; the times that it answers with follow the
+wall clock. A machine that slept has slept for sessions too. Worst case: a session that outlives its time by
+hours, or all of them gone at once.
+"""
+
+import argparse
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from ctxcache.client import Client
+from ctxcache.errors import SessionNotFound
+from tests.cli.stored import HIDDEN, model_spec
+from tests.faults.harness import Harness, Report, Unsupported
+from tests.faults.planted import command
+from tests.server_process import COMMAND_LINE, ServerProcess
+
+SOURCE = Path(__file__).with_name("set_clock.c")
+HOURS_S = 2 * 3600
+NS = 10**9
+SLACK_S = 2.0
+"""How far a time that is answered may be off: calls take their time."""
+
+
+class SetClock:
+    """The clocks of one process, and how far off they are."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises Unsupported: there is no C compiler."""
+        library, self._path = folder / "set_clock.so", folder / "offsets"
+        try:
+            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE], check=True)
+        except FileNotFoundError as error:
+            raise Unsupported("needs a C compiler: apt-get install gcc") from error
+        self._path.write_bytes(bytes(16))
+        self.environment: Mapping[str, str] = {
+            "LD_PRELOAD": str(library),
+            "CLOCK_OFFSETS": str(self._path),
+        }
+
+    def set(self, *, wall_s: float = 0, slept_s: float = 0) -> None:
+        """Let the wall clock be so far off, and the machine have slept for so long."""
+        with self._path.open("r+b") as file:
+            file.write(struct.pack("<qq", int(wall_s * NS), int(slept_s * NS)))
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """See the module."""
+    program = command([options.control]) if options.control else COMMAND_LINE
+    with tempfile.TemporaryDirectory(prefix="ctxcache-clock-") as folder:
+        clock = SetClock(Path(folder))
+        server = ServerProcess(Path(folder) / "data", environment=clock.environment, program=program)
+        with server:
+            for name, wall_s in (("back", -HOURS_S), ("forward", HOURS_S)):
+                for is_restarted in (False, True):
+                    _lives_as_long(options, report, server, clock, f"{name}-{is_restarted}", wall_s)
+                    report.end_if_found()
+                    clock.set()
+            _sleeps(report, server, clock)
+
+
+def _lives_as_long(
+    options: argparse.Namespace, report: Report, server: ServerProcess, clock: SetClock, name: str, wall_s: float
+) -> None:  # fmt: skip
+    with Client(server.target) as client:
+        client.register_model(model_spec())
+        began_s = time.monotonic()
+        client.create_session("models/tiny", session_id=name, layout=[HIDDEN], ttl_s=options.ttl_s)
+        client.create_session("models/tiny", session_id=f"{name}-hour", layout=[HIDDEN], ttl_s=3600)
+        at = datetime.now(UTC) + timedelta(seconds=options.ttl_s)
+        client.create_session("models/tiny", session_id=f"{name}-at", layout=[HIDDEN], expire_time=at)
+    clock.set(wall_s=wall_s)
+    if name.endswith("True"):
+        server.kill9()
+        server.start()
+    with Client(server.target) as client:
+        stays = client.get_session(f"sessions/{name}-hour")
+        told_s = stays.expire_time.ToNanoseconds() / NS - (time.time() + wall_s)
+        if abs(told_s - 3600) > options.ttl_s + SLACK_S:
+            report.find(f"{name}: an hour's session says that it has {told_s:.0f} s by the wall clock")
+        _given_afterwards(report, client, name, wall_s)
+        listed = {session.name for session in client.list_sessions()}
+        if (
+            time.monotonic() - began_s < options.ttl_s
+            and not {f"sessions/{name}", f"sessions/{name}-at"} <= listed
+        ):
+            report.find(f"{name}: a session of {options.ttl_s} s is gone before its time")
+        time.sleep(max(0.0, began_s + options.ttl_s + 1 - time.monotonic()))
+        for ended in (name, f"{name}-at"):
+            try:
+                client.get_session(f"sessions/{ended}")
+            except SessionNotFound:
+                continue
+            report.find(f"{ended}: a session of {options.ttl_s} s outlives its time")
+
+
+def _given_afterwards(report: Report, client: Client, name: str, wall_s: float) -> None:
+    """A time that a caller gives is the wall clock's as it is then."""
+    at = datetime.fromtimestamp(time.time() + wall_s + 600, UTC)
+    made = client.create_session("models/tiny", session_id=f"{name}-late", layout=[HIDDEN], expire_time=at)
+    left_s = made.expire_time.ToNanoseconds() / NS - made.create_time.ToNanoseconds() / NS
+    if abs(left_s - 600) > SLACK_S:
+        report.find(f"{name}: a session that was to have 600 s has {left_s:.0f} s")
+
+
+def _sleeps(report: Report, server: ServerProcess, clock: SetClock) -> None:
+    """Two hours pass for the machine in no time."""
+    with Client(server.target) as client:
+        client.create_session("models/tiny", session_id="sleeper", layout=[HIDDEN], ttl_s=3600)
+        clock.set(wall_s=HOURS_S, slept_s=HOURS_S)
+        try:
+            client.get_session("sessions/sleeper")
+            report.find("a session of an hour is there after the machine has slept for two")
+        except SessionNotFound:
+            report.figures["sleep_s"] = HOURS_S
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ttl-s", type=float, default=8.0, help="how long sessions live")
+
+
+HARNESS = Harness(
+    "clock",
+    "Sets the wall clock of a server, forwards and back, and looks how long sessions live.",
+    run,
+    {
+        "wall_clock": "sessions live by the wall clock",
+        "forgets_time": "each start begins with the wall clock's time",
+    },
+    _options,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(HARNESS.main())
