@@ -46,12 +46,13 @@ def targets(settings: Settings) -> list[str]:
 
 
 def check_exposure(settings: Settings) -> None:
-    """Raise InvalidConfiguration for an address that others reach, without TLS, unless that is wanted."""
-    if settings.tls_certificate or settings.insecure_listen:
-        return
+    """Raise InvalidConfiguration for what is no address, or one that others reach, without TLS, unless that is wanted."""
+    is_meant = settings.tls_certificate or settings.insecure_listen
     bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
     for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
-        if address and not is_loopback(address):
+        if address and not (_host(address) and address.rpartition(":")[2].isdecimal()):
+            raise InvalidConfiguration(source=source, problem=f"{address!r} is not host:port")
+        if address and not is_meant and not is_loopback(address):
             problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
             raise InvalidConfiguration(source=source, problem=problem)
 

@@ -250,10 +250,10 @@ class FileAlreadyExists(CacheError):
     template = "{path} already exists"
 
 
-class ExportDamaged(CacheError):
-    """A file is no export of sessions, or not as it was written."""
+class FileDamaged(CacheError):
+    """A file is no export or backup, or not as it was written."""
 
-    reason = "EXPORT_DAMAGED"
+    reason = "FILE_DAMAGED"
     template = "{path}: {problem}"
 
 
@@ -293,6 +293,13 @@ class Unavailable(CacheError):
 
     reason = "UNAVAILABLE"
     template = "{target}: {problem}"
+
+
+class TlsFailed(Unavailable):
+    """The server is there, and TLS between the two does not come about; the problem says at which side, and why."""
+
+    reason = "TLS_FAILED"
+    template = "{target}: TLS: {problem}"
 
 
 class DeadlineExceeded(CacheError):

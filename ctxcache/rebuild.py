@@ -82,6 +82,9 @@ def rebuild(
             given = _numbered(ssd_directories)
             owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
             instance_id = next(filter(None, owners), None)
+            if instance_id is None and not data_directory.is_dir():
+                problem = "there is no data directory to make metadata for"
+                raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
             if instance_id is None:
                 problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
                 raise CorruptMetadata(where=str(data_directory), problem=problem)

@@ -48,6 +48,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.TierFailure: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.TlsFailed: grpc.StatusCode.UNAVAILABLE,
     errors.CorruptSegment: grpc.StatusCode.DATA_LOSS,
     errors.CorruptMetadata: grpc.StatusCode.DATA_LOSS,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -58,7 +59,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.FileUnusable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.FileFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.FileAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    errors.ExportDamaged: grpc.StatusCode.DATA_LOSS,
+    errors.FileDamaged: grpc.StatusCode.DATA_LOSS,
     CacheError: grpc.StatusCode.INTERNAL,
 }
 RETRYABLE = (errors.TooManyRequests, errors.Draining, errors.Unavailable)

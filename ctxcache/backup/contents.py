@@ -1,6 +1,6 @@
 """What a backup has: records and segments, all of them verified as they are read.
 
-Worst case: bytes that are not what was written, or do not fit together, which is a DamagedBackup.
+Worst case: bytes that are not what was written, or do not fit together, which is a FileDamaged.
 """
 
 import json
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ctxcache.core import ranges
-from ctxcache.errors import CorruptSegment, InvalidArgument
-from ctxcache.format.archive import DamagedBackup, Frame, Kind, image_ranges, read_frames, unpack_record
+from ctxcache.errors import CorruptSegment, FileDamaged
+from ctxcache.format.archive import Frame, Kind, image_ranges, read_frames, unpack_record
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
 from ctxcache.format.identity import SegmentIdentity, chunk_checksum
 from ctxcache.format.streams import StreamSpec
 from ctxcache.metadata import records
 from ctxcache.metadata.base import ModelRecord, SessionRecord
+from ctxcache.portable.files import refusals_of_file
 
 Step = Callable[[str, int, int], None]
 """Told what is being done, how many bytes of it are done, and of how many."""
@@ -55,7 +56,7 @@ class Contents:
 
 
 def survey(path: Path, step: Step) -> Contents:
-    """Read and verify all of a backup. Raises DamagedBackup, FormatTooNew, CorruptMetadata, InvalidArgument."""
+    """Read and verify all of a backup. Raises FileDamaged, FormatTooNew, CorruptMetadata, FileUnusable."""
     contents = Contents()
     with _opened(path) as file, _parsed(path):
         size_bytes = path.stat().st_size
@@ -79,17 +80,17 @@ def survey(path: Path, step: Step) -> Contents:
                     kept = Kept(offset, header.identity, header.layout.specs, header.layout.size_bytes)
                     contents.segments[header.segment_id] = kept
                 case Kind.ROWS:
-                    raise DamagedBackup(where=str(path), problem=f"rows of nobody at byte {frame.offset}")
+                    raise FileDamaged(path=str(path), problem=f"rows of nobody at byte {frame.offset}")
                 case Kind.END:
                     if json.loads(frame.payload)["session_count"] != len(contents.sessions):
-                        raise DamagedBackup(where=str(path), problem="not all of its sessions are in it")
+                        raise FileDamaged(path=str(path), problem="not all of its sessions are in it")
     for session in contents.sessions.values():
         _check(path, session, contents)
     return contents
 
 
 def images(path: Path) -> Iterator[Image]:
-    """Every segment of a backup, in its order. Raises DamagedBackup, FormatTooNew, InvalidArgument."""
+    """Every segment of a backup, in its order. Raises FileDamaged, FormatTooNew, FileUnusable."""
     with _opened(path) as file, _parsed(path):
         frames = read_frames(file, str(path))
         for frame in frames:
@@ -99,11 +100,8 @@ def images(path: Path) -> Iterator[Image]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise InvalidArgument(field=str(path), problem=error.strerror or str(error)) from error
+    with refusals_of_file(str(path)), path.open("rb") as file:
+        yield file
 
 
 @contextmanager
@@ -111,14 +109,14 @@ def _parsed(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise DamagedBackup(where=str(path), problem=f"it does not parse: {error!r}") from error
+        raise FileDamaged(path=str(path), problem=f"it does not parse: {error!r}") from error
 
 
 def _image(path: Path, first: Frame, frames: Iterator[Frame]) -> Image:
     try:
         header = decode_header(first.payload)
     except CorruptSegment as error:
-        raise DamagedBackup(where=str(path), problem=f"{error} at byte {first.offset}") from error
+        raise FileDamaged(path=str(path), problem=f"{error} at byte {first.offset}") from error
     layout, row_count = header.layout, header.identity.token_count
     slot = bytearray(layout.size_bytes)
     head, *chunks = image_ranges(layout, row_count)
@@ -138,13 +136,13 @@ def _image(path: Path, first: Frame, frames: Iterator[Frame]) -> Image:
     )
     if rest or found != header.checksums:
         problem = f"segment {header.segment_id} at byte {first.offset} is not what was written"
-        raise DamagedBackup(where=str(path), problem=problem)
+        raise FileDamaged(path=str(path), problem=problem)
     return Image(first.offset, header, header_checksum(first.payload), slot)
 
 
 def _rows(path: Path, first: Frame, frame: Frame) -> bytes:
     if frame.kind != Kind.ROWS or not frame.payload:
-        raise DamagedBackup(where=str(path), problem=f"the segment at byte {first.offset} has too few rows")
+        raise FileDamaged(path=str(path), problem=f"the segment at byte {first.offset} has too few rows")
     return frame.payload
 
 
@@ -161,4 +159,4 @@ def _check(path: Path, session: SessionRecord, contents: Contents) -> None:
         ]
         if len(own) == len(session.segment_ids) and not ranges.subtract(session.live, ranges.normalise(own)):
             return
-    raise DamagedBackup(where=str(path), problem=f"not all of sessions/{session.session_id} is in it")
+    raise FileDamaged(path=str(path), problem=f"not all of sessions/{session.session_id} is in it")

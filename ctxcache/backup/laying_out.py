@@ -51,7 +51,7 @@ class Restored:
 
 
 def look(archive: Path, *, now_ns: int, step: Step) -> Restored:
-    """Verify a backup; what it would bring now. Raises DamagedBackup, FormatTooNew, CorruptMetadata, InvalidArgument."""
+    """Verify a backup; what it would bring now. Raises FileDamaged, FormatTooNew, CorruptMetadata, FileUnusable."""
     return _selected(survey(archive, step), now_ns)[1]
 
 

@@ -11,22 +11,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ctxcache.errors import InvalidArgument, TierFailure
+from ctxcache.errors import FileAlreadyExists, FileUnusable
 from ctxcache.facts_file import sync_directory
 from ctxcache.format.archive import read_frames
+from ctxcache.portable.files import refusals_of_file
 from ctxcache.privacy import open_private
 
 
 def receive(pieces: Iterable[bytes], path: Path) -> int:
     """Write a backup to a file that was not there, mode 0600; how many bytes it has.
 
-    Raises InvalidArgument (it is there, or another one is being written), TierFailure, DamagedBackup, and what
+    Raises FileAlreadyExists, FileUnusable (also where another one is being written), FileFull, FileDamaged, and what
     `pieces` raises; no file of that name is there then.
     """
     if os.path.lexists(path):
-        raise InvalidArgument(field=str(path), problem="it is there already: name another file")
+        raise FileAlreadyExists(path=str(path))
     partial = path.with_name(f"{path.name}.partial")
-    with _refusals(partial), _opened(partial) as file:
+    with refusals_of_file(str(path)), _opened(partial) as file:
         try:
             for piece in pieces:
                 file.write(piece)
@@ -51,14 +52,6 @@ def _opened(partial: Path) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidArgument(field=str(partial), problem="another backup is writing it") from None
+            raise FileUnusable(path=str(partial), problem="another backup is writing it") from None
         file.truncate(0)
         yield file
-
-
-@contextmanager
-def _refusals(partial: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TierFailure(path=str(partial), problem=error.strerror or str(error)) from error

@@ -93,7 +93,7 @@ def import_sessions(
 
 
 def _survey(file: str, wishes: Wishes, progress: Bar) -> "list[Found]":
-    """What of a file is wanted. Raises ExportDamaged, FormatTooNew, FileUnusable, BadParameter."""
+    """What of a file is wanted. Raises FileDamaged, FormatTooNew, FileUnusable, BadParameter."""
     from ctxcache.portable.files import source  # noqa: PLC0415  numpy, as below: --help imports nothing
     from ctxcache.portable.session_reader import survey  # noqa: PLC0415
 

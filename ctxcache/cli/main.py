@@ -8,7 +8,7 @@ import errno
 import importlib.metadata
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -42,7 +42,9 @@ from ctxcache.cli.credentials import (
 from ctxcache.cli.doctor.command import doctor_command
 from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode, exit_code_of
+from ctxcache.cli.failures import UsageFailure, asked_output, error_document, usage_document
 from ctxcache.cli.names import parse_trace, parsed, session_name
+from ctxcache.cli.output import Output
 from ctxcache.cli.plugins import add_plugins
 from ctxcache.cli.rebuild import rebuild_command
 from ctxcache.cli.sentences import sentence
@@ -50,6 +52,9 @@ from ctxcache.cli.serve import serve_command
 from ctxcache.cli.simulate import simulate_command
 from ctxcache.cli.verify import verify
 from ctxcache.errors import CacheError, FileFull
+
+if TYPE_CHECKING:
+    from ctxcache.cli.plain import Plain
 
 app = typer.Typer(
     name="ctxcache", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -97,6 +102,12 @@ app.add_typer(config_app(), name="config")
 app.add_typer(tokens.app, name="token")
 
 
+def _say_version(is_asked: bool | None) -> None:  # noqa: FBT001  as a callback is called
+    if is_asked:
+        typer.echo(f"ctxcache {importlib.metadata.version('ctxcache')}")
+        raise typer.Exit
+
+
 @app.callback(
     epilog=examples("ctxcache --install-completion", "ctxcache --target 127.0.0.1:7420 --output json stats")
 )
@@ -109,6 +120,16 @@ def shared_options(
     tls_ca: CaOption = None,
     tls_client_certificate: CertificateOption = None,
     tls_client_key: KeyOption = None,
+    version: Annotated[  # noqa: ARG001  its callback ends the command
+        bool | None,
+        typer.Option(
+            "--version",
+            help="Say which version this is.",
+            is_eager=True,
+            callback=_say_version,
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Keep sessions' state for LLM inference, and restore their KV cache from it."""
     credentials = Credentials(token_file, tls_ca, tls_client_certificate, tls_client_key)
@@ -169,12 +190,22 @@ def why_miss(
             call.show(client.why_miss(session_name(name), tenant=call.tenant))
 
 
-@app.command("version", epilog=examples("ctxcache version"))
+@app.command("version", epilog=examples("ctxcache version", "ctxcache version --server"))
 @online
-def version(call: Call) -> None:
-    """Show the version of this program; `stats` shows the server's."""
+def version(
+    call: Call,
+    *,
+    server: Annotated[bool, typer.Option("--server", help="The server's as well, which is asked.")] = False,
+) -> None:
+    """Show the version of this program, and of the server."""
     number = importlib.metadata.version("ctxcache")
-    call.show_facts({"version": number}, f"ctxcache {number}")
+    facts: dict[str, Plain] = {"version": number}
+    lines = [f"ctxcache {number}"]
+    if server:
+        with call.client() as client:
+            facts["server_version"] = client.stats().version
+        lines.append(f"server {facts['server_version']}")
+    call.show_facts(facts, "\n".join(lines))
 
 
 @app.command("health", epilog=examples("ctxcache health", "ctxcache health --timeout 2 --output json"))
@@ -196,28 +227,37 @@ add_plugins(app)
 
 
 def main() -> None:
-    """Run the command line; ends the process with a code of `exit_codes.ExitCode`."""
+    """Run the command line; ends the process with a code of `exit_codes.ExitCode`.
+
+    Where the command is to print JSON or YAML, so is what goes wrong: a document on standard error.
+    """
     # gRPC's C core writes its own lines to stderr, beside the one sentence that we owe.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    output = asked_output(sys.argv[1:])
     try:
         try:
-            app(prog_name="ctxcache")
+            ended = app(prog_name="ctxcache", standalone_mode=output is Output.TABLE)
         finally:
             if sys.stdout:
                 sys.stdout.flush()
+        sys.exit(ended if isinstance(ended, int) else ExitCode.OK)
+    except UsageFailure as error:
+        sys.stderr.write(usage_document(error, output) + "\n")
+        sys.exit(ExitCode.USAGE)
     except CacheError as error:
-        _fail(error)
+        _fail(error, output)
     except OSError as error:
         # Whoever opens a file says what was refused of it; what is printed has no name.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
         # What is still to be printed would be tried once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _fail(FileFull(path="standard output", problem=os.strerror(error.errno)))
+        _fail(FileFull(path="standard output", problem=os.strerror(error.errno)), output)
 
 
-def _fail(error: CacheError) -> NoReturn:
-    sys.stderr.write(f"ctxcache: {sentence(error)}\n")
+def _fail(error: CacheError, output: Output) -> NoReturn:
+    text = f"ctxcache: {sentence(error)}" if output is Output.TABLE else error_document(error, output)
+    sys.stderr.write(f"{text}\n")
     sys.exit(exit_code_of(error))
 
 

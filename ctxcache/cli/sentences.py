@@ -3,22 +3,19 @@
 Knows error classes and nothing of commands. Worst case: the error's own text on one line.
 """
 
-import re
-
 from ctxcache import errors
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError
 
-_HANDSHAKE = re.compile(r"OPENSSL_internal:([A-Z_]+)")
-"""What gRPC's TLS says went wrong: that it is spoken at all, or whose certificate it is."""
 ADVICE: dict[type[CacheError], str] = {
     errors.Unavailable: "is a server running there? `ctxcache serve` starts one",
+    errors.TlsFailed: "see --tls-ca, --tls-client-certificate and --tls-client-key",
     errors.DeadlineExceeded: "--timeout allows more",
     errors.GenerationMismatch: "look at it again before you change it",
     errors.WriteInProgress: "try again when its writer has finished",
     errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that is",
     errors.FormatTooNew: "install the version that wrote it, or a newer one",
-    errors.FileAlreadyExists: "choose another name, or --force",
+    errors.FileAlreadyExists: "choose another name; only `export --force` replaces a file",
     errors.Unauthenticated: "--token-file or --tls-client-certificate say who you are",
     errors.PermissionDenied: "docs/operations.md says under Security whom a server lets in as what",
     errors.AddressUnusable: "choose another with --listen or --unix-socket",
@@ -28,11 +25,12 @@ ADVICE: dict[type[CacheError], str] = {
 def sentence(error: CacheError) -> str:
     """Return one line: what happened, what to do, and the stable reason in parentheses."""
     advice = ADVICE.get(type(error))
-    text = " ".join(_fact(error).split())
+    text = " ".join(fact(error).split())
     return f"{text}{f'; {advice}' if advice else ''} ({error.reason})"
 
 
-def _fact(error: CacheError) -> str:
+def fact(error: CacheError) -> str:
+    """What happened, without what to do."""
     if (
         isinstance(error, errors.CapacityExceeded)
         and {"tier", "needed_bytes", "free_bytes"} <= error.facts.keys()
@@ -40,9 +38,9 @@ def _fact(error: CacheError) -> str:
         needed, free = (human_size(int(error.facts[name])) for name in ("needed_bytes", "free_bytes"))
         return f"no room in {error.tier}: {needed} needed, {free} free"
     if isinstance(error, errors.Unavailable) and {"target", "problem"} <= error.facts.keys():
+        if isinstance(error, errors.TlsFailed):
+            return f"no TLS with {error.target}: {error.problem}"
         problem = str(error.problem)
-        if handshake := _HANDSHAKE.search(problem):
-            return f"no TLS with {error.target}: {handshake[1]}"
         # gRPC names the address three times; the cause is what it says last.
         return f"no answer from {error.target}: {problem.rpartition(': ')[2]}"
     return str(error)

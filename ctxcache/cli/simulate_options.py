@@ -30,8 +30,6 @@ class Options(Machine):
         typer.Argument(
             metavar="TRACE",
             help="CSV or JSON lines, .gz too; docs/simulating.md.",
-            exists=True,
-            dir_okay=False,
             show_default=False,
         ),
     ]

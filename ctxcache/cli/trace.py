@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Record what a store is asked, and ask it of another.")
 FileArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="FILE", help="A recording, .gz too.", exists=True, dir_okay=False, show_default=False
-    ),
+    typer.Argument(metavar="FILE", help="A recording, .gz too.", show_default=False),
 ]
 NewFileArgument = Annotated[
     Path,
@@ -61,7 +59,7 @@ def record(
     with call.client() as client, closing(client.record(duration_s)) as parts:
         # Nobody wants the file of a recording that was refused.
         first = next(parts)
-        with _usable(file), created(file) as lines, suppress(KeyboardInterrupt):
+        with created(file) as lines, suppress(KeyboardInterrupt):
             for written in write(chain((first,), parts), lines):
                 _report(written)
     facts: dict[str, Plain] = {
@@ -119,7 +117,7 @@ def convert(call: Call, file: FileArgument, trace: NewFileArgument) -> None:
 
     _check_name(trace)
     found, turn_count = contents(file), 0
-    with _usable(trace), created(trace) as lines:
+    with created(trace) as lines:
         for turn in Trace(file):
             turn_count += 1
             values = {
@@ -142,17 +140,6 @@ def _check_name(path: Path) -> None:
     """What reads it knows by its name what it is."""
     if not path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
         raise typer.BadParameter(f"{path}: its name does not end in .jsonl or .jsonl.gz", param_hint="NEW")
-
-
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    """A usage error where the new file cannot be made."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename != str(path) and error.filename != path:
-            raise
-        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="NEW") from error
 
 
 def _report(written: "Written") -> None:

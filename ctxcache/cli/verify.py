@@ -6,6 +6,7 @@ Worst case: something is bad, which is listed, and the exit code is that of DATA
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,28 @@ from ctxcache.privacy import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
-    from ctxcache.v1.admin_pb2 import VerifyResponse
+    from ctxcache.v1.admin_pb2 import BadSegment, VerifyResponse
+
+
+@dataclass(slots=True)
+class Sum:
+    """What is bad of a session: how much, between which positions of a log, and what is wrong with the first of it."""
+
+    bad_segment_count: int = 0
+    mended_segment_count: int = 0
+    bad_token_count: int = 0
+    position_begin: int = 0
+    position_end: int = 0
+    problem: str = ""
+
+    def add(self, found: "BadSegment", copy: str) -> None:
+        """Count a segment, of which that copy is bad."""
+        if not self.bad_segment_count or found.position_begin < self.position_begin:
+            self.position_begin, self.problem = found.position_begin, f"{copy}: {found.problem}"
+        self.position_end = max(self.position_end, found.position_end)
+        self.bad_segment_count += 1
+        self.mended_segment_count += found.is_mended
+        self.bad_token_count += found.position_end - found.position_begin
 
 
 @online
@@ -73,14 +95,19 @@ def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain
 
     bad: list[Plain] = []
     lost_count = 0
+    sums: dict[tuple[str, str], Sum] = {}
     last: VerifyResponse | None = None
     released = 0
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("verifying")
         for last in reports:
             released += last.released_slot_count
-            bad += [to_plain(found) for found in last.bad]
             lost_count += sum(not found.is_mended for found in last.bad)
+            for found in last.bad:
+                bad.append(plain := to_plain(found))
+                copy = "in memory" if plain["tier"] == "TIER_DRAM" else "on SSD"
+                for session in found.sessions or [""]:
+                    sums.setdefault((found.tenant, session), Sum()).add(found, copy)
             bar.update(task, total=last.segment_count, completed=last.checked_segment_count)
     facts: dict[str, Plain] = {
         "checked_segment_count": last.checked_segment_count if last else 0,
@@ -88,23 +115,24 @@ def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain
         "record_count": last.record_count if last else 0,
         "released_slot_count": released,
         "lost_segment_count": lost_count,
+        "sessions": [
+            {"session": session, "tenant": tenant, **asdict(found)}
+            for (tenant, session), found in sums.items()
+        ],
         "bad": bad,
     }
-    call.show_facts(facts, _text(facts, bad))
+    call.show_facts(facts, _text(facts, sums, len(bad)))
     return facts
 
 
-def _text(facts: "dict[str, Plain]", bad: "list[Plain]") -> str:
+def _text(facts: "dict[str, Plain]", sums: dict[tuple[str, str], Sum], bad_count: int) -> str:
     size = human_size(int(str(facts["checked_bytes"])))
     counts = f"{facts['record_count']} records and {facts['checked_segment_count']} segments ({size})"
-    return "\n".join([f"{counts} verified, {len(bad)} bad", *(_line(found) for found in bad)])
-
-
-def _line(found: "Plain") -> str:
-    if not isinstance(found, dict):
-        raise TypeError("a message is a dictionary")
-    where = f"positions {found['position_begin']} to {found['position_end']}"
-    copy = "in memory" if found["tier"] == "TIER_DRAM" else "on SSD"
-    end = "; mended, nothing is lost" if found["is_mended"] else ""
-    who = f"segment {found['segment_id']} of {found['sessions']}, tenant {found['tenant']!r}"
-    return f"  {who}, {where}, {copy}: {found['problem']}{end}"
+    lines = [f"{counts} verified, {bad_count} bad, {facts['lost_segment_count']} of them lost"]
+    for (tenant, session), found in sums.items():
+        name = f"{session or 'no session'}, tenant {tenant!r}"
+        many = "1 segment" if found.bad_segment_count == 1 else f"{found.bad_segment_count} segments"
+        mended = f", {found.mended_segment_count} mended from SSD" if found.mended_segment_count else ""
+        where = f"positions {found.position_begin} to {found.position_end}"
+        lines.append(f"  {name}: {many} bad{mended}, {where}; the first: {found.problem}")
+    return "\n".join(lines)

@@ -1,8 +1,10 @@
 """TLS of a client: whom it trusts and who it is, for gRPC and for the bulk channel alike.
 
-Worst case: a file that cannot be used raises InvalidConfiguration when the client is made.
+gRPC says of a handshake that failed what its last address said, if that. So one is tried beside it, to have words for
+it. Worst case: a file that cannot be used raises InvalidConfiguration when the client is made.
 """
 
+import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,31 @@ import grpc
 
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.privacy import check_secret, secret_refusal
+
+_VERDICTS = {
+    9: "is not valid yet",
+    10: "has expired",
+    18: "is signed by itself alone",
+    19: "is signed by nobody whom this client trusts",
+    20: "is signed by nobody whom this client trusts",
+    21: "is signed by nobody whom this client trusts",
+    62: "is for other names than {host}",
+    64: "is for other names than {host}",
+}
+"""OpenSSL's codes of what is wrong with a certificate."""
+_NO_TLS = (
+    "WRONG_VERSION_NUMBER",
+    "UNEXPECTED_EOF_WHILE_READING",
+    "RECORD_LAYER_FAILURE",
+    "PACKET_LENGTH_TOO_LONG",
+)
+_UNWANTED = "the server ends it behind the handshake: it takes no client without a certificate that it trusts"
+_ALERTS = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it has no certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "its certificate is signed by nobody whom the server trusts",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "its certificate has expired",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "it is to speak TLS 1.3",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +60,7 @@ class ClientTls:
     def context(self) -> ssl.SSLContext:
         """What a socket takes. Raises InvalidConfiguration."""
         try:
+            _read(self.ca)
             context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             if self.certificate is not None:
@@ -42,6 +70,54 @@ class ClientTls:
             problem = f"a certificate cannot be used: {error}"
             raise InvalidConfiguration(source="tls", problem=problem) from error
         return context
+
+
+_PLAIN = ClientTls()
+
+
+def tls_problem(target: str, tls: ClientTls | None, timeout_s: float) -> str:
+    """Why TLS does not come about with the server at a TCP target; empty where something else is the matter.
+
+    Costs a connection. `tls` None: a client without. Raises InvalidConfiguration.
+    """
+    host, _, port = target.removeprefix("dns:").lstrip("/").rpartition(":")
+    if target.startswith("unix:") or not host or not port.isdecimal():
+        return ""
+    host = host.removeprefix("[").removesuffix("]")
+    context = _PLAIN.context() if tls is None else tls.context()
+    if tls is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((host, int(port)), timeout_s) as connected:
+            return _handshake_problem(connected, context, host, is_wanted=tls is not None)
+    except OSError:
+        return ""
+
+
+def _handshake_problem(
+    connected: socket.socket, context: ssl.SSLContext, host: str, *, is_wanted: bool
+) -> str:
+    problem = ""
+    try:
+        with context.wrap_socket(connected, server_hostname=host) as spoken:
+            # A server that takes this client begins to speak; one that does not ends it, mostly without a word.
+            if is_wanted and not spoken.recv(1):
+                problem = _UNWANTED
+    except ConnectionResetError:
+        if not is_wanted:
+            return ""
+        problem = _UNWANTED
+    except ssl.SSLCertVerificationError as error:
+        verdict = _VERDICTS.get(error.verify_code, error.verify_message)
+        problem = f"the server's certificate {verdict.format(host=host)}"
+    except ssl.SSLError as error:
+        if error.reason in _NO_TLS:
+            return "this client speaks it, the server does not" if is_wanted else ""
+        problem = (
+            f"the server refuses this client: {_ALERTS.get(error.reason or '', error.reason or str(error))}"
+        )
+    return problem if is_wanted else "the server speaks it, this client does not"
 
 
 def _read(path: str | Path | None, *, is_secret: bool = False) -> bytes | None:

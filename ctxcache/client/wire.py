@@ -13,9 +13,9 @@ import grpc.experimental
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.authorized import AuthorizedChannel, TokenFile
-from ctxcache.client.tls import ClientTls
+from ctxcache.client.tls import ClientTls, tls_problem
 from ctxcache.client.tracing import trace_metadata
-from ctxcache.errors import Unavailable
+from ctxcache.errors import CacheError, TlsFailed, Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.status import from_rpc_error
 from ctxcache.v1 import (
@@ -69,6 +69,8 @@ _SERVICE_CONFIG = {
 }
 TENANT_HEADER = "ctxcache-tenant"
 KEEPALIVE_MS = 20_000
+TLS_TIMEOUT_S = 2.0
+"""How long one looks, after a call that found no server, whether it is TLS."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", ANSWER_LIMIT_BYTES),
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
@@ -119,6 +121,7 @@ class Wire:
         self.open_streams: set[Closable] = set()
         """Reads and queues that were not closed: each would keep the connection beyond the channel's end."""
         self.timeout_s = timeout_s
+        self._tls = tls
         self.tls_context = None if tls is None else tls.context()
         self.token = token
         self._channel: grpc.Channel = (
@@ -171,10 +174,19 @@ class Wire:
         try:
             yield
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
+            raise self._told(error) from error
         except ValueError as error:
             # The only thing that gRPC says by ValueError: the channel was closed.
             raise Unavailable(target=self.target, problem="the client is closed") from error
+
+    def _told(self, error: grpc.RpcError) -> CacheError:
+        """The error that the server raised; of one that was not reached, what TLS has to do with it."""
+        told = from_rpc_error(error, self.target)
+        if type(told) is Unavailable and (
+            problem := tls_problem(self.target, self._tls, min(self.timeout_s, TLS_TIMEOUT_S))
+        ):
+            return TlsFailed(target=self.target, problem=problem)
+        return told
 
     def bulk_timeout_s(self, size_bytes: int) -> float:
         """Return the deadline of a call that moves `size_bytes`."""

@@ -1,7 +1,7 @@
 """The archive that a backup is: frames, each bound to all before it. docs/backup_format.md has the bytes.
 
 Knows no record and no segment but a segment's image. Worst case: bytes that are not those that were written,
-which is a DamagedBackup that says where.
+which is a FileDamaged that says where.
 """
 
 import enum
@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from ctxcache.errors import CorruptMetadata, FormatTooNew
+from ctxcache.errors import FileDamaged, FormatTooNew
 from ctxcache.format.layout import SegmentLayout
 
 MAGIC, ARCHIVE_VERSION = b"CTXCBAK\0", 1
@@ -43,10 +43,6 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-class DamagedBackup(CorruptMetadata):
-    """An archive cannot be trusted; facts: where and problem."""
-
-
 class FrameMaker:
     """Makes an archive's bytes, in order."""
 
@@ -65,14 +61,14 @@ class FrameMaker:
 
 
 def read_frames(file: BinaryIO, name: str) -> Iterator[Frame]:
-    """Every frame of an archive, each verified, END the last. Raises DamagedBackup, FormatTooNew, OSError.
+    """Every frame of an archive, each verified, END the last. Raises FileDamaged, FormatTooNew, OSError.
 
     All of it is known to be whole only when the iteration has ended.
     """
     preamble = _take(file, _PREAMBLE.size, name)
     magic, version, _ = _PREAMBLE.unpack(preamble)
     if magic != MAGIC:
-        raise DamagedBackup(where=name, problem="it is no backup of ctxcache")
+        raise FileDamaged(path=name, problem="it is no backup of ctxcache")
     if version > ARCHIVE_VERSION:
         raise FormatTooNew(
             f"{name} has format {version}; this version reads up to {ARCHIVE_VERSION}",
@@ -83,17 +79,17 @@ def read_frames(file: BinaryIO, name: str) -> Iterator[Frame]:
         head = _take(file, _HEAD.size, name)
         kind, size_bytes = _HEAD.unpack(head)
         if size_bytes > FRAME_LIMIT_BYTES:
-            raise DamagedBackup(where=name, problem=f"the frame at byte {offset} is too long")
+            raise FileDamaged(path=name, problem=f"the frame at byte {offset} is too long")
         payload = _take(file, size_bytes, name)
         hasher = xxh3_64(head, seed=seed)
         hasher.update(payload)
         seed = hasher.intdigest()
         if _take(file, _CHECKSUM.size, name) != _CHECKSUM.pack(seed):
-            raise DamagedBackup(where=name, problem=f"the frame at byte {offset} is not what was written")
+            raise FileDamaged(path=name, problem=f"the frame at byte {offset} is not what was written")
         yield Frame(_kind(kind, offset, name), offset, payload)
         offset += _HEAD.size + size_bytes + _CHECKSUM.size
     if file.read(1):
-        raise DamagedBackup(where=name, problem=f"it goes on after its end at byte {offset}")
+        raise FileDamaged(path=name, problem=f"it goes on after its end at byte {offset}")
 
 
 def pack_record(key: bytes, value: bytes) -> list[bytes]:
@@ -134,7 +130,7 @@ def cut(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 def _take(file: BinaryIO, size_bytes: int, name: str) -> bytes:
     data = file.read(size_bytes)
     if len(data) != size_bytes:
-        raise DamagedBackup(where=name, problem=f"it is cut short at byte {file.tell()}")
+        raise FileDamaged(path=name, problem=f"it is cut short at byte {file.tell()}")
     return data
 
 
@@ -142,4 +138,4 @@ def _kind(number: int, offset: int, name: str) -> Kind:
     try:
         return Kind(number)
     except ValueError:
-        raise DamagedBackup(where=name, problem=f"the frame at byte {offset} is of no kind") from None
+        raise FileDamaged(path=name, problem=f"the frame at byte {offset} is of no kind") from None

@@ -1,6 +1,6 @@
 """Reads an export file's frames, each verified before anybody sees it. Knows no session.
 
-Worst case: a file that is cut short, changed or not ours, which is ExportDamaged with the byte. A length that the file
+Worst case: a file that is cut short, changed or not ours, which is FileDamaged with the byte. A length that the file
 cannot have is refused before room is made for it.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ctxcache.errors import ExportDamaged, FormatTooNew
+from ctxcache.errors import FileDamaged, FormatTooNew
 from ctxcache.portable.files import Source, refusals_of_file
 from ctxcache.portable.layout import (
     BLOCK,
@@ -29,7 +29,7 @@ from ctxcache.portable.layout import (
 class FrameReader:
     """The frames of a file from where it stands. Not thread-safe.
 
-    Everything raises ExportDamaged and FileUnusable; the constructor FormatTooNew too.
+    Everything raises FileDamaged and FileUnusable; the constructor FormatTooNew too.
     """
 
     def __init__(self, source: Source) -> None:
@@ -73,9 +73,9 @@ class FrameReader:
             if tag == END:
                 return
 
-    def damage(self, problem: str) -> ExportDamaged:
+    def damage(self, problem: str) -> FileDamaged:
         """The error that says so of this file."""
-        return ExportDamaged(path=self._source.path, problem=problem)
+        return FileDamaged(path=self._source.path, problem=problem)
 
     def _take(self, size_bytes: int) -> memoryview:
         """The next bytes, in room that is used again for what follows them."""
@@ -98,5 +98,5 @@ class FrameReader:
         self.at_bytes += filled
         return filled
 
-    def _cut(self, end_bytes: int) -> ExportDamaged:
+    def _cut(self, end_bytes: int) -> FileDamaged:
         return self.damage(f"it is cut short after byte {end_bytes}")

@@ -11,7 +11,7 @@ Step = Callable[[str, int, int], None]
 """Hears of progress: the session's name, how many tokens more, how many bytes more."""
 ENDS_ALL = (
     errors.Unavailable, errors.DeadlineExceeded, errors.Draining, errors.TooManyRequests, errors.Unauthenticated,
-    errors.PermissionDenied, errors.FileUnusable, errors.ExportDamaged, errors.FormatTooNew,
+    errors.PermissionDenied, errors.FileUnusable, errors.FileDamaged, errors.FormatTooNew,
 )  # fmt: skip
 """Errors after which the next session would fare no better."""
 

@@ -1,6 +1,6 @@
 """The sessions of an export file, one after the other, in memory of one block. Knows no store.
 
-Worst case: frames that are whole by themselves and make no sense together, which is ExportDamaged.
+Worst case: frames that are whole by themselves and make no sense together, which is FileDamaged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +45,7 @@ class SessionInFile:
 
 
 class SessionReader:
-    """Reads a file from its begin. Everything raises ExportDamaged, FormatTooNew, FileUnusable."""
+    """Reads a file from its begin. Everything raises FileDamaged, FormatTooNew, FileUnusable."""
 
     def __init__(self, source: Source) -> None:
         self._reader = FrameReader(source)

@@ -16,6 +16,8 @@ from typing import TextIO
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from ctxcache.errors import FileAlreadyExists, FileUnusable
+from ctxcache.portable.files import refusals_of_file
 from ctxcache.privacy import open_private
 from ctxcache.simulate.recorded import FORMAT, VERSION, Called
 from ctxcache.v1 import recording_pb2
@@ -100,8 +102,18 @@ class Lines:
 
 @contextmanager
 def created(path: Path) -> Iterator[TextIO]:
-    """Make a new file; its text is gzipped where its name ends in `.gz`. Raises FileExistsError, OSError."""
-    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as raw:
+    """Make a new file; its text is gzipped where its name ends in `.gz`.
+
+    Raises FileAlreadyExists, FileUnusable, FileFull.
+    """
+    try:
+        with refusals_of_file(str(path)):
+            opened = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileUnusable as error:
+        if isinstance(error.__cause__, FileExistsError):
+            raise FileAlreadyExists(path=str(path)) from error
+        raise
+    with os.fdopen(opened, "wb") as raw:
         # Fast: a recording is written beside a server.
         file = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3) if path.suffix == ".gz" else raw
         with file, io.TextIOWrapper(file, encoding="utf-8") as text:

@@ -1,6 +1,6 @@
 """Lines of a file as rows, from CSV with a header or JSON, gzipped or not. Knows no format. Streams.
 
-Worst case: InvalidTrace, which names file, line and field.
+Worst case: FileUnusable, or InvalidTrace, which names file, line and field.
 """
 
 import csv
@@ -10,16 +10,18 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from ctxcache.errors import FileUnusable
 from ctxcache.simulate.row import InvalidTrace, Row
 
 
 def rows_of(path: Path, check_header: Callable[[Row], object] = lambda _: None) -> Iterator[Row]:
-    """Every line; the header of CSV is checked by itself, too. Raises InvalidTrace."""
+    """Every line; the header of CSV is checked by itself, too. Raises FileUnusable, InvalidTrace."""
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     line = 0
     try:
-        with _opened(path) as lines:
+        with _opened(path) as raw, _text_of(path, raw) as lines:
             for row in _json_rows(path, lines) if is_json else _csv_rows(path, lines, check_header):
                 line = row.line
                 yield row
@@ -28,10 +30,16 @@ def rows_of(path: Path, check_header: Callable[[Row], object] = lambda _: None) 
         raise InvalidTrace.at(path, line + 1, None, problem) from error
 
 
-def _opened(path: Path) -> io.TextIOBase:
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise FileUnusable(path=str(path), problem=error.strerror or str(error)) from error
+
+
+def _text_of(path: Path, raw: BinaryIO) -> io.TextIOBase:
+    data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    return io.TextIOWrapper(data, encoding="utf-8", newline="")
 
 
 def _csv_rows(path: Path, lines: Iterable[str], check_header: Callable[[Row], object]) -> Iterator[Row]:

@@ -25,9 +25,10 @@ from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
     DataDirectoryUnusable,
-    InvalidArgument,
+    FileDamaged,
+    FileUnusable,
 )
-from ctxcache.format.archive import DamagedBackup, FrameMaker, Kind, pack_record
+from ctxcache.format.archive import FrameMaker, Kind, pack_record
 from ctxcache.metadata import records
 from ctxcache.metadata.base import ModelRecord, SessionRecord
 from ctxcache.offline import verify_directory
@@ -123,7 +124,7 @@ def test_a_damaged_backup_makes_nothing(archive: Path, tmp_path: Path) -> None:
             laid_out(archive, tmp_path / "store")
         assert str(archive) in str(refused.value)
         archive.write_bytes(data[:at])
-        with pytest.raises(DamagedBackup):
+        with pytest.raises(FileDamaged):
             laid_out(archive, tmp_path / "store")
 
     assert not (tmp_path / "store").exists()
@@ -139,14 +140,14 @@ async def test_what_goes_wrong_in_the_middle_leaves_nothing_that_starts(
 
     def torn(path: Path) -> Iterator[Image]:
         yield next(contents.images(path))
-        raise DamagedBackup(where=str(path), problem="it changed")
+        raise FileDamaged(path=str(path), problem="it changed")
 
     def other_bytes(fd: int, data: bytearray, offset_bytes: int) -> None:
         os.pwrite(fd, bytes(data[:-4096]), offset_bytes)
 
     places: list[tuple[Any, str, Any, type[CacheError]]] = [
         (os, "posix_fallocate", no_room, DataDirectoryUnusable),
-        (laying_out, "images", torn, DamagedBackup),
+        (laying_out, "images", torn, FileDamaged),
         (laying_out, "_write_all", other_bytes, CorruptSegment),
     ]
     for where, name, instead, error in places:
@@ -230,8 +231,8 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
         path = tmp_path / "archive"
         parts = [made.frame(kind, some) for kind, some in [(Kind.FACTS, [facts]), *frames]]
         path.write_bytes(made.preamble + b"".join(parts))
-        with pytest.raises(DamagedBackup):
+        with pytest.raises(FileDamaged):
             look(path, now_ns=0, step=told)
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(FileUnusable):
             look(path, now_ns=0, step=told)

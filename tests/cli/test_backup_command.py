@@ -98,8 +98,8 @@ def test_what_is_refused_is_one_sentence(running: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     again = ctxcache("--target", running, "backup", str(file))
 
-    assert again.exit_code == ExitCode.INVALID_ARGUMENT
-    assert "it is there already: name another file" in again.sentence
+    assert again.exit_code == ExitCode.CONFLICT
+    assert "it already exists; choose another name" in again.sentence
     assert file.read_bytes() == data
     damages = {
         data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]: ExitCode.DATA_LOSS,

@@ -206,7 +206,7 @@ def test_a_damaged_file_brings_nothing(export: Export, there: ServerProcess, tmp
         (tmp_path / "damaged").write_bytes(damaged)
         code, told, sentence = failing(there.target, "import", str(tmp_path / "damaged"))
         assert (code, told, names(there.target)) == (ExitCode.DATA_LOSS, {}, [])
-        assert sentence.endswith("(EXPORT_DAMAGED)")
+        assert sentence.endswith("(FILE_DAMAGED)")
 
     ran = piped(there.target, data[:-1])
     assert ran.exit_code == ExitCode.DATA_LOSS

@@ -77,7 +77,14 @@ def test_tenants_are_listed_as_the_proto_says(running_server: ServerProcess) -> 
 def test_version_needs_no_server() -> None:
     """The version is this program's own."""
     assert ctxcache("version").stdout == f"ctxcache {__version__}\n"
+    assert ctxcache("--version").stdout == f"ctxcache {__version__}\n"
     assert ctxcache("--output", "json", "version").document == {"version": __version__}
+
+
+def test_the_servers_version_is_asked_for(running_server: ServerProcess) -> None:
+    """Beside this program's."""
+    ran = ctxcache("--target", running_server.target, "version", "--server", "-o", "json")
+    assert ran.document == {"version": __version__, "server_version": __version__}
 
 
 def test_help_lists_every_command_and_imports_nothing_heavy() -> None:

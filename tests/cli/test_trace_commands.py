@@ -159,7 +159,7 @@ def test_simulate_takes_it_and_what_is_made_of_it(recorded: Path, tmp_path: Path
     assert converted.exit_code == ExitCode.OK
     assert outcomes[0] == outcomes[1]
     assert outcomes[0]["turns"] == converted.document["turns"] == 3
-    assert ctxcache("trace", "convert", str(recorded), str(made)).exit_code == ExitCode.USAGE
+    assert ctxcache("trace", "convert", str(recorded), str(made)).exit_code == ExitCode.CONFLICT
 
 
 def simulated(path: Path, options: list[str]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from server_process import ServerDidNotStart, ServerProcess, write_secret
 from ctxcache.client import Client
 from ctxcache.client.client import Access
 from ctxcache.client.tls import ClientTls
-from ctxcache.errors import InvalidConfiguration, Unavailable
+from ctxcache.errors import InvalidConfiguration, TlsFailed, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,11 @@ def test_rows_travel_by_tls(pki: Pki, server: ServerProcess, access: Access) -> 
 
 @pytest.mark.parametrize(
     ("ca", "name", "words"),
-    [("other", "client", "CERTIFICATE_VERIFY_FAILED"), ("ca", None, ""), ("ca", "stranger", "")],
+    [
+        ("other", "client", "the server's certificate is signed by nobody whom this client trusts"),
+        ("ca", None, "it takes no client without a certificate that it trusts"),
+        ("ca", "stranger", "it takes no client without a certificate that it trusts"),
+    ],
 )
 def test_a_certificate_that_is_not_known_is_refused(
     pki: Pki, server: ServerProcess, ca: str, name: str | None, words: str
@@ -69,16 +73,39 @@ def test_a_certificate_that_is_not_known_is_refused(
     """Either side's; the client is told what it can know."""
     with (
         Client(server.target, timeout_s=5, tls=tls_of(pki, ca, name)) as client,
-        pytest.raises(Unavailable) as caught,
+        pytest.raises(TlsFailed) as caught,
     ):
         client.stats()
     assert words in str(caught.value)
 
 
-def test_plaintext_is_refused(server: ServerProcess) -> None:
-    """A client that forgot TLS moves nothing."""
-    with Client(server.target, timeout_s=5) as client, pytest.raises(Unavailable):
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_one_side_without_tls_is_told_so(pki: Pki, server: ServerProcess, tmp_path: Path, host: str) -> None:
+    """Either side, whatever of the host's addresses gRPC tried last; nothing moves."""
+    target = server.target.replace("127.0.0.1", host)
+    with (
+        Client(target, timeout_s=5) as client,
+        pytest.raises(TlsFailed, match="the server speaks it, this client does not"),
+    ):
         client.stats()
+    with (
+        ServerProcess(tmp_path / "plain") as plain,
+        Client(plain.target.replace("127.0.0.1", host), timeout_s=5, tls=tls_of(pki)) as client,
+        pytest.raises(TlsFailed, match="this client speaks it, the server does not"),
+    ):
+        client.stats()
+
+
+def test_another_name_than_the_certificates_is_told(pki: Pki, server: ServerProcess) -> None:
+    """With the name; and where nobody listens, nothing is said of TLS."""
+    with (
+        Client(server.target.replace("127.0.0.1", "localhost"), timeout_s=5, tls=tls_of(pki)) as client,
+        pytest.raises(TlsFailed, match="the server's certificate is for other names than localhost"),
+    ):
+        client.stats()
+    with Client("localhost:1", timeout_s=5, tls=tls_of(pki)) as client, pytest.raises(Unavailable) as caught:
+        client.stats()
+    assert type(caught.value) is Unavailable
 
 
 def test_the_unix_socket_needs_none(pki: Pki, server: ServerProcess) -> None:
@@ -147,7 +174,7 @@ def test_an_expired_certificate_is_refused(pki: Pki, tmp_path: Path) -> None:
     with (
         ServerProcess(tmp_path / "data", *files) as process,
         Client(process.target, timeout_s=5, tls=tls_of(pki, name=None)) as client,
-        pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"),
+        pytest.raises(TlsFailed, match="the server's certificate has expired"),
     ):
         client.stats()
 

@@ -18,6 +18,7 @@ from ctxcache.client import Client, QueuedJob
 from ctxcache.client.attach import Attachment
 from ctxcache.client.client import Access
 from ctxcache.client.control import connect_control
+from ctxcache.client.tls import ClientTls
 from ctxcache.core.identity import Grant, Role
 from ctxcache.errors import (
     CacheError,
@@ -305,3 +306,11 @@ def test_a_client_without_its_token_file_says_so(tmp_path: Path) -> None:
             write_secret(tmp_path / "token", text)
         with pytest.raises(InvalidConfiguration, match=str(tmp_path / "token")):
             Client(token_file=tmp_path / "token")
+
+
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    """Of the token as of certificates, which are looked at when the client is made."""
+    write_secret(tmp_path / "token", "secret")
+    Client(token_file=str(tmp_path / "token")).close()
+    with pytest.raises(InvalidConfiguration, match="/nonexistent: No such file"):
+        Client(tls=ClientTls(ca="/nonexistent"))

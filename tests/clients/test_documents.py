@@ -25,7 +25,7 @@ NOT_ON_THE_WIRE = {
     errors.AddressUnusable,
     errors.DataDirectoryUnusable,
     errors.DeadlineExceeded,
-    errors.ExportDamaged,
+    errors.FileDamaged,
     errors.FileAlreadyExists,
     errors.FileFull,
     errors.FileUnusable,

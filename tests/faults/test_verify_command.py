@@ -56,7 +56,14 @@ def test_damage_is_found_without_a_server(golden: Path) -> None:
     assert first[0] == 8
     (bad,) = first[1]["bad"]
     check_named(bad, path)
-    assert (again[0], again[1]["bad"]) == (0, [])
+    assert first[1]["sessions"] == [
+        {
+            "session": "sessions/s2", "tenant": bad["tenant"], "bad_segment_count": 1,
+            "mended_segment_count": 0, "bad_token_count": 64,
+            "position_begin": 64, "position_end": 128, "problem": f"on SSD: {bad['problem']}",
+        }
+    ]  # fmt: skip
+    assert (again[0], again[1]["bad"], again[1]["sessions"]) == (0, [], [])
 
 
 def test_damage_is_found_by_a_server(golden: Path) -> None:

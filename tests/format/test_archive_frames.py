@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.errors import FormatTooNew
+from ctxcache.errors import FileDamaged, FormatTooNew
 from ctxcache.format import archive
-from ctxcache.format.archive import DamagedBackup, Frame, FrameMaker, Kind, cut, read_frames
+from ctxcache.format.archive import Frame, FrameMaker, Kind, cut, read_frames
 
 
 def written() -> bytes:
@@ -41,7 +41,7 @@ def test_a_change_of_any_bit_is_noticed() -> None:
         for bit in range(8):
             changed = bytearray(data)
             changed[at] ^= 1 << bit
-            with pytest.raises((DamagedBackup, FormatTooNew)):
+            with pytest.raises((FileDamaged, FormatTooNew)):
                 read(bytes(changed))
 
 
@@ -50,15 +50,15 @@ def test_a_cut_anywhere_is_noticed_and_so_is_what_follows() -> None:
     data = written()
     begins = [frame.offset for frame in read(data)]
     for end in range(len(data)):
-        with pytest.raises(DamagedBackup):
+        with pytest.raises(FileDamaged):
             read(data[:end])
     first, second, third, last = (
         data[begin:end] for begin, end in zip(begins, [*begins[1:], len(data)], strict=True)
     )
     for frames in ((first, third, last), (first, second, second, third, last), (first, third, second, last)):
-        with pytest.raises(DamagedBackup):
+        with pytest.raises(FileDamaged):
             read(data[: begins[0]] + b"".join(frames))
-    with pytest.raises(DamagedBackup, match="goes on after its end"):
+    with pytest.raises(FileDamaged, match="goes on after its end"):
         read(data + b"\0")
 
 
@@ -68,7 +68,7 @@ def test_a_newer_version_is_refused_by_its_name() -> None:
     data[8] = archive.ARCHIVE_VERSION + 1
     with pytest.raises(FormatTooNew, match=r"it has format 2; this version reads up to 1"):
         read(bytes(data))
-    with pytest.raises(DamagedBackup, match="no backup"):
+    with pytest.raises(FileDamaged, match="no backup"):
         read(Path(__file__).read_bytes())
 
 

@@ -14,7 +14,7 @@ from golden_export import BEGIN_TIME_NS, FILE_ID, GOLDEN, MODEL, described, rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ctxcache.errors import CacheError, ExportDamaged, FormatTooNew
+from ctxcache.errors import CacheError, FileDamaged, FormatTooNew
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.portable import session_reader
 from ctxcache.portable.description import Description
@@ -116,17 +116,17 @@ def test_every_changed_byte_is_found() -> None:
 
         error = _read_file(bytes(changed))
 
-        assert isinstance(error, FormatTooNew if 8 <= at < 12 else ExportDamaged), at
+        assert isinstance(error, FormatTooNew if 8 <= at < 12 else FileDamaged), at
 
 
 def test_every_length_but_the_whole_is_too_short() -> None:
     """Cut anywhere, within a number, between two frames, before the end; and one byte more is too long."""
     for size in range(len(DATA)):
-        assert isinstance(_read_file(DATA[:size]), ExportDamaged), size
+        assert isinstance(_read_file(DATA[:size]), FileDamaged), size
     for size in (0, 7, HEADER_BYTES, HEADER_BYTES + 8, len(DATA) - 1):
-        with pytest.raises(ExportDamaged):
+        with pytest.raises(FileDamaged):
             read(DATA[:size])
-    with pytest.raises(ExportDamaged, match="goes on behind its end"):
+    with pytest.raises(FileDamaged, match="goes on behind its end"):
         read(DATA + b"\0")
 
 
@@ -140,7 +140,7 @@ def test_what_is_reserved_must_be_zero() -> None:
     """A header with a right checksum, and a number where there is none."""
     header = FILE_HEADER.pack(b"CTXCEXP\0", 1, 1, FILE_ID, 0)
 
-    with pytest.raises(ExportDamaged):
+    with pytest.raises(FileDamaged):
         read(header + header_checksum(header) + DATA[HEADER_BYTES:])
 
 
@@ -155,16 +155,16 @@ def test_what_is_reserved_must_be_zero() -> None:
 )
 def test_a_frame_longer_than_any_is_refused_unread(tag: bytes, size_bytes: int) -> None:
     """By its head alone."""
-    with pytest.raises(ExportDamaged, match="longer than any"):
+    with pytest.raises(FileDamaged, match="longer than any"):
         read(DATA[:HEADER_BYTES] + struct.pack("<4sI", tag, size_bytes))
 
 
 def test_a_pipe_that_promises_much_costs_little() -> None:
     """256 MiB in the head of a frame, and then nothing: no such room is filled."""
     script = (
-        "import re\nfrom ctxcache.errors import ExportDamaged\n"
+        "import re\nfrom ctxcache.errors import FileDamaged\n"
         "from ctxcache.portable.files import Source\nfrom ctxcache.portable.session_reader import survey\n"
-        "try:\n    survey(Source(0, 'pipe', None), print)\nexcept ExportDamaged as error:\n    print(error)\n"
+        "try:\n    survey(Source(0, 'pipe', None), print)\nexcept FileDamaged as error:\n    print(error)\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
     data = DATA[:HEADER_BYTES] + struct.pack("<4sI", BLOCK, PAYLOAD_LIMIT_BYTES) + bytes(1000)
@@ -215,7 +215,7 @@ def end(session_count: int, token_count: int) -> tuple[bytes, bytes]:
 )  # fmt: skip
 def test_frames_that_do_not_follow_are_refused(frames: Frames) -> None:
     """Each with its right checksum, and a file that makes no sense."""
-    with pytest.raises(ExportDamaged):
+    with pytest.raises(FileDamaged):
         read(forged(frames))
 
 
@@ -226,7 +226,7 @@ def test_more_sessions_than_a_file_may_have_are_refused(monkeypatch: pytest.Monk
     assert len(read(forged([*frames, end(4, 0)]))) == 4
     monkeypatch.setattr(session_reader, "SESSION_LIMIT", 3)
 
-    with pytest.raises(ExportDamaged):
+    with pytest.raises(FileDamaged):
         read(forged([*frames, end(4, 0)]))
 
 
@@ -254,7 +254,7 @@ MODEL_AT = len(SESS[1]) - len(MODEL.encode())
 def test_a_forged_session_is_refused(offset: int, value: bytes) -> None:
     """Counts, lengths, names, streams and the model: each number that a forger may choose."""
     assert patched(75, struct.pack("<i", -1))[0] == SESS  # where the table of streams begins
-    with pytest.raises(ExportDamaged):
+    with pytest.raises(FileDamaged):
         read(forged(patched(offset, value)))
 
 
@@ -266,7 +266,7 @@ def test_a_model_with_more_streams_than_any_is_refused() -> None:
 
     found = _read_file(forged([(SESSION, one.encode()), end(1, 0)]))
 
-    assert isinstance(found, ExportDamaged)
+    assert isinstance(found, FileDamaged)
     assert "has 65538 streams" in str(found)
 
 
@@ -285,7 +285,7 @@ def test_a_forged_frame_is_read_or_refused(number: int, at: int, value: bytes, c
 
     found = _read_file(forged(frames))
 
-    assert isinstance(found, ExportDamaged | list)
+    assert isinstance(found, FileDamaged | list)
 
 
 @settings(max_examples=200, deadline=None)
@@ -294,7 +294,7 @@ def test_frames_in_any_order_are_read_or_refused(frames: Frames) -> None:
     """Left out, repeated, turned around."""
     found = _read_file(forged(frames))
 
-    assert isinstance(found, ExportDamaged | list)
+    assert isinstance(found, FileDamaged | list)
 
 
 def test_frames_of_another_file_do_not_match(tmp_path: Path) -> None:
@@ -305,8 +305,8 @@ def test_frames_of_another_file_do_not_match(tmp_path: Path) -> None:
     other[16] ^= 1
     other[40:48] = header_checksum(bytes(other[:40]))
 
-    with pytest.raises(ExportDamaged, match="byte 48 does not match"):
+    with pytest.raises(FileDamaged, match="byte 48 does not match"):
         read(bytes(other))
     swapped = data[:48] + data[48 + frame_bytes :] + data[48 : 48 + frame_bytes]
-    with pytest.raises(ExportDamaged, match="byte 48 does not match"):
+    with pytest.raises(FileDamaged, match="byte 48 does not match"):
         read(bytes(swapped))

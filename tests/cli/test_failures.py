@@ -1,0 +1,117 @@
+"""What goes wrong, for scripts: a document on standard error, with one reason for one sort of fault."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctxcache.cli import main
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import asked_output
+from ctxcache.cli.output import Output
+
+NOBODY = ("--target", "localhost:1")
+KEYS = ["status", "reason", "message", "field", "hint", "exit_code", "facts"]
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command that fails, through its entry point; its exit code and both of its outputs."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ctxcache", *words])
+        with pytest.raises(SystemExit) as caught:
+            main.main()
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason", "field"),
+    [
+        (("-o", "json", "sessoin", "list"), ExitCode.USAGE, "USAGE", ""),
+        (("session", "list", "--bogus", "--output=json"), ExitCode.USAGE, "USAGE", "--bogus"),
+        (("session", "show", "-ojson"), ExitCode.USAGE, "USAGE", "name"),
+        (("--timeout", "-3", "-o", "json", "stats"), ExitCode.USAGE, "USAGE", "--timeout"),
+        (("-o", "json", "bench", "--rows", "nope"), ExitCode.USAGE, "USAGE", "--rows"),
+        (("stats", *NOBODY, "-o", "json"), ExitCode.UNAVAILABLE, "UNAVAILABLE", ""),
+        (("-o", "json", "serve", "--listen", "nonsense"), ExitCode.CONFIGURATION, "INVALID_CONFIGURATION", "listen"),
+        (("-o", "json", "--token-file", "/none", "stats"), ExitCode.CONFIGURATION, "INVALID_CONFIGURATION", "/none"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_document(
+    failed: Any, words: Sequence[str], code: ExitCode, reason: str, field: str
+) -> None:
+    """Of words that cannot be read as of a server that is not there; nothing is on standard output."""
+    exit_code, out, err = failed(*words)
+    (line,) = err.splitlines()
+    error = json.loads(line)["error"]
+
+    assert (exit_code, out) == (code, "")
+    assert list(error) == KEYS
+    assert (error["reason"], error["field"], error["exit_code"]) == (reason, field, code)
+    assert error["message"]
+
+
+def test_an_error_is_yaml_where_that_is_asked_for_and_a_sentence_else(failed: Any) -> None:
+    """As what a command prints is."""
+    assert failed("-o", "yaml", "stats", *NOBODY)[2].startswith('---\nerror:\n  status: "UNAVAILABLE"\n')
+    assert failed("stats", *NOBODY)[2].startswith("ctxcache: no answer from localhost:1")
+
+
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [
+        ("stats", Output.TABLE), ("-o json stats", Output.JSON), ("-o json stats -o table", Output.TABLE),
+        ("stats --output yaml", Output.YAML), ("-ojson x", Output.JSON), ("-o xml", Output.TABLE),
+        ("show -- -o json", Output.TABLE),
+    ],
+)  # fmt: skip
+def test_how_to_print_is_known_of_any_words(words: str, output: Output) -> None:
+    """The last that says it, and none behind the end of the options."""
+    assert asked_output(words.split()) is output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("restore", "PATH"),
+        ("import", "PATH", "--check"),
+        ("simulate", "PATH"),
+        ("trace", "replay", "PATH"),
+        ("trace", "convert", "PATH", "NEW"),
+    ],
+)
+def test_a_file_that_cannot_be_read_has_one_reason(failed: Any, tmp_path: Path, words: Sequence[str]) -> None:
+    """One that is not there, and a directory."""
+    for path in (tmp_path / "missing.jsonl", tmp_path):
+        new = str(tmp_path / "new.jsonl")
+        given = [{"PATH": str(path), "NEW": new}.get(word, word) for word in words]
+        exit_code, _, err = failed("-o", "json", *given)
+        error = json.loads(err)["error"]
+
+        assert (exit_code, error["reason"]) == (ExitCode.DEVICE, "FILE_UNUSABLE"), err
+        assert error["facts"] == {"path": str(path)}
+
+
+def test_a_file_that_is_neither_backup_nor_export_has_one_reason(failed: Any, tmp_path: Path) -> None:
+    """Whichever of them it was to be."""
+    (tmp_path / "it").write_bytes(bytes(100))
+    for words in (("restore", "--dry-run"), ("import", "--check")):
+        exit_code, _, err = failed(*words, str(tmp_path / "it"), "-o", "json")
+        assert (exit_code, json.loads(err)["error"]["reason"]) == (ExitCode.DATA_LOSS, "FILE_DAMAGED"), err
+
+
+def test_a_directory_that_is_not_there_has_one_reason(failed: Any, tmp_path: Path) -> None:
+    """To be verified as to be made whole again; neither makes one."""
+    missing = str(tmp_path / "missing")
+    for words in (("verify",), ("rebuild",), ("rebuild", "--dry-run")):
+        exit_code, _, err = failed(*words, "--data-directory", missing, "-o", "json")
+        reason = json.loads(err)["error"]["reason"]
+        assert (exit_code, reason) == (ExitCode.DATA_DIRECTORY_UNUSABLE, "DATA_DIRECTORY_UNUSABLE"), err
+    assert list(tmp_path.iterdir()) == []
