@@ -139,6 +139,8 @@ class Settings(BaseSettings):
     stall_timeout_s: float = _knob("stall_timeout_s")
     max_local_clients: int = _knob("max_local_clients")
     keepalive_s: float = _knob("keepalive_s")
+    max_connections: int = _knob("max_connections")
+    max_connections_per_host: int = _knob("max_connections_per_host")
     max_bulk_connections: int = _knob("max_bulk_connections")
     dram_low_watermark: float = _knob("dram_low_watermark")
     dram_high_watermark: float = _knob("dram_high_watermark")

@@ -7,11 +7,18 @@ be parsed out of text; a test looks at every call. What libraries log is the fie
 import json
 import logging
 import re
+import time
 from datetime import UTC, datetime
 from typing import TextIO
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 TEMPLATE = re.compile(r"[a-z][a-z0-9_]*(?: [a-z_]+=%(?:\.\d+)?[a-z])*")
+LIBRARIES = ("asyncio", "grpc")
+REPEATED = frozenset({"bulk_accept_failed error=%s"})
+"""Of our own, what one fault says again and again."""
+REPEAT_INTERVAL_S = 10.0
+LINES_LIMIT = 256
+LINE_CHARACTERS = 80
 _KEY = re.compile(r" ([a-z_]+)=%")
 
 
@@ -31,9 +38,39 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, separators=(",", ":"), default=str)
 
 
+class Repeats(logging.Filter):
+    """Lets a line of a library through once per interval, and then says how often it came besides.
+
+    What the system refuses, an `accept` without descriptors above all, is told again and again. Owned by whoever logs:
+    a count that two threads change at once is off by one. Memory: an entry per template, at most LINES_LIMIT.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See logging.Filter."""
+        if not record.name.startswith(LIBRARIES) and str(record.msg) not in REPEATED:
+            return True
+        if len(self._told) >= LINES_LIMIT:
+            self._told.clear()
+        line = record.name, str(record.msg)[:LINE_CHARACTERS]
+        not_before_s, count = self._told.get(line, (0.0, 0))
+        now_s = time.monotonic()
+        if now_s < not_before_s:
+            self._told[line] = not_before_s, count + 1
+            return False
+        self._told[line] = now_s + REPEAT_INTERVAL_S, 0
+        if count:
+            record.msg, record.args = f"{record.getMessage()} (and {count} times more)", ()
+        return True
+
+
 def log_to(stream: TextIO, *, level: str, is_json: bool) -> logging.Handler:
     """Log to a stream what is at least as severe as `level`; returns what does so."""
     handler = logging.StreamHandler(stream)
+    handler.addFilter(Repeats())
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     return handler

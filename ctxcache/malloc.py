@@ -2,10 +2,13 @@
 
 glibc gives large blocks back to the kernel as soon as they are freed, and a stream of 1 MiB messages
 then takes hundreds of page faults per message. Only glibc knows these settings; elsewhere nothing is
-done. Worst case: a process keeps the most memory that it ever used at one time.
+done. Free memory that stays unused for a while is given back all the same. Worst case: a process keeps KEPT_BYTES more
+than it uses.
 """
 
+import asyncio
 import ctypes
+import logging
 import os
 
 VARIABLE = "CTXCACHE_MALLOC"
@@ -15,6 +18,10 @@ TRIM_THRESHOLD_BYTES = 1 << 30
 """So much free memory is kept at the end of the heap."""
 TOP_PAD_BYTES = 64 << 20
 """How much more than needed the heap grows at a time."""
+KEPT_BYTES = 128 << 20
+"""Free memory that a server keeps for what comes next."""
+LOOK_INTERVAL_S = 10.0
+log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
@@ -37,6 +44,47 @@ def keep_freed_memory() -> bool:
             (_M_TOP_PAD, TOP_PAD_BYTES),
         )
     )
+
+
+async def give_back_unused() -> None:
+    """Give back, for ever, what was free at two looks; ends by cancellation. A crowd of large requests is over some time."""
+    before_bytes = 0
+    while is_glibc() and not is_set_by_others():
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        now_bytes = await asyncio.to_thread(free_bytes)
+        if min(before_bytes, now_bytes) > KEPT_BYTES:
+            await asyncio.to_thread(give_back)
+            log.info("memory_given_back free_bytes=%d", now_bytes)
+            now_bytes = 0
+        before_bytes = now_bytes
+
+
+def free_bytes() -> int:
+    """What malloc holds free, in all its arenas."""
+    told = ctypes.CDLL(None).mallinfo2
+    told.restype = _Told
+    return int(told().fordblks)
+
+
+def give_back() -> None:
+    """Give every free page back to the system."""
+    ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def is_glibc() -> bool:
+    """Whether malloc is glibc's, and can tell what it holds."""
+    return hasattr(ctypes.CDLL(None), "gnu_get_libc_version") and hasattr(ctypes.CDLL(None), "mallinfo2")
+
+
+class _Told(ctypes.Structure):
+    """See mallinfo2(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
 
 
 def is_set_by_others() -> bool:

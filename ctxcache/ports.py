@@ -27,6 +27,8 @@ PENDING_LIMIT = 512
 """Rpcs that the event loop has not looked at yet."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """How long a connection may take for TLS and its first frame; one that says nothing is closed."""
+IDLE_MS = 600_000
+"""How long a connection may be there without an rpc; its client connects again when it has one."""
 OPTIONS = (
     # Two servers must not share a port without knowing.
     ("grpc.so_reuseport", 0),
@@ -38,16 +40,19 @@ OPTIONS = (
     ("grpc.server.max_pending_requests", PENDING_LIMIT),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_LIMIT),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ("grpc.max_connection_idle_ms", IDLE_MS),
 )
 
 
 class Ports:
     """TCP addresses and Unix sockets of one gRPC server. Bind them, then start the server."""
 
-    def __init__(self, edge: Edge, tls: Tls | None, *, silence_s: float) -> None:
-        """`silence_s`: of a peer, before it is asked whether it lives."""
+    def __init__(self, edge: Edge, tls: Tls | None, *, silence_s: float, connection_limit: int) -> None:
+        """`silence_s`: of a peer, before it is asked whether it lives. `connection_limit`: of each address."""
         self._tls = tls
-        self.server = grpc.aio.server(interceptors=[edge], options=(*OPTIONS, *_keepalive(silence_s)))
+        limit = ("grpc.max_allowed_incoming_connections", connection_limit)
+        options = (*OPTIONS, limit, *_keepalive(silence_s))
+        self.server = grpc.aio.server(interceptors=[edge], options=options)
 
     def bind(self, target: str) -> str:
         """Take an address; as clients name it, the port filled in. Raises AddressUnusable."""

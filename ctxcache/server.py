@@ -28,6 +28,7 @@ from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import Shares
+from ctxcache.descriptors import connection_limit
 from ctxcache.errors import (
     AddressUnusable,
     CacheError,
@@ -35,6 +36,7 @@ from ctxcache.errors import (
     InvalidConfiguration,
 )
 from ctxcache.lessons import Lessons
+from ctxcache.malloc import give_back_unused
 from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import Sources, read
@@ -50,6 +52,7 @@ from ctxcache.service.admin import About, AdminService
 from ctxcache.service.admission import Admission, Admissions
 from ctxcache.service.arena import ArenaService
 from ctxcache.service.bulk import BulkChannel, BulkService
+from ctxcache.service.connections import Connections
 from ctxcache.service.control import ControlSocket
 from ctxcache.service.doors import Doors
 from ctxcache.service.edge import Edge
@@ -156,7 +159,10 @@ class Server:
             times=self._rpc_times,
             spans=cache.state.spans,
         )
-        self._ports = Ports(edge, self._tls, silence_s=settings.keepalive_s)
+        self._connections = Connections(_connection_limit(settings), settings.max_connections_per_host)
+        self._ports = Ports(
+            edge, self._tls, silence_s=settings.keepalive_s, connection_limit=self._connections.limit
+        )
         self._upkeep: asyncio.Task[None] | None = None
         self._watches: list[asyncio.Task[None]] = []
         path = control_path(settings)
@@ -302,7 +308,8 @@ class Server:
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
         self._watches = [
             loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run()),
-            loop.create_task(self._health.watch_writes()),
+            loop.create_task(self._health.watch_writes()), loop.create_task(self._connections.watch()),
+            loop.create_task(give_back_unused()),
         ]  # fmt: skip
         for tls in filter(None, (self._tls, self._metrics_tls)):
             self._watches.append(loop.create_task(tls.watch()))
@@ -313,6 +320,8 @@ class Server:
 
     async def _open_doors(self) -> None:
         self.addresses = tuple(self._ports.bind(address) for address in targets(self.settings))
+        for address in self.addresses:
+            self._connections.add(address)
         if not self.addresses:
             raise InvalidConfiguration(
                 source="listen", problem="neither a TCP address nor a Unix socket is set"
@@ -337,6 +346,7 @@ class Server:
         return Sources(
             self._cache, self._admissions, rpc_times, __version__, self.settings.placement_policy,
             self._cache.state.clock.wall_ns() / 10**9,
+            connections=lambda: self._connections,
             bulk_connection_count=lambda: self._bulk.connection_count,
             arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
             metadata_commit_count=lambda: metadata.commit_count,
@@ -376,6 +386,13 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, served)
         Reflection((*SERVICES, SERVICE_NAME)).add_to(served)
+
+
+def _connection_limit(settings: Settings) -> int:
+    others = settings.max_bulk_connections + settings.max_local_clients
+    return connection_limit(
+        settings.max_connections, listener_count=max(len(targets(settings)), 1), others=others
+    )
 
 
 async def _load(cache: Cache) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.log_format import TEMPLATE, JsonLines
+from ctxcache.log_format import TEMPLATE, JsonLines, Repeats
 
 SOURCES = Path(__file__).parent.parent / "ctxcache"
 LEVELS = {"debug", "info", "warning", "error", "exception"}
@@ -86,3 +86,30 @@ def test_json_of_others_and_of_failures(logger: tuple[logging.Logger, io.StringI
     assert failure["event"] == "internal_error"
     assert "ValueError: bad" in failure["traceback"]
     assert (audit["subject"], audit["result"]) == ("me=you", "{not json")
+
+
+def test_what_a_library_repeats_is_told_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accept without descriptors fails again and again; our own events all come through."""
+    now_s = [100.0]
+    monkeypatch.setattr("ctxcache.log_format.time.monotonic", lambda: now_s[0])
+    repeats, stream = Repeats(), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(repeats)
+
+    def say(name: str, template: str, *values: object) -> None:
+        handler.handle(logging.LogRecord(name, logging.ERROR, "", 0, template, values, None))
+
+    for i in range(50):
+        say("asyncio", "socket.accept() out of system resource")
+        say("ctxcache.service.bulk", "bulk_accept_failed error=%s", i)
+        say("ctxcache.cache", "path_rests path=%s", i)
+    now_s[0] += 60
+    say("asyncio", "socket.accept() out of system resource")
+
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if "accept" in line] == [
+        "socket.accept() out of system resource",
+        "bulk_accept_failed error=0",
+        "socket.accept() out of system resource (and 49 times more)",
+    ]
+    assert sum("path_rests" in line for line in lines) == 50

@@ -21,6 +21,7 @@ from ctxcache.cli.output import Output
 from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
+from ctxcache.descriptors import raise_limit
 from ctxcache.log_format import log_to
 from ctxcache.malloc import keep_freed_memory
 from ctxcache.privacy import keep_private
@@ -52,6 +53,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     log_to(sys.stderr, level=settings.log_level, is_json=settings.log_format == "json")
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
     keep_freed_memory()
+    raise_limit()
     # Before any thread is begun.
     shorten_time_slices()
     from ctxcache import lifecycle  # noqa: PLC0415  see the module's docstring

@@ -71,6 +71,8 @@ TABLE_FORMAT = 5
 """The newest table format that RocksDB 7 reads as well, so that other tools can open the files."""
 ENTRIES_PER_BATCH = 1024
 TEXT_LOG_COUNT = 4
+OPEN_FILES_LIMIT = 256
+"""Tables that are open at a time: descriptors are reserved for so many."""
 TEXT_LOG_BYTES = 1 << 20
 PROPERTIES = {
     "memtable_bytes": "cur-size-all-mem-tables",
@@ -482,6 +484,7 @@ def _options() -> Options:
     # to open, unless the damage is the torn end that a crash leaves.
     options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
     options.set_paranoid_checks(enabled=True)
+    options.set_max_open_files(OPEN_FILES_LIMIT)
     options.set_write_buffer_size(MEMTABLE_BYTES)
     options.set_max_total_wal_size(LOG_LIMIT_BYTES)
     options.set_compression_type(DBCompressionType.lz4())

@@ -22,6 +22,7 @@ from ctxcache.observe.reading import read_cache
 from ctxcache.observe.samples import Sample, families, taken
 from ctxcache.observe.table import OWN
 from ctxcache.service.admission import Admissions
+from ctxcache.service.connections import Connections
 from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.status import code_name
 
@@ -36,6 +37,7 @@ class Sources:
     version: str
     placement_policy: str
     start_time_s: float
+    connections: Callable[[], Connections]
     bulk_connection_count: Callable[[], int]
     arena_prefaulted_bytes: Callable[[], int]
     metadata_commit_count: Callable[[], int]
@@ -130,6 +132,10 @@ def _calls(sources: Sources) -> Iterator[Sample]:
             ("DRAINING", admission.when_draining),
         ):
             yield Sample("ctxcache_refused_rpcs_total", refusal.count, (sort, reason))
+    connections = sources.connections()
+    yield Sample("ctxcache_connections", connections.count)
+    yield Sample("ctxcache_connection_limit", connections.limit)
+    yield Sample("ctxcache_ended_connections_total", connections.ended_count)
     yield Sample("ctxcache_bulk_connections", sources.bulk_connection_count())
 
 

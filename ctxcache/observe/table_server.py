@@ -15,6 +15,9 @@ CALLS = Group("Calls", (
     gauge("rpc_limit", "rpcs", "The most of a sort that may run.", "For scale only.", "sort"),
     counter("refused_rpcs", "rpcs", "Refused without being decoded, by sort and reason: `TOO_MANY_REQUESTS`, `DRAINING`.", "`TOO_MANY_REQUESTS` grows: raise the limit of that sort if the machine has CPU to spare, else fewer callers.", "sort", "reason"),
     counter("local_operations", "operations", "Local clients' operations, by kind and end (`OK`, or a reason).", "An end other than OK grows: its reason says what.", "operation", "end"),
+    gauge("connections", "connections", "Connections over TCP to gRPC.", "Near `ctxcache_connection_limit`: further ones are closed at once."),
+    gauge("connection_limit", "connections", "The most of one address that the server listens at.", "For scale only."),
+    counter("ended_connections", "connections", "Connections ended because their host had too many.", "It grows: a client leaks connections, or many come by one address; see `max_connections_per_host`."),
     gauge("bulk_connections", "connections", "Connections to the bulk channel.", "At `max_bulk_connections`: further clients use gRPC, which is slower."),
 ))  # fmt: skip
 LEASES = Group("Leases and reservations", (

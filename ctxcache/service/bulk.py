@@ -151,7 +151,7 @@ class BulkChannel:
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
             return
-        if len(self._running) >= self._limit:
+        if len(self._running) >= self._limit and not self._make_way():
             connected.close()
             return
         accepted, ended = _Accepted(connected, self._tls, self._transfers, loop), loop.create_future()
@@ -165,6 +165,15 @@ class BulkChannel:
         self._running[ended] = accepted
         ended.add_done_callback(self._running.pop)
         loop.call_later(BEGIN_TIMEOUT_S, _check_begun, accepted, ended)
+
+    def _make_way(self) -> bool:
+        """End the oldest connection whose peer has not said who it is; False where all have."""
+        silent = next((accepted for accepted in self._running.values() if accepted.is_silent), None)
+        if silent is None:
+            return False
+        silent.has_given_way = True
+        silent.framed_shut()
+        return True
 
 
 class _Accepted:
@@ -180,7 +189,13 @@ class _Accepted:
         self._connected, self._tls, self._transfers, self._loop = connected, tls, transfers, loop
         self._connection: BulkConnection | None = None
         self._is_draining = False
-        self.has_begun = False
+        self.has_begun = self.has_given_way = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its peer has not been let in yet, and was not told to go."""
+        is_known = self._connection is not None and self._connection.is_known
+        return not is_known and not self.has_given_way
 
     def serve(self) -> None:
         """Run to the end; raises nothing."""

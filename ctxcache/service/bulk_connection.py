@@ -59,6 +59,8 @@ class BulkConnection:
         """What it counts as; the event loop's."""
         self.is_draining = False
         self.is_busy = False
+        self.is_known = False
+        """Whether its peer was let in."""
         self._is_unfinished = False
 
     def serve(self) -> None:
@@ -83,6 +85,7 @@ class BulkConnection:
         except CacheError as error:
             self._refuse(error)
             return None
+        self.is_known = True
         welcome = bulk_pb2.BulkWelcome(version=VERSION)
         welcome.idle_timeout.FromSeconds(IDLE_TIMEOUT_S)
         self._framed.send(Kind.WELCOME, welcome.SerializeToString())

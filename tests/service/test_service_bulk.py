@@ -226,6 +226,20 @@ def has_reservations(server: Server, count: int) -> bool:
     return server._cache.writing.reservation_count == count
 
 
+async def test_who_says_nothing_gives_way(server: Server, settings: Settings, client: Client) -> None:
+    """A crowd that never says who it is keeps nobody out who does."""
+    address = ("127.0.0.1", server._bulk.tcp_port)
+    silent = [await asyncio.open_connection(*address) for _ in range(settings.max_bulk_connections)]
+    await until(lambda: server._bulk.connection_count == settings.max_bulk_connections)
+    connection = await Connection.open(client.channel)
+
+    assert await silent[0][0].read() == b""
+    connection.close()
+    for _, writer in silent:
+        writer.close()
+    await until(lambda: server._bulk.connection_count == 0)
+
+
 async def test_transfers_count_as_streams(client: Client, server: Server, settings: Settings) -> None:
     """The bound on what runs at a time holds for both ways together."""
     await client.create("a")
