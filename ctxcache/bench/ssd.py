@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -80,6 +80,7 @@ class Rig:
     model: ModelSpec
     layout: SegmentLayout
     token_count: int
+    session: str = SESSION
 
     @property
     def size_bytes(self) -> int:
@@ -88,10 +89,10 @@ class Rig:
 
     async def create(self) -> None:
         """The empty session, in the place of an earlier one."""
-        if (TENANT, SESSION) in self.cache.state.sessions:
-            await self.cache.sessions.delete(TENANT, SESSION, None)
+        if (TENANT, self.session) in self.cache.state.sessions:
+            await self.cache.sessions.delete(TENANT, self.session, None)
         await self.cache.sessions.create(
-            TENANT, SESSION, model_id=self.model.model_id,
+            TENANT, self.session, model_id=self.model.model_id,
             layout=tuple(spec.stream for spec in self.layout.specs),
             expiration=Expiration(DEFAULT_TTL_NS), is_pinned=False,
         )  # fmt: skip
@@ -158,7 +159,7 @@ async def save(rig: Rig, source: memoryview) -> float:
 
 async def _reserved(rig: Rig, write_offset: int, token_count: int) -> Reservation:
     return await rig.cache.writing.reserve(
-        TENANT, SESSION, fingerprint=rig.model.fingerprint(), write_offset=write_offset, generation=None,
+        TENANT, rig.session, fingerprint=rig.model.fingerprint(), write_offset=write_offset, generation=None,
         token_count=token_count,
     )  # fmt: skip
 
@@ -187,8 +188,8 @@ def _copy(
 
 async def promote(rig: Rig) -> float:
     """Lease all of a session that is only on SSD; seconds until its rows are in the arena, verified."""
-    await rig.cache.sessions.demote(TENANT, SESSION)
-    request = Request(TENANT, SESSION, rig.model.fingerprint(), None)
+    await rig.cache.sessions.demote(TENANT, rig.session)
+    request = Request(TENANT, rig.session, rig.model.fingerprint(), None)
     begin = time.perf_counter()
     lease = await rig.cache.reading.acquire(request)
     taken = time.perf_counter() - begin
@@ -210,23 +211,35 @@ def summary(limit: Sequence[float], ours: Sequence[float], size_bytes: int) -> d
 async def paths_add_up(
     directory: Path, shape: Shape, session_bytes: int, *, path_bps: float = 100e6, round_count: int = 3
 ) -> dict[str, object]:
-    """Speed of one session's promotion and save over 1, 2 and 4 throttled paths, as multiples of one path's."""
-    times: dict[int, tuple[list[float], list[float]]] = {1: ([], []), 2: ([], []), 4: ([], [])}
-    for path_count, (reads, saves) in times.items():
+    """Promotions and saves over 1, 2 and 4 throttled paths, of one session and of as many as there are paths at a time.
+
+    Speeds of all of them together, as multiples of one session's on one path.
+    """
+    times: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+    for path_count, session_count in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 4)):
+        reads, saves = times[path_count, session_count] = ([], [])
+        # Twice what the sessions take: writers beside each other keep below the bound of what is dirty.
         async with opened(
-            directory / "cache", shape, session_bytes, path_count=path_count,
+            directory / "cache", shape, 2 * session_count * session_bytes, path_count=path_count,
             wrap=lambda tier: ThrottledTier(tier, path_bps),
         ) as rig:  # fmt: skip
-            source = memoryview(mmap.mmap(-1, rig.size_bytes))
+            token_count = rig.token_count // session_count // 2
+            rigs = [replace(rig, token_count=token_count, session=f"s{i}") for i in range(session_count)]
+            source = memoryview(mmap.mmap(-1, rigs[0].size_bytes))
             for _ in range(round_count):
-                saves.append(await save(rig, source))
-                reads.append(await promote(rig))
-    one_read, one_save = (median(one) for one in times[1])
+                saves.append(max(await asyncio.gather(*(save(each, source) for each in rigs))))
+                reads.append(max(await asyncio.gather(*(promote(each) for each in rigs))))
+    one_read, one_save = (median(one) for one in times[1, 1])
+
+    def speeds(one_s: float, index: int, *, is_single: bool) -> dict[int, float]:
+        chosen = {key: median(took[index]) for key, took in times.items() if (key[1] == 1) == is_single}
+        return {paths: round(sessions * one_s / took, 2) for (paths, sessions), took in chosen.items()}
+
     return {
         "path_mbps": round(path_bps / 1e6),
-        "read": {n: round(one_read / median(reads), 2) for n, (reads, _) in times.items()},
-        "save": {n: round(one_save / median(saves), 2) for n, (_, saves) in times.items()},
-    }
+        "read_one": speeds(one_read, 0, is_single=True), "read_all": speeds(one_read, 0, is_single=False),
+        "save_one": speeds(one_save, 1, is_single=True), "save_all": speeds(one_save, 1, is_single=False),
+    }  # fmt: skip
 
 
 async def into_huge_pages(

@@ -2,13 +2,17 @@
 
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
 
 from ctxcache.cli.doctor import machine, memory
 from ctxcache.cli.doctor.finding import Status
+from ctxcache.clock import boot_ns
 from ctxcache.config import Settings
+from ctxcache.facts_file import write_facts
+from ctxcache.store_clock import BOOT_ID
 
 
 def test_two_memory_nodes_have_advice(tmp_path: Path) -> None:
@@ -96,3 +100,20 @@ def test_a_memlock_limit_matters_where_there_is_rdma(tmp_path: Path, monkeypatch
     assert (limited.status, plain.status) == (Status.DEGRADED, Status.OK)
     assert "memlock=-1" in limited.advice
     assert memory.locked_memory(tmp_path / "with").found == "unlimited"
+
+
+def test_a_wall_clock_that_was_set_is_told(tmp_path: Path) -> None:
+    """Sessions do not live by it, and whoever looks at times should know."""
+    settings = Settings(data_directory=tmp_path)
+    before = machine.store_time(settings)
+    hour_ns = 3600 * 10**9
+    facts = {
+        "boot_id": BOOT_ID.read_text().strip(), "boot_ns": 0, "time_ns": time.time_ns() - boot_ns() - hour_ns,
+        "wall_ns": 0,
+    }  # fmt: skip
+    write_facts(tmp_path / "CLOCK", facts)
+    after = machine.store_time(settings)
+
+    assert before.status is Status.OK
+    assert after.status is Status.DEGRADED
+    assert "ahead of it" in after.found

@@ -60,6 +60,7 @@ def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     yield machine.memory_nodes()
     yield machine.open_files(settings)
     yield machine.clock()
+    yield machine.store_time(settings)
     yield machine.odd_settings(doubts(settings))
     if settings.listen:
         yield network.listen_address(settings)

@@ -11,9 +11,12 @@ from pathlib import Path
 from ctxcache.cli.doctor.disk import existing
 from ctxcache.cli.doctor.finding import Finding, degraded, ok
 from ctxcache.config import Settings
+from ctxcache.store_clock import StoreClock
 
 NODES = Path("/sys/devices/system/node")
 SWAPS = Path("/proc/swaps")
+FAR_OFF_S = 60.0
+"""Less than this is not worth a word."""
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 BLOCK = Path("/sys/dev/block")
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
@@ -56,15 +59,29 @@ def swap(path: Path = SWAPS) -> Finding:
     return ok("swap", "off", "an arena that stays in memory")
 
 
+def store_time(settings: Settings) -> Finding:
+    """Is the wall clock where the store's time is, which a running server has noted within the last minute."""
+    ahead_s = StoreClock.open(settings.data_directory).wall_ahead_ns() / 1e9
+    if abs(ahead_s) < FAR_OFF_S:
+        return ok("time of the store", "the wall clock's", "the time since boot")
+    found = f"the wall clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} it: it was set, or wrong"
+    return degraded(
+        "time of the store",
+        found,
+        "the store's time, by which sessions live on",
+        "look after the time server",
+    )
+
+
 def clock(source: Path = CLOCK_SOURCE) -> Finding:
-    """Is the clock, by which sessions expire, kept right, and quick to read."""
+    """Is the clock, by which times are told, kept right, and quick to read."""
     is_kept = _is_synchronised()
     kind = source.read_text().strip() if source.is_file() else "unknown"
     found = f"{'synchronised' if is_kept else 'not synchronised'}, source {kind}"
     if kind in SLOW_CLOCKS:
         return degraded("clock", found, "a clock that is slow to read", "boot with clocksource=tsc")
     if not is_kept:
-        advice = "run chrony or systemd-timesyncd: sessions expire by this clock"
+        advice = "run chrony or systemd-timesyncd: times are told and taken by this clock"
         return degraded("clock", found, "this clock as it is", advice)
     return ok("clock", found, "this clock")
 
