@@ -116,6 +116,8 @@ class Rig:
     tenant: str = TENANT
     """Who calls."""
     make_policy: Callable[[], Ranked] = LeastRecentlyUsed
+    crash_count: int = 0
+    """How many crashes the cache is told of."""
     cache: Cache = field(init=False)
     arena: DramArena = field(init=False)
 
@@ -130,7 +132,7 @@ class Rig:
         self.cache = Cache(
             arena=self.arena, ssd=ssd, metadata=metadata, clock=self.clock,
             policy=self.make_policy(), default_expiration=Expiration(DEFAULT_TTL_NS), limits=self.limits,
-            watermarks=self.watermarks, shares=self.shares,
+            watermarks=self.watermarks, shares=self.shares, crash_count=self.crash_count,
         )  # fmt: skip
         await self.cache.open()
         for tenant in {self.tenant, *self.shares.by_tenant}:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from cache_rig import SEGMENT_TOKENS, MemoryRig, Writer, expected
+from cache_rig import SEGMENT_TOKENS, TENANT, MemoryRig, Writer, expected
 
 from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.testing.fakes import Operation
@@ -39,6 +39,88 @@ async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
 
     assert kept == len(first)
     assert await rig.read("a") == expected([*first, *after])
+
+
+async def test_a_record_names_only_what_is_on_disk(rig: MemoryRig, writer: Writer) -> None:
+    """Written down for another reason, a session ends where its last flush ended, and lists no segment behind that."""
+    await rig.create("a")
+    await rig.append("a", writer.make(100), is_durable=True)
+    await rig.append("a", writer.make(100))
+    await rig.cache.sessions.update(TENANT, "a", expiration=None, is_pinned=True)
+    (record,) = rig.metadata.sessions()
+    recorded = {segment.segment_id for segment in rig.metadata.segments()}
+
+    assert (record.log_end, record.live) == (100, ((0, 100),))
+    assert set(record.segment_ids) == recorded
+
+
+async def test_what_is_written_behind_is_durable_to_where_it_was_written(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """A growing tail that is left counts as durable nowhere: not to callers, not in the record."""
+    await rig.create("a")
+    for count in (SEGMENT_TOKENS, 10):
+        await rig.append("a", writer.make(count))
+    await rig.cache.residency.flush(rig.cache.state.session(TENANT, "a"), is_tail_left=True)
+    (record,) = rig.metadata.sessions()
+
+    assert rig.cache.sessions.get(TENANT, "a").durable_token_count == SEGMENT_TOKENS
+    assert record.log_end == SEGMENT_TOKENS
+
+
+async def test_rows_that_were_dropped_while_they_were_written_are_not_recorded(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """A truncation beside a flush: its segments' slots go back, and no record names them."""
+    await rig.create("a")
+    tokens = writer.make(3 * SEGMENT_TOKENS)
+    await rig.append("a", tokens)
+    gate = rig.ssd.hold(Operation.WRITE)
+    flushing = asyncio.ensure_future(rig.flush("a"))
+    await rig.reached(Operation.WRITE)
+    await rig.truncate("a", (SEGMENT_TOKENS, 3 * SEGMENT_TOKENS))
+    gate.set()
+    await flushing
+    await rig.check()
+
+    listed = {segment.segment_id for segment in rig.cache.state.session(TENANT, "a").segments}
+    assert {segment.segment_id for segment in rig.metadata.segments()} == listed
+    assert await rig.read("a") == expected(tokens[:SEGMENT_TOKENS])
+
+
+async def test_slots_of_records_that_could_not_be_changed_stay_taken(rig: MemoryRig, writer: Writer) -> None:
+    """A deletion, or a tail's new place, that was not written down: the old record may be read after the next start."""
+    await rig.create("tail")
+    await rig.append("tail", writer.make(10), is_durable=True)
+    await rig.create("a")
+    await rig.append("a", writer.make(SEGMENT_TOKENS), is_durable=True)
+    await rig.append("tail", writer.make(10))
+    named = {segment.slot for segment in rig.metadata.segments()}
+    gate = rig.ssd.hold(Operation.SYNC)
+    flushing = asyncio.ensure_future(rig.flush("tail"))
+    await rig.reached(Operation.SYNC, 3)
+    rig.metadata.fail("the log is gone")
+    gate.set()
+    with pytest.raises(TierFailure):
+        await flushing
+    with pytest.raises(TierFailure):
+        await rig.cache.residency.departures.remove([rig.cache.state.session(TENANT, "a")])
+
+    assert rig.cache.residency.stranded >= named
+
+
+async def test_no_generation_comes_again_after_a_crash(rig: MemoryRig, writer: Writer) -> None:
+    """What the crash took back had generations too; those that come are above all of them, after each crash."""
+    await rig.create("a")
+    await rig.append("a", writer.make(10), is_durable=True)
+    seen = []
+    for _ in range(3):
+        seen.append((await rig.append("a", writer.make(10))).generation)
+        rig.crash_count += 1
+        await rig.crash()
+        seen.append(rig.cache.sessions.get(TENANT, "a").generation)
+
+    assert seen == sorted(set(seen))
 
 
 async def test_who_stops_waiting_for_a_device_leaves_nothing_behind(rig: MemoryRig, writer: Writer) -> None:

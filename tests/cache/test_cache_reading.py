@@ -204,6 +204,21 @@ async def test_a_session_larger_than_the_arena_is_read_as_a_stream(rig: MemoryRi
     await rig.check()
 
 
+async def test_what_does_not_fit_is_read_from_the_middle_of_its_segments(rig: MemoryRig) -> None:
+    """Past DRAM too, rows that a truncation has left behind others come alone."""
+    await rig.create("big")
+    writer, tokens = Writer(1), []
+    for _ in range(9):
+        tokens += writer.make(SEGMENT_TOKENS)
+        await rig.append("big", tokens[-SEGMENT_TOKENS:], is_durable=True)
+    await rig.truncate("big", *((i * SEGMENT_TOKENS, i * SEGMENT_TOKENS + 5) for i in range(9)))
+    await rig.demote("big")
+
+    left = [token for i, token in enumerate(tokens) if i % SEGMENT_TOKENS >= 5]
+    assert await rig.read("big") == expected(left)
+    await rig.check()
+
+
 async def test_leases_are_bounded(rig: MemoryRig) -> None:
     """A client cannot take memory by acquiring without end."""
     rig.limits = replace(rig.limits, lease_count=3)

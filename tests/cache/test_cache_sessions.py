@@ -11,6 +11,7 @@ from ctxcache.core.expiry import Expiration
 from ctxcache.core.session import Session
 from ctxcache.errors import (
     CapacityExceeded,
+    GenerationMismatch,
     PositionsNotRelocatable,
     SessionAlreadyExists,
     SessionNotFound,
@@ -126,6 +127,28 @@ async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
     assert rig.cache.sessions.lookup(TENANT, "b", MODEL.fingerprint()).reason == "EMPTY"
 
 
+async def test_a_change_that_was_meant_for_another_generation_is_refused(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """Truncation, fork and deletion change nothing when the session has changed since the caller saw it."""
+    await rig.create("a")
+    tokens = writer.make(20)
+    seen = (await rig.append("a", tokens[:10])).generation
+    await rig.append("a", tokens[10:])
+    sessions = rig.cache.sessions
+    for change in (
+        sessions.drop(TENANT, "a", seen, ((0, 5),)),
+        sessions.keep_first(TENANT, "a", seen, 5),
+        sessions.fork(TENANT, "a", "b", seen, token_count=None, expiration=None),
+        sessions.delete(TENANT, "a", seen),
+    ):
+        with pytest.raises(GenerationMismatch):
+            await change
+
+    assert rig.names() == {"a"}
+    assert await rig.read("a") == expected(tokens)
+
+
 async def test_truncation_is_checked_before_anything_changes(rig: MemoryRig, writer: Writer) -> None:
     """A range that is not there drops nothing, also beside one that is."""
     await rig.create("a")
@@ -174,6 +197,20 @@ async def test_absolute_positions_lose_only_their_end(rig: MemoryRig, writer: Wr
         await rig.truncate("a", (2, 5))
 
     assert (await rig.truncate("a", (8, 10), (5, 9))).token_count == 5
+
+
+async def test_a_session_ends_before_the_first_of_its_bad_segments(rig: MemoryRig, writer: Writer) -> None:
+    """Found together, or each by itself: what is behind a gap is of no use, to forks neither."""
+    await rig.create("a")
+    tokens = writer.make(4 * SEGMENT_TOKENS)
+    await rig.append("a", tokens, is_durable=True)
+    await rig.fork("a", "fork")
+    _, second, _, fourth = rig.cache.state.session(TENANT, "a").segments
+    await rig.cache.residency.mending.quarantine({fourth, second})
+
+    for name in ("a", "fork"):
+        assert await rig.read(name) == expected(tokens[:SEGMENT_TOKENS])
+    assert rig.cache.state.counters.corrupt_segment_count == 2
 
 
 async def test_pinned_sessions_are_never_evicted(rig: MemoryRig, writer: Writer) -> None:

@@ -235,6 +235,26 @@ async def test_a_session_created_again_under_its_writer_is_not_touched(
     assert rig.token_count("a") == 0
 
 
+async def test_rows_are_durable_as_they_are_when_they_are_committed(rig: MemoryRig, writer: Writer) -> None:
+    """What lay in a writer's room before, beyond a commit or beyond a mark, is on disk nowhere."""
+    await rig.create("a")
+    tokens = writer.make(3 * SEGMENT_TOKENS)
+    reservation = await rig.reserve("a", len(tokens))
+    rig.place(reservation, 0, tokens[:10])
+    await rig.cache.writing.commit(reservation, 10, is_durable=True, keep_open=True)
+    (segment,) = rig.metadata.segments()
+    assert segment.identity.token_count == 10
+    rig.place(reservation, 10, tokens[10 : SEGMENT_TOKENS + 6])
+    await rig.mark_written(reservation, SEGMENT_TOKENS + 6)
+    await rig.cache.residency.drain()
+    rig.place(reservation, SEGMENT_TOKENS + 6, tokens[SEGMENT_TOKENS + 6 :])
+    await rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    await rig.crash()
+
+    assert await rig.read("a") == expected(tokens)
+    await rig.check()
+
+
 @pytest.mark.parametrize("is_marked", [False, True])
 async def test_a_writer_whose_prefix_was_lost_commits_nothing(
     disk_rig: DiskRig, writer: Writer, *, is_marked: bool
@@ -308,6 +328,8 @@ async def test_what_a_writer_asks_for_is_checked(rig: MemoryRig, writer: Writer)
     for token_count in (9, 16):
         with pytest.raises(InvalidArgument):
             await commit(rig, reservation, token_count)
+        with pytest.raises(InvalidArgument):
+            await rig.mark_written(reservation, token_count)
     for attempt in (rig.truncate("a", (0, 1)), rig.fork("a", "b"), rig.delete("a")):
         with pytest.raises(WriteInProgress):
             await attempt

@@ -11,6 +11,7 @@ from cache_rig import LAYOUT, SEGMENT_TOKENS, DiskRig, MemoryRig, Writer, expect
 from ctxcache.cache.scrubbing import Bad
 from ctxcache.core.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
+from ctxcache.format.slot import Slot
 from ctxcache.testing.fakes import Operation
 
 PLANTED = 100
@@ -89,6 +90,31 @@ async def test_a_bad_place_is_kept_from_use_until_it_is_tested(disk_rig: DiskRig
     assert released == (1, 0)
     assert not disk_rig.cache.residency.quarantined
     assert disk_rig.cache.residency.ssd.used_bytes == used_bytes - LAYOUT.size_bytes
+    await disk_rig.close()
+    await disk_rig.open()
+    assert not disk_rig.cache.residency.quarantined
+
+
+async def test_a_place_that_keeps_nothing_stays_bad(
+    disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gives back other bytes than it was given is not used again, however often it is tested."""
+    await disk_rig.create("a")
+    await disk_rig.append("a", Writer(1).make(100), is_durable=True)
+    await disk_rig.demote("a")
+    victim = next(s for s in disk_rig.cache.state.segments.values() if s.begin == SEGMENT_TOKENS)
+    slot = victim.ssd
+    damage(disk_rig, victim, LAYOUT.offsets[1])
+    await scrub(disk_rig)
+    write = disk_rig.ssd.write
+
+    async def write_other_bytes(slot: Slot, begin: int, data: memoryview, **named: object) -> None:
+        await write(slot, begin, memoryview(bytearray(len(data))), **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk_rig.ssd, "write", write_other_bytes)
+
+    assert await disk_rig.cache.scrubbing.release() == (0, 1)
+    assert disk_rig.cache.residency.quarantined == {slot}
 
 
 async def test_one_pass_at_a_time(disk_rig: DiskRig) -> None:

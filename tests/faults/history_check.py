@@ -91,7 +91,7 @@ class State(NamedTuple):
     `uid` is empty until somebody is told, `generation` -1 (then it is `least` or more). `cuts`: token counts
     that a crash may cut it to. `stale`: what a crash may leave besides, of changes that nobody was told of. `due`:
     not before, and not after which moment it expires; `is_over`: somebody was told that it has. A fork begins with
-    tokens of negative tags, until they are read: `bound` says what was read.
+    tokens of negative tags, until they are read: `bound` says what was read, and `lent` what its own forks began with.
     """
 
     is_there: bool = False
@@ -105,6 +105,7 @@ class State(NamedTuple):
     due: tuple[int, int] = (NEVER_NS, NEVER_NS)
     stale: frozenset[Image | None] = frozenset()
     bound: Bound = ()
+    lent: tuple[tuple[int, Runs], ...] = ()
 
     def images(self) -> frozenset[Image | None]:
         """What a crash may leave."""
@@ -136,6 +137,7 @@ class Op:
     runs: Runs = ()
     begin: int = 0
     known: Bound = ()
+    tag: int = 0
     sinks: int = 0
     ttl_ns: int = 0
     due: tuple[int, int] = (NEVER_NS, NEVER_NS)
@@ -153,6 +155,7 @@ class Outcome:
     problem: str = ""
     step_count: int = 0
     bound: Bound = ()
+    lent: tuple[tuple[int, Runs], ...] = ()
 
 
 class Model:
@@ -211,7 +214,7 @@ class Model:
         stale = frozenset() if op.is_known else state.images()
         yield State(
             is_there=True, uid=op.uid, runs=op.runs, cuts=(count_of(op.runs),), ttl_ns=op.ttl_ns, due=due, stale=stale,
-            bound=state.bound,
+            bound=state.bound, lent=state.lent,
         )  # fmt: skip
 
     def append(self, state: State, op: Op) -> Iterator[State]:
@@ -245,7 +248,9 @@ class Model:
     def delete(self, state: State, op: Op) -> Iterator[State]:
         """It is gone."""
         if self._is_live(state, op):
-            yield State(stale=frozenset() if op.is_known else state.images(), bound=state.bound)
+            yield State(
+                stale=frozenset() if op.is_known else state.images(), bound=state.bound, lent=state.lent
+            )
 
     def flush(self, state: State, op: Op) -> Iterator[State]:
         """What was committed is durable."""
@@ -263,21 +268,22 @@ class Model:
                 return
             runs = joined((*cut(state.runs, 0, index), *found[0], *cut(state.runs, index + count, total)))
             state = state._replace(runs=runs, bound=state.bound + found[1])
-        yield self._touched(state._replace(cuts=(total,)), op)
+        lent = (*state.lent, (op.tag, cut(state.runs, 0, op.count)))
+        yield self._touched(state._replace(cuts=(total,), lent=lent), op)
 
     def crash(self, state: State, _: Op) -> Iterator[State]:
         """The server has ended where it stood. Generations go on above all that were told."""
         known = max(state.generation, state.least)
         for image in state.images():
             if image is None:
-                yield State(bound=state.bound)
+                yield State(bound=state.bound, lent=state.lent)
             else:
                 is_same = image.uid == state.uid and image.runs == state.runs
                 # Accesses are written down now and then.
                 due = (0 if image.ttl_ns else image.due[0], image.due[1])
                 yield State(
                     is_there=True, uid=image.uid, runs=image.runs, cuts=(count_of(image.runs),),
-                    least=known + (not is_same), ttl_ns=image.ttl_ns, due=due, bound=state.bound,
+                    least=known + (not is_same), ttl_ns=image.ttl_ns, due=due, bound=state.bound, lent=state.lent,
                 )  # fmt: skip
 
     def ended(self, state: State, _: Op) -> Iterator[State]:
@@ -346,7 +352,9 @@ class Search:
         while stack:
             mask, state = stack.pop()
             if mask & goal == goal:
-                return Outcome(is_linearizable=True, step_count=self.step_count, bound=state.bound)
+                return Outcome(
+                    is_linearizable=True, step_count=self.step_count, bound=state.bound, lent=state.lent
+                )
             if (mask, state) in tried:
                 continue
             tried.add((mask, state))

@@ -11,9 +11,11 @@ Exit codes: 0 all are noticed, 1 some survived, 2 usage or tables that do not ap
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
+
 from tests.mutants.table import ROOT, Mutant, TableError, check, load
 
 GOOD, SURVIVED, UNUSABLE, UNCHANGED_FAILS = 0, 1, 2, 3
@@ -31,6 +35,10 @@ JOBS = 2
 TEST_TIMEOUT_S = 60
 """Of one test. The longest takes a few seconds."""
 RUN_TIMEOUT_S = 600
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["pytest", "hypothesis", "grpc.aio", "numpy", "pydantic_settings", "rocksdict", "typer"]
+)
 _PASSED, _FAILED, _COLLECTION_FAILED = 0, 1, 2
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -70,19 +78,16 @@ class Tree:
 
     def test(self, tests: Sequence[str]) -> tuple[int | None, str]:
         """Run tests until the first one fails; pytest's exit code (None: out of time) and what it printed."""
-        command = [
-            sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
-            "-p", "no:xdist", "-p", "no:cov", f"--timeout={TEST_TIMEOUT_S}", "--hypothesis-seed=0", *tests,
-        ]  # fmt: skip
-        environment = os.environ | {"PYTHONPATH": str(self.root)}
-        try:
-            done = subprocess.run(
-                command, cwd=self.root, env=environment, capture_output=True, text=True,
-                timeout=RUN_TIMEOUT_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return None, ""
-        return done.returncode, done.stdout + done.stderr
+        said = self.root / ".pytest.out"
+        run = _CONTEXT.Process(target=_run_tests, args=(self.root, said, list(tests)))
+        run.start()
+        run.join(RUN_TIMEOUT_S)
+        if run.exitcode is None and run.pid is not None:
+            # With all that the tests have started: it leads their group.
+            os.killpg(run.pid, signal.SIGKILL)
+            run.join()
+            return None, said.read_text()
+        return run.exitcode, said.read_text()
 
     def judge(self, mutant: Mutant, *, is_first_only: bool) -> Verdict:
         """Make the mutant, test it and unmake it. Raises TableError for one that does not even import."""
@@ -119,6 +124,25 @@ class Tree:
         return "survived", ""
 
 
+def _run_tests(root: Path, said: Path, tests: Sequence[str]) -> None:
+    """Run pytest in the tree at `root`, in a process forked from one that has imported what no mutant changes."""
+    os.setsid()
+    fd = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root)
+    sys.path[:] = [str(root), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("ctxcache", "gpu_worker", "tests")]:
+        del sys.modules[name]
+    sys.exit(
+        pytest.main([
+            "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov",
+            f"--timeout={TEST_TIMEOUT_S}", "--hypothesis-seed=0", *tests,
+        ])
+    )  # fmt: skip
+
+
 def judge_all(
     mutants: Sequence[Mutant], *, job_count: int, is_first_only: bool
 ) -> tuple[list[Verdict], list[str]]:
@@ -129,7 +153,7 @@ def judge_all(
         trees: SimpleQueue[Tree] = SimpleQueue()
         for i in range(job_count):
             trees.put(Tree(Path(directory) / str(i)))
-        if failure := _unchanged(trees, mutants):
+        if failure := _unchanged(trees, mutants, job_count):
             return [], [failure]
 
         def judge(mutant: Mutant) -> Verdict:
@@ -153,16 +177,22 @@ def judge_all(
     return [verdicts[mutant.name] for mutant in mutants if mutant.name in verdicts], problems
 
 
-def _unchanged(trees: "SimpleQueue[Tree]", mutants: Iterable[Mutant]) -> str | None:
-    """Run every named test without a mutant: one that fails anyway would notice everything."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    whole_files = {test for test in tests if "::" not in test}
-    tree = trees.get()
-    code, output = tree.test(
-        [t for t in tests if t in whole_files or t.partition("::")[0] not in whole_files]
-    )
-    trees.put(tree)
-    return None if code == _PASSED else f"tests fail without any mutant: {output[-2000:]}"
+def _unchanged(trees: "SimpleQueue[Tree]", mutants: Iterable[Mutant], job_count: int) -> str | None:
+    """Run every named test without a mutant, side by side: one that fails anyway would notice everything."""
+    named = {test for mutant in mutants for test in mutant.tests}
+    tests = sorted(t for t in named if "::" not in t or t.partition("::")[0] not in named)
+
+    def run(some: Sequence[str]) -> str | None:
+        tree = trees.get()
+        try:
+            code, output = tree.test(some) if some else (_PASSED, "")
+        finally:
+            trees.put(tree)
+        return None if code == _PASSED else f"tests fail without any mutant: {output[-2000:]}"
+
+    with ThreadPoolExecutor(job_count) as pool:
+        failures = pool.map(run, [tests[i::job_count] for i in range(job_count)])
+    return next(filter(None, failures), None)
 
 
 class Progress:
