@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import logging
 import os
+from pathlib import Path
 
 VARIABLE = "CTXCACHE_MALLOC"
 MMAP_THRESHOLD_BYTES = 32 << 20
@@ -47,23 +48,26 @@ def keep_freed_memory() -> bool:
 
 
 async def give_back_unused() -> None:
-    """Give back, for ever, what was free at two looks; ends by cancellation. A crowd of large requests is over some time."""
-    before_bytes = 0
-    while is_glibc() and not is_set_by_others():
+    """Give back, for ever, what a crowd of large requests has left; ends by cancellation.
+
+    malloc does not say how much of what it holds free has pages. So it is told to give back whenever the process has
+    stayed for two looks at KEPT_BYTES more than it needed before.
+    """
+    needed_bytes = before_bytes = own_bytes()
+    while can_give_back() and not is_set_by_others():
         await asyncio.sleep(LOOK_INTERVAL_S)
-        now_bytes = await asyncio.to_thread(free_bytes)
-        if min(before_bytes, now_bytes) > KEPT_BYTES:
+        now_bytes = own_bytes()
+        if min(before_bytes, now_bytes) > needed_bytes + KEPT_BYTES:
             await asyncio.to_thread(give_back)
-            log.info("memory_given_back free_bytes=%d", now_bytes)
-            now_bytes = 0
-        before_bytes = now_bytes
+            needed_bytes = own_bytes()
+            log.info("memory_given_back before_bytes=%d now_bytes=%d", now_bytes, needed_bytes)
+        before_bytes, needed_bytes = now_bytes, min(needed_bytes, now_bytes)
 
 
-def free_bytes() -> int:
-    """What malloc holds free, in all its arenas."""
-    told = ctypes.CDLL(None).mallinfo2
-    told.restype = _Told
-    return int(told().fordblks)
+def own_bytes() -> int:
+    """Memory that this process has for itself: the arena is not among it."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back() -> None:
@@ -71,20 +75,9 @@ def give_back() -> None:
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
-def is_glibc() -> bool:
-    """Whether malloc is glibc's, and can tell what it holds."""
-    return hasattr(ctypes.CDLL(None), "gnu_get_libc_version") and hasattr(ctypes.CDLL(None), "mallinfo2")
-
-
-class _Told(ctypes.Structure):
-    """See mallinfo2(3)."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    )  # fmt: skip
+def can_give_back() -> bool:
+    """Whether malloc is glibc's."""
+    return hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
 def is_set_by_others() -> bool:

@@ -1,10 +1,13 @@
 """Freed memory is kept where it pays, and left alone where somebody says so."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+from ctxcache.malloc import KEPT_BYTES
 
 REUSE = """
 import resource
@@ -52,3 +55,40 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
 def test_somebody_elses_settings_are_left_alone(setting: dict[str, str]) -> None:
     """An operator who tunes malloc, or says that we must not, is obeyed."""
     assert not run(**setting)[0]
+
+
+GIVE_BACK = """
+import asyncio, json
+from ctxcache import malloc
+from ctxcache.malloc import give_back_unused, keep_freed_memory, own_bytes
+keep_freed_memory()
+malloc.LOOK_INTERVAL_S = 0.01
+async def main():
+    task = asyncio.create_task(give_back_unused())
+    await asyncio.sleep(0)
+    before = own_bytes()
+    crowd = [bytearray(b"x" * 100_000) for _ in range(4000)]
+    kept = crowd[-1]
+    during = own_bytes()
+    del crowd
+    freed = own_bytes()
+    while own_bytes() > before + malloc.KEPT_BYTES:
+        await asyncio.sleep(0.01)
+    print(json.dumps([before, during, freed, own_bytes(), len(kept)]))
+    task.cancel()
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
+@pytest.mark.skipif("glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc only")
+def test_what_a_crowd_has_left_is_given_back() -> None:
+    """Kept at first, for what comes next; not for ever."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    printed = subprocess.run(
+        [sys.executable, "-c", GIVE_BACK], env=clean, check=True, capture_output=True, text=True
+    ).stdout
+    before, during, freed, after, _ = json.loads(printed)
+
+    assert during > before + 400_000_000
+    assert freed > before + KEPT_BYTES
+    assert after <= before + KEPT_BYTES

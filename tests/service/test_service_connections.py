@@ -13,7 +13,7 @@ import pytest
 from server_process import ServerProcess
 from service_rig import Client, all_rows, until
 
-from ctxcache import descriptors, malloc, ports
+from ctxcache import descriptors, ports
 from ctxcache.config import Settings
 from ctxcache.server import Server
 from ctxcache.testing.fakes import FakeClock
@@ -155,15 +155,3 @@ async def test_more_connections_than_descriptors_harm_nothing_that_is_stored(
         url = f"http://{server.ready['metrics_address']}/readyz"
         with await asyncio.to_thread(urllib.request.urlopen, url) as answer:
             assert answer.status == 200
-
-
-def test_free_memory_is_told_and_given_back() -> None:
-    """What was used once is not kept for ever."""
-    if not malloc.is_glibc():
-        pytest.skip("MALLOC IS NOT GLIBC'S")
-    held = [bytes(100_000) for _ in range(2000)]
-    del held[::2]
-    free_bytes = malloc.free_bytes()
-    assert free_bytes > 50_000_000
-    malloc.give_back()
-    del held

@@ -27,13 +27,15 @@ OWN_FILES = 512
 
 def open_files(settings: Settings) -> Finding:
     """May it open as many files as settings admit connections."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OWN_FILES + settings.max_local_clients + settings.max_bulk_connections
+    # A server raises its own limit as far as it may.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = 2 * settings.max_connections + settings.max_local_clients + settings.max_bulk_connections
+    needed = OWN_FILES + connections
     found = (
-        f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} may be open, {needed} are needed at most"
+        f"{'unlimited' if hard == resource.RLIM_INFINITY else hard} may be open, {needed} are needed at most"
     )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        advice = f"raise it to {needed} (ulimit -n, LimitNOFILE=), or lower --max-local-clients and --max-bulk-connections"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        advice = f"raise it to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections, --max-local-clients and --max-bulk-connections"
         return degraded("open files", found, "fewer connections than settings admit", advice)
     return ok("open files", found, "every connection that settings admit")
 
