@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,17 @@ from ctxcache.config import Settings
 from ctxcache.core.segment import Segment
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.portable.exporting import Exporter
+from ctxcache.portable.frame_writer import FrameWriter
+from ctxcache.portable.layout import FILE_ID_BYTES
+from ctxcache.portable.outcomes import Outcome, Status
 from ctxcache.server import Server
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY
 
 NAME = "sessions/a"
+FAR = datetime(2200, 1, 1, tzinfo=UTC)
 WAYS: tuple[Access, ...] = ("local-socket", "local-grpc", "grpc", "bulk")
-FOUND_BAD = (CorruptSegment,)
 
 
 @pytest.fixture
@@ -162,6 +167,40 @@ def test_views_and_files_beside_the_server_are_verified_too(
         check({stream: rows.array(stream) for stream in rows.streams}, 0, 150)
 
     assert counters(live) == (2, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_export_has_no_flipped_byte(
+    live: LiveServer, connect: Callable[[Access], Client], tmp_path: Path, way: Access
+) -> None:
+    """What is written is what was stored; of a session of which memory alone has it, nothing is."""
+    client = connect(way)
+    made(client, 150, DURABILITY_DISK)
+    whole = exported(client, tmp_path / "whole")
+    flip(live, 1, 7)
+    assert exported(client, tmp_path / "flipped") == whole
+    client.append(NAME, OWN, {stream: rows[150:] for stream, rows in make_rows(170).items()})
+    flip(live, 2, 40)
+
+    (outcome,) = outcomes_of(client, tmp_path / "lost")
+    assert outcome.status is Status.FAILED or outcome.token_count == 150
+    assert counters(live) == (1, 1)
+
+
+def exported(client: Client, path: Path) -> bytes:
+    """The file of an export that goes well."""
+    (outcome,) = outcomes_of(client, path)
+    assert (outcome.status, outcome.token_count) == (Status.EXPORTED, 150)
+    return path.read_bytes()
+
+
+def outcomes_of(client: Client, path: Path) -> list[Outcome]:
+    """Export the session; its access times apart, the same rows are the same bytes."""
+    with path.open("wb", buffering=0) as file:
+        writer = FrameWriter(file.fileno(), str(path), bytes(FILE_ID_BYTES), 0)
+        exporter = Exporter(client, writer, lambda *_: None, skips_gone=False)
+        client.update_session(NAME, expire_time=FAR)
+        return list(exporter.export([NAME]))
 
 
 def test_a_byte_that_changes_before_its_first_flush_is_never_made_durable(

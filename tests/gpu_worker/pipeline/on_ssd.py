@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import Cache
 
 from ctxcache.client import Client
+from ctxcache.client.convert import stream_from_wire
 from ctxcache.format.packing import PACKINGS, unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1 import session_pb2
+from ctxcache.v1.arena_pb2 import AcquireLease, Operation, ReleaseLease
 from gpu_worker.direct import storage as storage_module
 from gpu_worker.direct.kvikio_files import DeviceFiles
 from gpu_worker.direct.path import KvikioFound, Wanted
@@ -169,3 +171,16 @@ def flip(path: Path, offset_bytes: int) -> None:
         file.seek(offset_bytes)
         file.write(bytes([byte ^ 1]))
         os.fsync(file.fileno())
+
+
+def flip_in_arena(client: Client, kept: session_pb2.Session, stream: Stream) -> None:
+    """Damage a byte of a stream's first row in shared memory, as a process would that maps it."""
+    attachment = client._attach()
+    assert attachment is not None
+    arena = attachment.arena.writable()
+    assert arena is not None
+    acquire = AcquireLease(session=kept.name, model_fingerprint=kept.model_fingerprint)
+    lease = attachment.stream.carry_out(Operation(acquire_lease=acquire)).lease
+    (chunk,) = (each for each in lease.layout if stream_from_wire(each.stream) == stream)
+    arena[lease.segments[0].offset_bytes + chunk.offset_bytes] ^= 1
+    attachment.stream.send([Operation(release_lease=ReleaseLease(lease_id=lease.lease_id))])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ssd import direct_by, flip, leave, restored, save
+from on_ssd import direct_by, flip, flip_in_arena, leave, restored, save
 from server_process import ServerProcess
 from sessions import Session, contents, saved_session
 from slow_pipelines import SMALL, poisoned_target, slowed
@@ -85,6 +85,23 @@ def test_every_path_restores_the_same(
             assert sum(files.read_count for files in opened) > 0
 
     assert all(is_same(cache, caches["store"]) for cache in caches.values())
+
+
+@pytest.mark.parametrize("way", ["store", "posix", "gds"])
+def test_a_byte_that_changed_in_memory_is_not_restored(
+    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, way: str
+) -> None:
+    """What SSD has takes its place, by every path that finds rows in shared memory."""
+    session, plan = saved()
+    kept = save(client, session, session_id, [StateKind.KV])
+    with slowed(settings=CHUNKS) as pipeline:
+        expected = restored(direct_by(client, "store", monkeypatch)[0], pipeline, session, kept, plan)
+        before = client.stats().mended_segment_count
+        flip_in_arena(client, kept, Stream(1, StateKind.KV))
+        found = restored(direct_by(client, way, monkeypatch)[0], pipeline, session, kept, plan)
+
+    assert is_same(found, expected)
+    assert client.stats().mended_segment_count == before + 1
 
 
 @pytest.mark.parametrize("fault", ["raises", "short"])
