@@ -1,6 +1,8 @@
 """The SSD tier where only a device can show it: full disks, refused syncs, files cut short."""
 
 import asyncio
+import fcntl
+import mmap
 import os
 import re
 import resource
@@ -16,6 +18,7 @@ from ctxcache.clock import Clock
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
+from ctxcache.testing.fakes import FakeClock
 from ctxcache.testing.tiers import buffer
 from ctxcache.tiers.base import Refusal
 from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
@@ -277,3 +280,47 @@ async def test_a_fence_is_for_one_path(open_tier: OpenTier) -> None:
     await tier.sync([1])
 
     assert list(tier.refusals) == [0]
+
+
+async def test_a_device_that_is_gone_is_found_by_a_probe_and_taken_again(tmp_path: Path) -> None:
+    """Reads fail, all of them: it is lost; the same file under its path again: it is not."""
+    place = tmp_path / "ssd"
+    tier = SsdFiles([SsdPath(str(place), 4 * ALIGN_BYTES)])
+    try:
+        await tier.write(Slot(0, 0, ALIGN_BYTES), 0, page := memoryview(mmap.mmap(-1, ALIGN_BYTES)))
+        file = tier._files[0]
+        kept, file._fd = file._fd, os.open("/dev/null", os.O_WRONLY)
+        place.rename(tmp_path / "away")
+        await tier.probe()
+        lost = tier.refusals
+        (tmp_path / "away").rename(place)
+        fcntl.flock(kept, fcntl.LOCK_UN)
+        file.health.fence("a write: no")
+        await tier.probe()
+        await tier.read(Slot(0, 0, ALIGN_BYTES), 0, page)
+        found = tier.refusals
+        os.close(kept)
+    finally:
+        tier.close()
+
+    assert lost[0].is_lost
+    assert found == {0: Refusal("a write: no", is_final=True)}
+
+
+async def test_a_path_whose_directory_was_moved_takes_no_writes_until_it_is_back(tmp_path: Path) -> None:
+    """A restart would not find them; what is there is read meanwhile."""
+    place = tmp_path / "ssd"
+    tier = SsdFiles([SsdPath(str(place), 4 * ALIGN_BYTES)], clock=(clock := FakeClock()))
+    page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+    try:
+        place.rename(tmp_path / "away")
+        await tier.probe()
+        with pytest.raises(TierFailure, match="not at its path any more"):
+            await tier.write(Slot(0, 0, ALIGN_BYTES), 0, page)
+        await tier.read(Slot(0, 0, ALIGN_BYTES), 0, page)
+        (tmp_path / "away").rename(place)
+        clock.advance(seconds=10)
+        await tier.probe()
+        await tier.write(Slot(0, 0, ALIGN_BYTES), 0, page)
+    finally:
+        tier.close()
