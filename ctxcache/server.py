@@ -368,8 +368,12 @@ class Server:
             lambda: self.storage.arena.prefaulted_bytes, self.settings.placement_policy,
         )  # fmt: skip
         served = self._ports.server
-        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(self._cache), served)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._cache), served)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(
+            SessionService(self._cache, self._local_turns), served
+        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(self._cache, self._local_turns), served
+        )
         local_clients = self._admissions.local_clients
         arena_service = ArenaService(
             self._cache, self._arena, local_clients, self._local_turns, is_sealed=self.settings.arena_sealed

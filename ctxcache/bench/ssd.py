@@ -93,7 +93,7 @@ class Rig:
             await self.cache.sessions.delete(TENANT, self.session, None)
         await self.cache.sessions.create(
             TENANT, self.session, model_id=self.model.model_id,
-            layout=tuple(spec.stream for spec in self.layout.specs),
+            layout=self.layout.outline.ranges,
             expiration=Expiration(DEFAULT_TTL_NS), is_pinned=False,
         )  # fmt: skip
 

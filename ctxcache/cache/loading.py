@@ -15,7 +15,7 @@ from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.core.usage import Use
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Stream, ranges_of
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,12 @@ class _Loader:
         self._metadata = metadata
         self._repairs = Changes()
         self._layouts: dict[tuple[bytes, tuple[Stream, ...]], SegmentLayout] = {}
-        self._fingerprints: dict[tuple[str, str], bytes] = {}
 
     def load(self) -> Changes:
         """See the module's."""
         state = self._state
-        state.models = {(m.tenant, m.spec.model_id): m for m in self._metadata.models()}
-        self._fingerprints = {key: model.spec.fingerprint() for key, model in state.models.items()}
+        for model in self._metadata.models():
+            state.add_model(model)
         listings = list(self._sessions())
         self._load_segments({i: session for session, segment_ids in listings for i in segment_ids})
         # In the order of their accesses, as policies hear of them.
@@ -99,10 +98,9 @@ class _Loader:
         self._repairs.sessions.append(record_of(session))
 
     def _session(self, record: SessionRecord, model: ModelRecord) -> Session:
-        fingerprint = self._fingerprints[model.tenant, model.spec.model_id]
         return Session(
             uid=record.uid, tenant=model.tenant, session_id=record.session_id, model_id=model.spec.model_id,
-            model_fingerprint=fingerprint, layout=self._layout(record, model, fingerprint),
+            model_fingerprint=model.fingerprint, layout=self._layout(record, model),
             expiration=Expiration(record.ttl_ns, record.expire_time_ns),
             create_time_ns=record.create_time_ns, access_time_ns=record.access_time_ns,
             expire_time_ns=record.expire_time_ns, is_pinned=record.is_pinned, live=record.live,
@@ -110,10 +108,11 @@ class _Loader:
             log_end=record.log_end, recorded_end=record.log_end, durable_end=record.log_end,
         )  # fmt: skip
 
-    def _layout(self, record: SessionRecord, model: ModelRecord, fingerprint: bytes) -> SegmentLayout:
-        key = (fingerprint, record.layout)
+    def _layout(self, record: SessionRecord, model: ModelRecord) -> SegmentLayout:
+        # By its streams, which records share: making ranges of them takes a while.
+        key = (model.fingerprint, record.layout)
         if key not in self._layouts:
-            self._layouts[key] = SegmentLayout(model.spec.resolve(record.layout))
+            self._layouts[key] = self._state.layout(model, ranges_of(record.layout))
         return self._layouts[key]
 
 

@@ -1,9 +1,15 @@
 """Models: registered once, never changed."""
 
+import asyncio
+from bisect import bisect_right
+
 from ctxcache.cache.state import State
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, TooManyRequests
 from ctxcache.format.model import ModelSpec
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
+
+Registered = ModelRecord
+"""A model, as services see it."""
 
 
 class Models:
@@ -18,24 +24,36 @@ class Models:
 
         Raises ModelFingerprintMismatch, CapacityExceeded, TierFailure.
         """
+        made = ModelRecord(tenant, spec, self._state.clock.wall_ns())
+        fingerprint = made.fingerprint
+        # To make that of a large model took as long as others should wait.
+        await asyncio.sleep(0)
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
             limit = self._state.limits.model_count
-            own = sum(owner == tenant for owner, _ in self._state.models)
+            own = len(self._state.model_ids.get(tenant, ()))
             if self._state.limits.bound(limit).is_reached(len(self._state.models), own):
                 raise TooManyRequests(what="models", limit=limit)
+            self._check_streams(tenant, len(spec.streams))
             self._metadata.check()
-            known = ModelRecord(tenant, spec, self._state.clock.wall_ns())
-            self._state.models[tenant, spec.model_id] = known
-        elif known.spec.fingerprint() != spec.fingerprint():
+            known = made
+            self._state.add_model(known)
+        elif known.fingerprint != fingerprint:
             raise ModelFingerprintMismatch(
                 model=f"models/{spec.model_id}",
-                actual=known.spec.fingerprint().hex(),
-                expected=spec.fingerprint().hex(),
+                actual=known.fingerprint.hex(),
+                expected=fingerprint.hex(),
             )
         # Also when it was known: another call may still be waiting for its commit.
         await self._metadata.commit(Changes(models=[known]), is_durable=True)
         return known
+
+    def _check_streams(self, tenant: str, more: int) -> None:
+        limit, counts = self._state.limits.model_stream_count, self._state.model_streams
+        # As if one stream were added to what the others of this model make it already.
+        taken, own = sum(counts.values()) + more - 1, counts[tenant] + more - 1
+        if self._state.limits.bound(limit).is_reached(taken, own):
+            raise TooManyRequests(what="streams of models", limit=limit)
 
     def get(self, tenant: str, model_id: str) -> ModelRecord:
         """One model. Raises ModelNotFound."""
@@ -47,10 +65,11 @@ class Models:
         if count := self._state.model_sessions[tenant, model_id]:
             raise InvalidArgument(field="name", problem=f"{count} sessions are of models/{model_id}")
         self._metadata.check(is_growing=False)
-        del self._state.models[tenant, model_id]
+        self._state.remove_model(tenant, model_id)
         await self._metadata.commit(Changes(deleted_models=[(tenant, model_id)]), is_durable=True)
 
     def list(self, tenant: str, *, after: str, limit: int) -> list[ModelRecord]:
         """Up to `limit` models with ids greater than `after`, by id."""
-        ids = sorted(model_id for owner, model_id in self._state.models if owner == tenant)
-        return [self._state.models[tenant, i] for i in ids if i > after][:limit]
+        ids = self._state.model_ids.get(tenant, [])
+        begin = bisect_right(ids, after)
+        return [self._state.models[tenant, i] for i in ids[begin : begin + limit]]

@@ -8,7 +8,7 @@ from itertools import groupby
 from ctxcache.cache.state import State
 from ctxcache.core.session import Session
 from ctxcache.core.throughput import Throughput
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import StreamRange
 
 LAYOUTS_LIMIT = 256
 """Layouts whose runs of layers are kept ready."""
@@ -58,13 +58,13 @@ def readiness_of(session: Session, state: State, promotions: Throughput) -> Read
     """Where the session's state is now. Takes a time that does not grow with the session's tokens or layers."""
     missing = missing_bytes(session)
     model = state.model(session.tenant, session.model_id)
-    runs = _runs(tuple(session.layout.index), model.spec.layer_count)
+    runs = _runs(session.layout.outline.ranges, model.spec.layer_count)
     return Readiness(session.token_count, runs, missing, promotions.time_s(missing) if missing else 0.0)
 
 
 @lru_cache(maxsize=LAYOUTS_LIMIT)
-def _runs(streams: tuple[Stream, ...], layer_count: int) -> tuple[LayerRun, ...]:
-    stored = {stream.layer for stream in streams}
+def _runs(ranges: tuple[StreamRange, ...], layer_count: int) -> tuple[LayerRun, ...]:
+    stored = {layer for item in ranges for layer in range(item.layer_begin, item.layer_end)}
     groups = groupby(range(layer_count), key=lambda layer: layer in stored)
     runs = [(is_stored, list(layers)) for is_stored, layers in groups]
     return tuple(LayerRun(layers[0], layers[-1] + 1, is_stored) for is_stored, layers in runs)

@@ -37,7 +37,7 @@ from ctxcache.errors import (
 )
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import StateKind, Stream, StreamRange
 from ctxcache.format.sums import Sums
 
 LEASE_LIFETIME_NS = 300 * 10**9
@@ -246,9 +246,9 @@ class Reading:
 
     @asynccontextmanager
     async def stream(
-        self, request: Request, streams: Sequence[Stream]
+        self, request: Request, streams: Sequence[StreamRange]
     ) -> AsyncIterator[tuple[Lease, Sequence[Stream], AsyncIterator[Rows]]]:
-        """Read streams one after the other, tokens ascending; an empty list means all.
+        """Read streams one after the other, tokens ascending; no ranges mean all.
 
         Raises as `acquire` does, InvalidArgument (a stream the session does not store), but never
         CapacityExceeded: what does not fit into DRAM is read past it. The rows raise
@@ -471,9 +471,15 @@ def _check_there(piece: Piece) -> Sums:
     return segment.settled
 
 
-def _chosen(view: SessionView, streams: Sequence[Stream]) -> Sequence[Stream]:
-    stored = [spec.stream for spec in view.layout.specs]
-    for stream in streams:
-        if stream not in stored:
-            raise InvalidArgument(field="streams", problem=f"{view.name} does not store {stream}")
-    return sorted(set(streams)) if streams else stored
+def _chosen(view: SessionView, ranges: Sequence[StreamRange]) -> Sequence[Stream]:
+    """The streams in these ranges, in storage order."""
+    if not ranges:
+        return tuple(view.layout.index)
+    layers: dict[StateKind, set[int]] = {}
+    for kind, begin, end in ranges:
+        layers.setdefault(kind, set()).update(range(begin, end))
+    chosen = [stream for stream in view.layout.index if stream.layer in layers.get(stream.kind, ())]
+    if len(chosen) < sum(map(len, layers.values())):
+        missing = next(s for item in ranges for s in item.streams() if s not in view.layout.index)
+        raise InvalidArgument(field="streams", problem=f"{view.name} does not store {missing}")
+    return chosen

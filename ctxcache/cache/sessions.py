@@ -7,7 +7,7 @@ between check and change.
 import asyncio
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -33,14 +33,14 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import StreamRange
 from ctxcache.metadata.base import Changes, MetadataStore
 
 NAMES_PER_TURN = 256
 """Sessions that a listing looks at before others have their turn: half a millisecond."""
 SESSIONS_PER_COMMIT = 64
-SEGMENTS_PER_COMMIT = 4096
-"""What one commit of upkeep takes at most, and at least one session: a few milliseconds of the loop."""
+PARTS_PER_COMMIT = 4096
+"""Sessions, and segments and streams of them, that one commit of upkeep takes at most; one session at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Sessions:
         self.default_expiration = default
 
     async def create(
-        self, tenant: str, session_id: str, *, model_id: str, layout: Iterable[Stream],
+        self, tenant: str, session_id: str, *, model_id: str, layout: Sequence[StreamRange],
         expiration: Expiration | None, is_pinned: bool,
     ) -> SessionView:  # fmt: skip
         """Create an empty session; an empty id means one of our choice.
@@ -77,11 +77,11 @@ class Sessions:
         self._metadata.check()
         model = self._state.model(tenant, model_id)
         try:
-            specs = model.spec.resolve(layout)
+            made = self._state.layout(model, layout)
         except KeyError as error:
             raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
         session = self._blank(
-            tenant, session_id, model_id, model.spec.fingerprint(), SegmentLayout(specs),
+            tenant, session_id, model_id, model.fingerprint, made,
             expiration or self.default_expiration,
         )  # fmt: skip
         session.is_pinned = is_pinned
@@ -97,25 +97,27 @@ class Sessions:
         self._state.accesses.found(LOOKUP, view, Call.GET, tokens=view.token_count)
         return view
 
-    async def list(self, tenant: str, *, after: str, limit: int, model_id: str) -> list[SessionView]:
-        """Up to `limit` sessions with ids greater than `after`, by id; of one model unless `model_id` is empty.
+    async def list(self, tenant: str, *, after: str, model_id: str) -> AsyncGenerator[SessionView]:
+        """Sessions with ids greater than `after`, by id; of one model unless `model_id` is empty.
 
         Others have their turn in between: what is created or deleted meanwhile may be listed or not.
         """
-        now_ns, names = self._state.clock.now_ns(), self._state.names.get(tenant, [])
-        found: list[SessionView] = []
-        while len(found) < limit:
+        now_ns = self._state.clock.now_ns()
+        while True:
+            names = self._state.names.get(tenant, [])
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
-            for session in (self._state.sessions[tenant, name] for name in some):
-                if session.expire_time_ns > now_ns and model_id in ("", session.model_id):
+            for name in some:
+                session = self._state.sessions.get((tenant, name))
+                if session is None or session.expire_time_ns <= now_ns:
+                    continue
+                if model_id in ("", session.model_id):
                     self._state.reckon(session)
-                    found.append(session.view())
+                    yield session.view()
             if len(some) < NAMES_PER_TURN:
-                break
+                return
             after = some[-1]
             await asyncio.sleep(0)
-        return found[:limit]
 
     async def update(
         self, tenant: str, session_id: str, *, expiration: Expiration | None, is_pinned: bool | None
@@ -163,8 +165,9 @@ class Sessions:
         """
         session = self._state.session(tenant, session_id)
         self._check_change(session, generation)
-        for begin, end in dropped:
-            session.check_range(begin, end)
+        if any(not 0 <= begin <= end <= session.token_count for begin, end in dropped):
+            for begin, end in dropped:
+                session.check_range(begin, end)
         indexes = ranges.normalise(list(dropped))
         self._check_relocatable(session, indexes)
         kept = ranges.subtract(session.live, ranges.select_all(session.live, indexes))
@@ -286,11 +289,11 @@ class Sessions:
 
     def _some_touched(self) -> Sequence[Session]:
         some: list[Session] = []
-        segment_count = 0
+        part_count = 0
         for uid in islice(self._state.touched, SESSIONS_PER_COMMIT):
             some.append(self._state.by_uid[uid])
-            segment_count += len(some[-1].segments)
-            if segment_count >= SEGMENTS_PER_COMMIT:
+            part_count += len(some[-1].segments) + len(some[-1].layout.specs)
+            if part_count >= PARTS_PER_COMMIT:
                 break
         return some
 
@@ -316,8 +319,8 @@ class Sessions:
 
         Raises TierFailure.
         """
-        for begin in range(0, len(gone), SEGMENTS_PER_COMMIT):
-            some = {s for s in gone[begin : begin + SEGMENTS_PER_COMMIT] if s.session_count}
+        for begin in range(0, len(gone), PARTS_PER_COMMIT):
+            some = {s for s in gone[begin : begin + PARTS_PER_COMMIT] if s.session_count}
             cut, dead = self._residency.mending.cut(some, Event.DEVICE_LOST, why)
             await self._departures.write_down(cut, dead=dead)
 

@@ -5,8 +5,9 @@ Nothing here awaits or does I/O. `loading.py` fills it from the records.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from ctxcache.cache.accesses import Accesses
 from ctxcache.cache.placement import Placement
@@ -29,6 +30,8 @@ from ctxcache.core.session import Session
 from ctxcache.core.unwritten import Unwritten
 from ctxcache.core.usage import Usage
 from ctxcache.errors import ModelNotFound, SessionNotFound
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import TOKENS_RANGE, StreamRange
 from ctxcache.metadata.base import ModelRecord, SessionRecord
 from ctxcache.spans import NO_SPANS, Spans
 
@@ -71,6 +74,13 @@ class State:
         self.expiry = ExpiryQueue()
         self.counters, self.seen = Counters(), Observations()
         self.models: dict[tuple[str, str], ModelRecord] = {}
+        self.model_ids: dict[str, list[str]] = {}
+        """Model ids of each tenant, in order."""
+        self.model_streams: Counter[str] = Counter()
+        """Streams of each tenant's models."""
+        self._layouts: WeakValueDictionary[tuple[bytes, tuple[StreamRange, ...]], SegmentLayout] = (
+            WeakValueDictionary()
+        )
         self.sessions: dict[tuple[str, str], Session] = {}
         self.accesses = Accesses(clock, self.sessions)
         self.by_uid: dict[bytes, Session] = {}
@@ -122,6 +132,18 @@ class State:
         kin = (self.by_uid[uid] for uid in home.uids)
         return [session for session in kin if session.lists(segment)]
 
+    def layout(self, model: ModelRecord, ranges: Sequence[StreamRange]) -> SegmentLayout:
+        """Where these of a model's streams lie in a slot, and token ids: one object for all sessions that store the same.
+
+        Raises KeyError(stream) for one that the model does not have.
+        """
+        key = model.fingerprint, tuple(sorted({TOKENS_RANGE, *ranges}))
+        found = self._layouts.get(key)
+        if found is None:
+            streams = (stream for item in ranges for stream in item.streams())
+            found = self._layouts[key] = SegmentLayout(model.spec.resolve(streams))
+        return found
+
     # -- SSD paths that are lost ---------------------------------------------------------------
 
     def lose(self, lost: Mapping[int, str]) -> None:
@@ -169,6 +191,17 @@ class State:
             self.withheld.pop(session.uid, None)
 
     # -- changes -------------------------------------------------------------------------------
+
+    def add_model(self, model: ModelRecord) -> None:
+        """Make a model known."""
+        self.models[model.tenant, model.spec.model_id] = model
+        insort(self.model_ids.setdefault(model.tenant, []), model.spec.model_id)
+        self.model_streams[model.tenant] += len(model.spec.streams)
+
+    def remove_model(self, tenant: str, model_id: str) -> None:
+        """Make a model unknown that no session is of."""
+        self.model_streams[tenant] -= len(self.models.pop((tenant, model_id)).spec.streams)
+        self.model_ids[tenant].remove(model_id)
 
     def add(self, session: Session, *, idle_s: float | None = None) -> None:
         """Make a session known, and its segments referenced; `idle_s`: it was there before, idle for so long."""

@@ -23,7 +23,7 @@ from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.descriptors import raise_limit
 from ctxcache.log_format import log_to
-from ctxcache.malloc import keep_freed_memory
+from ctxcache.malloc import keep_freed_memory, look_once_at_what_stays
 from ctxcache.privacy import keep_private
 from ctxcache.process_memory import check_address_space
 from ctxcache.time_slice import shorten_time_slices
@@ -54,6 +54,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
     keep_freed_memory()
     raise_limit()
+    look_once_at_what_stays()
     # Before any thread is begun.
     shorten_time_slices()
     from ctxcache import lifecycle  # noqa: PLC0415  see the module's docstring

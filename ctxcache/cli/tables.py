@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ctxcache.cli.units import human_duration, human_size, human_time
 from ctxcache.v1.admin_pb2 import PathState, Stats, TenantUse
-from ctxcache.v1.model_pb2 import Dtype, Model, StateKind
+from ctxcache.v1.model_pb2 import Dtype, Model, StateKind, StreamRange
 from ctxcache.v1.session_pb2 import Session, Tier
 
 FINGERPRINT_DIGITS = 12
@@ -25,7 +25,7 @@ def session_grid(session: Session) -> RenderableType:
         ("model", session.model),
         ("tokens", f"{session.token_count}, of which {session.durable_token_count} are durable"),
         ("generation", str(session.generation)),
-        ("layout", _streams((s.kind, s.layer) for s in session.layout)),
+        ("layout", _streams(session.layout)),
         ("created", when(session.create_time)),
         ("last access", when(session.access_time)),
         ("expires", _expiry(session)),
@@ -51,14 +51,14 @@ def sessions_table(sessions: Sequence[Session]) -> RenderableType:
 
 def model_grid(model: Model) -> RenderableType:
     """One model, a line per fact."""
-    per_token_bytes = sum(spec.row_bytes for spec in model.streams)
+    per_token_bytes = sum(spec.row_bytes * _count(spec.streams) for spec in model.streams)
     return grid(
         ("name", model.name),
         ("architecture", model.architecture),
         ("revision", model.revision or "-"),
         ("dtype", _word(Dtype.Name(model.dtype))),
         ("shape", _shape(model)),
-        ("streams", _streams((s.stream.kind, s.stream.layer) for s in model.streams)),
+        ("streams", _streams(spec.streams for spec in model.streams)),
         ("all streams", f"{human_size(per_token_bytes)} per token"),
         ("relocatable", _yes(model.is_relocatable)),
         ("rope", model.rope or "-"),
@@ -73,7 +73,7 @@ def models_table(models: Sequence[Model]) -> RenderableType:
     for model in models:
         rows.add_row(
             model.name, model.architecture, str(model.layer_count), _word(Dtype.Name(model.dtype)),
-            str(len(model.streams)), when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
+            str(sum(_count(spec.streams) for spec in model.streams)), when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
         )  # fmt: skip
     return rows
 
@@ -139,19 +139,28 @@ def table(*titles: str) -> Table:
     return made
 
 
-def _streams(streams: Iterable[tuple[StateKind.ValueType, int]]) -> str:
+def _count(streams: StreamRange) -> int:
+    return streams.layer_end - streams.layer_begin
+
+
+def _streams(ranges: Iterable[StreamRange]) -> str:
     """`tokens, hidden 0-30, kv 31`."""
-    by_kind = groupby(sorted(streams), key=lambda stream: stream[0])
-    return ", ".join(_layers(kind, [layer for _, layer in group]) for kind, group in by_kind) or "-"
+    by_kind = groupby(sorted(ranges, key=lambda r: (r.kind, r.layer_begin)), key=lambda r: r.kind)
+    return ", ".join(_layers(kind, list(group)) for kind, group in by_kind) or "-"
 
 
-def _layers(kind: StateKind.ValueType, layers: Sequence[int]) -> str:
+def _layers(kind: StateKind.ValueType, ranges: Sequence[StreamRange]) -> str:
     word = _word(StateKind.Name(kind))
-    if layers == [-1]:
+    if ranges[0].layer_begin < 0:
         return word
-    # Layers in a row have the same distance to their index.
-    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda it: it[1] - it[0])]
-    return f"{word} {', '.join(str(r[0]) if len(r) == 1 else f'{r[0]}-{r[-1]}' for r in runs)}"
+    runs = [[ranges[0].layer_begin, ranges[0].layer_end]]
+    for each in ranges[1:]:
+        # Streams of different row sizes are ranges of their own, also where their layers follow one another.
+        if each.layer_begin == runs[-1][1]:
+            runs[-1][1] = each.layer_end
+        else:
+            runs.append([each.layer_begin, each.layer_end])
+    return f"{word} {', '.join(str(a) if b - a == 1 else f'{a}-{b - 1}' for a, b in runs)}"
 
 
 def _expiry(session: Session) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.convert import stream_from_wire, stream_to_wire, token_range
+from ctxcache.client.convert import ranges_to_wire, streams_from_wire, token_range
 from ctxcache.client.row_transport import OpenRead, RowTransport
 from ctxcache.client.rows import Piece
 from ctxcache.errors import CacheError, ChecksumMismatch, SessionNotFound, Unavailable
@@ -39,7 +39,7 @@ class ChunkStream:
         self._size_bytes = size_bytes
         self._read = self._open(request)
         self.header = self._read.header
-        self.streams = tuple(map(stream_from_wire, self.header.streams))
+        self.streams = tuple(streams_from_wire(self.header.streams))
         self.begin, self.end = self.header.range.begin, self.header.range.end
         # What has not arrived: the first of these from `_next_token` on, the others whole.
         self._missing = deque(self.streams if self.begin < self.end else ())
@@ -89,7 +89,7 @@ class ChunkStream:
             name=self._request.name,
             model_fingerprint=self._request.model_fingerprint,
             if_generation_match=self.header.session.generation,
-            streams=map(stream_to_wire, streams),
+            streams=ranges_to_wire(streams),
             range=token_range(begin, self.end),
         )
 

@@ -17,7 +17,7 @@ from ctxcache.client.attach import Attachment, LocalAccess, Way
 from ctxcache.client.authorized import TokenFile
 from ctxcache.client.bulk_channel import BulkChannel
 from ctxcache.client.bulk_rows import BulkRows
-from ctxcache.client.convert import stream_from_wire, stream_to_wire, token_range
+from ctxcache.client.convert import ranges_to_wire, streams_from_wire, token_range
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.hints import HintCalls
@@ -189,7 +189,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             name=snapshot.name,
             model_fingerprint=model.fingerprint,
             if_generation_match=if_generation_match,
-            streams=map(stream_to_wire, chosen),
+            streams=ranges_to_wire(chosen),
             range=wanted,
         )
         sizes = {stream: spec.row_bytes for stream, spec in self._specs(snapshot, model).items()}
@@ -235,7 +235,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
 
     def _specs(self, snapshot: Session, model: CallerModel) -> Mapping[Stream, StreamSpec]:
         return self._layouts.get_or_make(
-            snapshot.uid, lambda: model.specs(map(stream_from_wire, snapshot.layout))
+            snapshot.uid, lambda: model.specs(streams_from_wire(snapshot.layout))
         )
 
     def _attach(self) -> Attachment | None:

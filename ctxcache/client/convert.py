@@ -4,14 +4,16 @@ Checks nothing that the server checks. Worst case: a value that the wire cannot 
 InvalidArgument here instead of on the other side.
 """
 
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from itertools import chain
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 from ctxcache.v1 import model_pb2, session_pb2
 
 _NS_PER_S = 1_000_000_000
@@ -50,12 +52,22 @@ def stream_from_wire(name: model_pb2.StreamName) -> Stream:
     return Stream(name.layer, kind)
 
 
+def ranges_to_wire(streams: Iterable[Stream]) -> list[model_pb2.StreamRange]:
+    """Name streams on the wire, each once however often it is named here."""
+    return [_range_to_wire(item) for item in ranges_of(dict.fromkeys(streams))]
+
+
+def streams_from_wire(ranges: Iterable[model_pb2.StreamRange]) -> list[Stream]:
+    """Read streams' names, in storage order. Raises InvalidArgument for a kind that this version does not know."""
+    return sorted(stream for item in ranges for stream in _range_from_wire(item).streams())
+
+
 def model_to_wire(spec: ModelSpec) -> model_pb2.Model:
     """Put a model into the message that registers it."""
     return model_pb2.Model(
         name=f"models/{spec.model_id}",
         dtype=model_pb2.Dtype.ValueType(spec.dtype),
-        streams=map(_spec_to_wire, spec.streams),
+        streams=_specs_to_wire(spec.streams),
         **{name: getattr(spec, name) for name in _PLAIN_FIELDS},
     )
 
@@ -65,7 +77,7 @@ def model_from_wire(model: model_pb2.Model) -> ModelSpec:
     return ModelSpec(
         model_id=model.name.removeprefix("models/"),
         dtype=_dtype(model.dtype),
-        streams=tuple(map(_spec_from_wire, model.streams)),
+        streams=tuple(sorted(chain.from_iterable(map(_specs_from_wire, model.streams)))),
         **{name: getattr(model, name) for name in _PLAIN_FIELDS},
     )
 
@@ -98,16 +110,32 @@ def token_range(begin: int, end: int) -> session_pb2.TokenRange:
     return session_pb2.TokenRange(begin=begin, end=end)
 
 
-def _spec_to_wire(spec: StreamSpec) -> model_pb2.StreamSpec:
-    return model_pb2.StreamSpec(
-        stream=stream_to_wire(spec.stream),
-        row_bytes=spec.row_bytes,
-        dtype=model_pb2.Dtype.ValueType(spec.dtype),
-    )
+def _range_to_wire(item: StreamRange) -> model_pb2.StreamRange:
+    kind = model_pb2.StateKind.ValueType(item.kind)
+    return model_pb2.StreamRange(kind=kind, layer_begin=item.layer_begin, layer_end=item.layer_end)
 
 
-def _spec_from_wire(spec: model_pb2.StreamSpec) -> StreamSpec:
-    return StreamSpec(stream_from_wire(spec.stream), spec.row_bytes, _dtype(spec.dtype))
+def _range_from_wire(item: model_pb2.StreamRange) -> StreamRange:
+    kind = _KINDS.get(item.kind)
+    if kind is None:
+        raise InvalidArgument(field="streams.kind", problem=f"{item.kind} is not known")
+    return StreamRange(kind, item.layer_begin, item.layer_end)
+
+
+def _specs_to_wire(specs: Iterable[StreamSpec]) -> Iterator[model_pb2.StreamSpec]:
+    alike: dict[tuple[int, DType], list[Stream]] = {}
+    for stream, row_bytes, dtype in specs:
+        alike.setdefault((row_bytes, dtype), []).append(stream)
+    for (row_bytes, dtype), streams in alike.items():
+        for item in ranges_of(streams):
+            yield model_pb2.StreamSpec(
+                streams=_range_to_wire(item), row_bytes=row_bytes, dtype=model_pb2.Dtype.ValueType(dtype)
+            )
+
+
+def _specs_from_wire(spec: model_pb2.StreamSpec) -> Iterator[StreamSpec]:
+    dtype = _dtype(spec.dtype)
+    return (StreamSpec(stream, spec.row_bytes, dtype) for stream in _range_from_wire(spec.streams).streams())
 
 
 def _dtype(number: int) -> DType:

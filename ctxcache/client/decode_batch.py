@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
-from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.convert import streams_from_wire
 from ctxcache.client.hold import Moment
 from ctxcache.client.models import CallerModel
 from ctxcache.client.shapes import check_complete, view_rows
@@ -65,7 +65,7 @@ class DecodeBatch:
         self.generations: Numbers = np.array([s.generation for s in sessions], np.int64)
         """Each session's generation after its last commit."""
         self._stream, self._arena, self._model = attachment.stream, arena, model
-        self._specs = model.specs(map(stream_from_wire, sessions[0].layout))
+        self._specs = model.specs(streams_from_wire(sessions[0].layout))
         self._layouts = attachment.layouts
         self._chunks: Mapping[Stream, Chunk] = {}
         self._sessions, self._room_tokens = sessions, room_tokens

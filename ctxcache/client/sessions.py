@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import islice
 
-from ctxcache.client.convert import duration, stream_to_wire, timestamp, token_range
+from ctxcache.client.convert import duration, ranges_to_wire, timestamp, token_range
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream
@@ -39,7 +39,7 @@ class SessionCalls:
         request = session_pb2.CreateSessionRequest(
             session_id=session_id,
             model=model,
-            layout=map(stream_to_wire, layout),
+            layout=ranges_to_wire(layout),
             ttl=duration(ttl_s),
             expire_time=timestamp(expire_time),
             is_pinned=is_pinned,

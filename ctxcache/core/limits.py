@@ -24,6 +24,7 @@ class Bound:
 class Limits:
     """Counts, and shares of the arena in (0, 1]. What goes beyond is refused, with a delay to retry after.
 
+    `model_stream_count`: streams of all models together; each takes some hundred bytes.
     `lease_share`, `reservation_share`: of the arena's bytes that all readers, or all writers, may keep
     from being evicted; `client_share`: that one local client may, as a reader and again as a writer.
     `fragment_count`: runs of tokens that truncation may leave of one session; there is no use in a retry.
@@ -35,6 +36,7 @@ class Limits:
 
     session_count: int = 1 << 20
     model_count: int = 1 << 12
+    model_stream_count: int = 1 << 18
     lease_count: int = 1 << 16
     fragment_count: int = 1 << 12
     lease_share: float = 0.75

@@ -9,10 +9,11 @@ The same layout is used in the arena and on SSD: a flush is one copy-free write.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ctxcache.format.streams import Stream, StreamSpec
+from ctxcache.format.streams import StateKind, Stream, StreamRange, StreamSpec, ranges_of
 
 ALIGN_BYTES = 4096
 SEGMENT_TOKENS = 64
@@ -26,6 +27,14 @@ def align(size_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """A layout in short: its streams as ranges, and the bytes of a token by kind, padding not counted."""
+
+    ranges: tuple[StreamRange, ...]
+    kind_bytes: Mapping[StateKind, int]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SegmentLayout:
     """Offsets of every chunk in a slot. `specs` in storage order; `segment_tokens` rows per chunk."""
 
@@ -35,6 +44,7 @@ class SegmentLayout:
     size_bytes: int = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
     index: dict[Stream, int] = field(init=False, compare=False, repr=False)
+    _outline: Outline | None = field(init=False, compare=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         header_bytes = align(HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * len(self.specs))
@@ -49,6 +59,16 @@ class SegmentLayout:
     def token_bytes(self) -> int:
         """Bytes one token takes over all streams, padding not counted."""
         return sum(spec.row_bytes for spec in self.specs)
+
+    @property
+    def outline(self) -> Outline:
+        """The layout in short, made when first needed."""
+        if self._outline is None:
+            kind_bytes: dict[StateKind, int] = {}
+            for stream, row_bytes, _ in self.specs:
+                kind_bytes[stream.kind] = kind_bytes.get(stream.kind, 0) + row_bytes
+            object.__setattr__(self, "_outline", Outline(tuple(ranges_of(self.index)), kind_bytes))
+        return self._outline  # type: ignore[return-value]  # it was just made
 
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row of `stream`. Raises KeyError(stream)."""

@@ -64,7 +64,8 @@ class ModelSpec:
         """
         known = {spec.stream: spec for spec in self.streams}
         known[TOKENS] = TOKENS_SPEC
-        return tuple(sorted(known[stream] for stream in {TOKENS, *layout}))
+        # In the order given, which mostly is almost theirs: to sort that takes a tenth of the time.
+        return tuple(sorted(known[stream] for stream in dict.fromkeys((TOKENS, *layout))))
 
 
 def decode_model(model_id: str, encoded: bytes) -> ModelSpec:

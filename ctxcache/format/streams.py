@@ -5,6 +5,7 @@ their size and element type, and nothing of what the numbers mean.
 """
 
 import enum
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 TOKENS_LAYER = -1
@@ -71,6 +72,37 @@ class Stream(NamedTuple):
         return "tokens" if self.kind is StateKind.TOKENS else f"layer {self.layer} {self.kind.name.lower()}"
 
 
+class StreamRange(NamedTuple):
+    """Streams of one kind, of layers `[layer_begin, layer_end)`."""
+
+    kind: StateKind
+    layer_begin: int
+    layer_end: int
+
+    def streams(self) -> Iterator[Stream]:
+        """Each of them, by layer."""
+        return (Stream(layer, self.kind) for layer in range(self.layer_begin, self.layer_end))
+
+
+def ranges_of(streams: Iterable[Stream]) -> list[StreamRange]:
+    """Streams, each named once, as few ranges by kind and layer."""
+    layers: dict[StateKind, list[int]] = {}
+    for layer, kind in streams:
+        layers.setdefault(kind, []).append(layer)
+    found: list[StreamRange] = []
+    for kind in sorted(layers):
+        begin = end = None
+        for layer in sorted(layers[kind]):
+            if begin is None or layer != end:
+                if begin is not None and end is not None:
+                    found.append(StreamRange(kind, begin, end))
+                begin = layer
+            end = layer + 1
+        if begin is not None and end is not None:
+            found.append(StreamRange(kind, begin, end))
+    return found
+
+
 class StreamSpec(NamedTuple):
     """A stream a model can save: its name, the bytes of one token's row, and the element type."""
 
@@ -80,4 +112,5 @@ class StreamSpec(NamedTuple):
 
 
 TOKENS = Stream(TOKENS_LAYER, StateKind.TOKENS)
+TOKENS_RANGE = StreamRange(StateKind.TOKENS, TOKENS_LAYER, TOKENS_LAYER + 1)
 TOKENS_SPEC = StreamSpec(TOKENS, TOKEN_ROW_BYTES, DType.INT32)

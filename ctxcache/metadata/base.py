@@ -21,6 +21,14 @@ class ModelRecord:
     tenant: str
     spec: ModelSpec
     create_time_ns: int
+    _fingerprint: bytes = field(init=False, compare=False, repr=False, default=b"")
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of `spec`: made once, when first needed, for it takes a while."""
+        if not self._fingerprint:
+            object.__setattr__(self, "_fingerprint", self.spec.fingerprint())
+        return self._fingerprint
 
 
 class SegmentRecord(NamedTuple):

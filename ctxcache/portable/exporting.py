@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import model_from_wire, stream_from_wire
+from ctxcache.client.convert import model_from_wire, streams_from_wire
 from ctxcache.errors import (
     CacheError,
     GenerationMismatch,
@@ -85,7 +85,7 @@ class Exporter:
             expire_time_ns=session.expire_time.seconds * _NS_PER_S + session.expire_time.nanos,
             is_pinned=session.is_pinned,
             model=model.spec,
-            layout=tuple(map(stream_from_wire, session.layout)),
+            layout=tuple(streams_from_wire(session.layout)),
         )
 
     def _write(self, session: Session, described: Description) -> None:

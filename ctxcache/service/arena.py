@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from ctxcache.cache import Cache
 from ctxcache.service.admission import Admission
+from ctxcache.service.answers import ANSWER_LIMIT_BYTES
 from ctxcache.service.caller import current
 from ctxcache.service.holder import LOOK_INTERVAL_S, Holder
 from ctxcache.service.rpc import Context
@@ -35,15 +36,16 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
             return found
         return arena_pb2.Arena(arena_id=self._arena.arena_id, size_bytes=self._arena.size_bytes)
 
-    async def Access(  # noqa: N802
+    async def Access(  # type: ignore[override]  # noqa: N802  # answers are encoded already
         self, request_iterator: AsyncIterator[arena_pb2.AccessRequest], context: Context
-    ) -> AsyncIterator[arena_pb2.AccessResponse]:
+    ) -> AsyncIterator[bytes]:
         """See the proto."""
         # What is reserved has others' bytes in it, and would be committed unseen.
         current().check_shared_memory()
         holder = Holder(
-            self._cache, tenant_of(context), self._turns, self._admission, may_write=self._may_write()
-        )
+            self._cache, tenant_of(context), self._turns, self._admission, may_write=self._may_write(),
+            answer_limit_bytes=ANSWER_LIMIT_BYTES,
+        )  # fmt: skip
         try:
             async with aclosing(self._until_drained(request_iterator, holder)) as requests:
                 async for request in requests:

@@ -41,7 +41,7 @@ class ReadTransfer:
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)
             self.pieces = held.enter_context(self._reading.lend(lease))
-            self.header = read_header(lease, chosen, self._clock)
+            self.header = read_header(lease, streams, self._clock)
             self._held = held.pop_all()
 
     async def read_past(self, lent: Lent, stream: Stream) -> Summed:

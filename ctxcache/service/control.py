@@ -34,6 +34,8 @@ from ctxcache.v1 import arena_pb2
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+ANSWER_LIMIT_BYTES = 16 << 20
+"""See Holder."""
 UNSENT_LIMIT_BYTES = 1 << 18
 """Answers that a client leaves unread beyond this stop its operations; one batch's may come on top."""
 UNREAD_LIMIT_BYTES = MESSAGE_LIMIT_BYTES + (1 << 16)
@@ -274,7 +276,7 @@ class _Connection(asyncio.Protocol):
         may_write = self._caller.grant.writes_in_place and self._control.write_fd is not None
         self._holder = Holder(
             self._control.cache, self._caller.tenant, self._control.turns, self._control.admission,
-            may_write=may_write,
+            may_write=may_write, answer_limit_bytes=ANSWER_LIMIT_BYTES,
         )  # fmt: skip
         if self._hello_timer is not None:
             self._hello_timer.cancel()
@@ -305,11 +307,11 @@ class _Connection(asyncio.Protocol):
         else:
             self._answer(begun)
 
-    def _finish_later(self, begun: Awaitable[arena_pb2.AccessResponse | None]) -> None:
+    def _finish_later(self, begun: Awaitable[bytes | None]) -> None:
         """Let a task wait for it, answer where there is an answer, and go on then."""
         self._batch = asyncio.get_running_loop().create_task(self._finish(begun))
 
-    async def _finish(self, begun: Awaitable[arena_pb2.AccessResponse | None]) -> None:
+    async def _finish(self, begun: Awaitable[bytes | None]) -> None:
         try:
             response = await begun
         except asyncio.CancelledError:
@@ -332,9 +334,9 @@ class _Connection(asyncio.Protocol):
             self._answer(response)
         self._go_on()
 
-    def _answer(self, response: arena_pb2.AccessResponse) -> None:
+    def _answer(self, response: bytes) -> None:
         assert self._transport is not None  # noqa: S101  # frames come after it was made
-        self._transport.write(encode_frame(Kind.ACCESS, response.SerializeToString()))
+        self._transport.write(encode_frame(Kind.ACCESS, response))
 
 
 def _read(parse: Callable[[bytes], M], message: bytes) -> M:

@@ -1,7 +1,7 @@
 """Between the wire's messages and the cache's facts."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -15,7 +15,16 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.slot import Slot
-from ctxcache.format.streams import TOKENS, TOKENS_SPEC, Stream, StreamSpec
+from ctxcache.format.streams import (
+    TOKENS,
+    TOKENS_SPEC,
+    DType,
+    StateKind,
+    Stream,
+    StreamRange,
+    StreamSpec,
+    ranges_of,
+)
 from ctxcache.service import validate
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 
@@ -26,6 +35,10 @@ COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
 CONSTANTS_LIMIT = 4096
 """Sessions whose unchanging facts are kept ready: a few KiB each."""
+IN_SLOT_LIMIT = 1 << 16
+"""Chunks of layouts whose places are kept ready: some hundred bytes each."""
+SPECS_PER_PAUSE = 128
+"""Streams of a model between two pauses: half a millisecond."""
 RUN_BYTES, SEGMENT_BYTES = 16, 96
 """What a run, and a segment with one run and without checksums, takes in a message at the most."""
 
@@ -47,13 +60,19 @@ def stream_name(stream: Stream) -> model_pb2.StreamName:
     return model_pb2.StreamName(layer=stream.layer, kind=model_pb2.StateKind.ValueType(stream.kind))
 
 
+def stream_range(item: StreamRange) -> model_pb2.StreamRange:
+    """Streams of one kind."""
+    kind = model_pb2.StateKind.ValueType(item.kind)
+    return model_pb2.StreamRange(kind=kind, layer_begin=item.layer_begin, layer_end=item.layer_end)
+
+
 # -- models ---------------------------------------------------------------------------------------
 
 
-def model_spec(model: model_pb2.Model) -> ModelSpec:
-    """A model to register, validated. Raises InvalidArgument."""
+def model_spec(model: model_pb2.Model) -> Generator[None, None, ModelSpec]:
+    """A model to register, validated; pauses now and then. Raises InvalidArgument."""
     within, text = validate.within, validate.text
-    return ModelSpec(
+    spec = ModelSpec(
         model_id=validate.model_id(model.name, "model.name"),
         architecture=text(model.architecture, TEXT_BYTES, "model.architecture", is_required=True),
         revision=text(model.revision, TEXT_BYTES, "model.revision"),
@@ -67,46 +86,73 @@ def model_spec(model: model_pb2.Model) -> ModelSpec:
         rope=text(model.rope, CANONICAL_BYTES, "model.rope"),
         norm=text(model.norm, TEXT_BYTES, "model.norm"),
         is_relocatable=model.is_relocatable,
-        streams=_stream_specs(model.streams),
+        streams=(),
         settings=text(model.settings, CANONICAL_BYTES, "model.settings"),
     )
+    streams = yield from _stream_specs(model.streams)
+    return replace(spec, streams=tuple(streams))
 
 
-def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> tuple[StreamSpec, ...]:
-    validate.within(len(specs), 1, validate.LAYER_LIMIT, "model.streams")
-    names = validate.streams((spec.stream for spec in specs), "model.streams")
-    found = tuple(
-        StreamSpec(
-            name,
-            validate.within(spec.row_bytes, 1, ROW_BYTES_LIMIT, f"model.streams[{i}].row_bytes"),
-            validate.dtype(spec.dtype, f"model.streams[{i}].dtype"),
-        )
-        for i, (name, spec) in enumerate(zip(names, specs, strict=True))
-    )
-    if any(spec.stream == TOKENS and spec != TOKENS_SPEC for spec in found):
+def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None, Sequence[StreamSpec]]:
+    """Those of a model, in storage order and without token ids."""
+    if not specs:
+        raise InvalidArgument(field="model.streams", problem="is required")
+    limit = validate.STREAMS_LIMIT
+    found: dict[Stream, StreamSpec] = {}
+    count = 0
+    for i, spec in enumerate(specs):
+        if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
+            yield
+        field = f"model.streams[{i}]"
+        named = validate.stream_range(spec.streams, f"{field}.streams")
+        row_bytes = validate.within(spec.row_bytes, 1, ROW_BYTES_LIMIT, f"{field}.row_bytes")
+        dtype = validate.dtype(spec.dtype, f"{field}.dtype")
+        count += named.layer_end - named.layer_begin
+        if count > limit + 1:
+            raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
+        found.update((stream, StreamSpec(stream, row_bytes, dtype)) for stream in named.streams())
+        if len(found) != count:
+            raise InvalidArgument(field="model.streams", problem="names a stream twice")
+    if found.pop(TOKENS, TOKENS_SPEC) != TOKENS_SPEC:
         raise InvalidArgument(field="model.streams", problem="token ids are int32 rows of 4 bytes")
-    if SegmentLayout(found).size_bytes > SEGMENT_BYTES_LIMIT:
+    if len(found) > limit:
+        raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
+    yield
+    ordered = sorted(found.values())
+    yield
+    if SegmentLayout((TOKENS_SPEC, *ordered)).size_bytes > SEGMENT_BYTES_LIMIT:
         raise InvalidArgument(field="model.streams", problem="a segment would be larger than 16 GiB")
-    return tuple(spec for spec in found if spec.stream != TOKENS)
+    return ordered
 
 
-def model_message(spec: ModelSpec, create_time_ns: int) -> model_pb2.Model:
-    """A registered model."""
-    return model_pb2.Model(
-        name=f"models/{spec.model_id}", fingerprint=spec.fingerprint(), architecture=spec.architecture,
+def fill_model(
+    message: model_pb2.Model, spec: ModelSpec, fingerprint: bytes, create_time_ns: int
+) -> Generator[None, None, None]:
+    """Say what a registered model is; pauses now and then."""
+    facts = model_pb2.Model(
+        name=f"models/{spec.model_id}", fingerprint=fingerprint, architecture=spec.architecture,
         revision=spec.revision, weights_digest=spec.weights_digest, tokenizer_digest=spec.tokenizer_digest,
         dtype=model_pb2.Dtype.ValueType(spec.dtype), layer_count=spec.layer_count,
         hidden_size=spec.hidden_size, kv_head_count=spec.kv_head_count, head_size=spec.head_size,
         rope=spec.rope, norm=spec.norm, is_relocatable=spec.is_relocatable,
-        streams=[
-            model_pb2.StreamSpec(
-                stream=stream_name(item.stream), row_bytes=item.row_bytes,
-                dtype=model_pb2.Dtype.ValueType(item.dtype),
-            )
-            for item in spec.streams
-        ],
         create_time=timestamp(create_time_ns), settings=spec.settings,
     )  # fmt: skip
+    message.CopyFrom(facts)
+    alike: dict[tuple[StateKind, int, DType], list[Stream]] = {}
+    for stream, row_bytes, dtype in spec.streams:
+        alike.setdefault((stream.kind, row_bytes, dtype), []).append(stream)
+    yield
+    ranges = [
+        (item, row_bytes, dtype)
+        for (_, row_bytes, dtype), streams in alike.items()
+        for item in ranges_of(streams)
+    ]
+    for i, (item, row_bytes, dtype) in enumerate(sorted(ranges)):
+        if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
+            yield
+        message.streams.add(
+            streams=stream_range(item), row_bytes=row_bytes, dtype=model_pb2.Dtype.ValueType(dtype)
+        )
 
 
 # -- sessions ---------------------------------------------------------------------------------------
@@ -120,11 +166,11 @@ def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
 
 def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
     """Say a session's facts, its times as the wall clock counts them now."""
-    message.CopyFrom(_constants(view).lease.session)
+    message.CopyFrom(_constants(view))
     _fill_changes(message, view, clock)
 
 
-_CONSTANTS: "dict[bytes, _Constants]" = {}
+_CONSTANTS: dict[bytes, session_pb2.Session] = {}
 
 
 def _fill_changes(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
@@ -152,29 +198,17 @@ def _fill_time(message: Timestamp, time_ns: int) -> None:
     message.seconds, message.nanos = divmod(time_ns, 10**9)
 
 
-@dataclass(frozen=True, slots=True)
-class _Constants:
-    """What of a session's messages never changes: names and layout. Copying it is cheaper than making it."""
-
-    lease: arena_pb2.Lease
-    reservation: arena_pb2.Reservation
-
-
-def _constants(of: Session | SessionView) -> _Constants:
+def _constants(of: Session | SessionView) -> session_pb2.Session:
+    """What of a session's message never changes. Copying it is cheaper than making it."""
     found = _CONSTANTS.get(of.uid)
     if found is None:
         if len(_CONSTANTS) >= CONSTANTS_LIMIT:
             _CONSTANTS.clear()
-        session = session_pb2.Session(
+        found = _CONSTANTS[of.uid] = session_pb2.Session(
             name=of.name, uid=of.uid.hex(), tenant=of.tenant, model=f"models/{of.model_id}",
             model_fingerprint=of.model_fingerprint,
-            layout=[stream_name(spec.stream) for spec in of.layout.specs],
+            layout=map(stream_range, of.layout.outline.ranges),
         )  # fmt: skip
-        layout = _chunk_layouts(of.layout)
-        found = _CONSTANTS[of.uid] = _Constants(
-            arena_pb2.Lease(session=session, layout=layout),
-            arena_pb2.Reservation(session_uid=session.uid, layout=layout),
-        )
     return found
 
 
@@ -183,8 +217,8 @@ def _constants(of: Session | SessionView) -> _Constants:
 
 def fill_lease(message: arena_pb2.Lease, lease: Lease, clock: Clock, *, is_brief: bool) -> None:
     """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another."""
-    message.CopyFrom(_constants(lease.view).lease)
-    _fill_changes(message.session, lease.view, clock)
+    message.CopyFrom(_in_slot(lease.view.layout))
+    fill_session(message.session, lease.view, clock)
     message.lease_id = lease.lease_id
     message.range.begin, message.range.end = lease.begin, lease.end
     _fill_time(message.expire_time, wall_time_ns(clock, lease.deadline_ns))
@@ -205,17 +239,19 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease) -> Iterator[None]:
 
 
 def lease_bytes(lease: Lease, *, is_brief: bool) -> int:
-    """About how large the message about a lease is, from above for all but its layout."""
+    """About how large the message about a lease is, from above."""
+    layout_bytes = _in_slot(lease.view.layout).ByteSize()
     if is_brief:
-        return RUN_BYTES * len(lease.pieces)
-    return (SEGMENT_BYTES + 8 * len(lease.view.layout.specs)) * len(lease.pieces)
+        return layout_bytes + RUN_BYTES * len(lease.pieces)
+    return layout_bytes + (SEGMENT_BYTES + 8 * len(lease.view.layout.specs)) * len(lease.pieces)
 
 
 def fill_reservation(
     message: arena_pb2.Reservation, reservation: Reservation, expire_time_ns: int, *, is_brief: bool
 ) -> None:
     """Say where everything of a reservation is to be written."""
-    message.CopyFrom(_constants(reservation.session).reservation)
+    message.layout.MergeFrom(_in_slot(reservation.session.layout).layout)
+    message.session_uid = reservation.session.uid.hex()
     message.reservation_id = reservation.reservation_id
     _fill_time(message.expire_time, expire_time_ns)
     if is_brief:
@@ -257,8 +293,21 @@ def _slot(segment: Segment) -> Slot:
     return segment.dram
 
 
-def _chunk_layouts(layout: SegmentLayout) -> list[arena_pb2.ChunkLayout]:
-    return [
-        arena_pb2.ChunkLayout(stream=stream_name(spec.stream), offset_bytes=offset, row_bytes=spec.row_bytes)
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-    ]
+_IN_SLOT: dict[int, tuple[SegmentLayout, arena_pb2.Lease]] = {}
+"""By the layout's identity. What is kept here keeps the layout, so that no other one has its identity."""
+
+
+def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
+    """A lease that says no more than where the chunks of a slot are."""
+    found = _IN_SLOT.get(id(layout))
+    if found is None:
+        if sum(len(kept.specs) for kept, _ in _IN_SLOT.values()) + len(layout.specs) > IN_SLOT_LIMIT:
+            _IN_SLOT.clear()
+        chunks = (
+            arena_pb2.ChunkLayout(
+                stream=stream_name(spec.stream), offset_bytes=offset, row_bytes=spec.row_bytes
+            )
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        )
+        found = _IN_SLOT[id(layout)] = layout, arena_pb2.Lease(layout=chunks)
+    return found[1]

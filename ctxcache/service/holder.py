@@ -24,6 +24,7 @@ from ctxcache.errors import (
 )
 from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
+from ctxcache.service.answers import Answer
 from ctxcache.service.rpc_times import OK
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.status import code_of, message_of, wire_facts
@@ -34,8 +35,6 @@ RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
 LOOK_INTERVAL_S = 0.5
 """How often one looks, in a drain, whether what a silent client holds has ended by itself."""
-ANSWER_LIMIT_BYTES = 16 << 20
-"""Locations of a lease beyond this are refused, and so is what follows in a batch whose results have as many bytes."""
 _CLIENTS = itertools.count(1)
 
 
@@ -43,13 +42,16 @@ class Holder:
     """One client's leases and reservations. `end` it when the client is gone."""
 
     def __init__(
-        self, cache: Cache, tenant: str, turns: Turns, admission: Admission, *, may_write: bool
-    ) -> None:
+        self, cache: Cache, tenant: str, turns: Turns, admission: Admission, *, may_write: bool,
+        answer_limit_bytes: int,
+    ) -> None:  # fmt: skip
         """`turns`: in which holders carry out batches that take long. `admission`: says when no more is to be held.
 
-        `may_write`: it may reserve room, in which others' bytes still lie.
+        `may_write`: it may reserve room, in which others' bytes still lie. Locations of a lease beyond
+        `answer_limit_bytes` are refused, and so is what follows in a batch whose results have as many.
         """
         self._may_write = may_write
+        self._answer_limit_bytes = answer_limit_bytes
         self._cache = cache
         self._turns = turns
         self._tenant = tenant
@@ -58,8 +60,11 @@ class Holder:
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
 
-    async def carry_out(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
-        """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch."""
+    async def carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
+        """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch.
+
+        Returns an encoded AccessResponse.
+        """
         # Its own, or none: that of the connection is of another time.
         trace_context.named_by(lambda: request.trace_parent)
         spans = self._cache.state.spans
@@ -68,26 +73,41 @@ class Holder:
         with spans.local(request.trace_parent, len(request.operations)):
             return await self._carry_out(request)
 
-    async def _carry_out(self, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
+    async def _carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
-        response = arena_pb2.AccessResponse(request_id=request.request_id)
-        part, size_bytes = Slice(self._turns), 0
+        response, part = arena_pb2.AccessResponse(request_id=request.request_id), Slice(self._turns)
+        if len(request.operations) == 1:
+            await self._result(request.operations[0], response, part, before_bytes=0)
+            return response.SerializeToString()
+        answer = Answer()
+        answer.add(response)
         for operation in request.operations:
             if part.is_over:
                 await part.rest()
-            result = response.results.add()
-            kind, end = operation.WhichOneof("operation"), OK
-            try:
-                _check_answer(size_bytes)
-                await self._do(kind, operation, result, part)
-            except CacheError as error:
-                end = error.reason
-                result.Clear()
-                fill_error(result.error, error)
-            self._cache.state.seen.operations[kind or "none", end] += 1
-            if len(request.operations) > 1:
-                size_bytes += result.ByteSize()
-        return response
+            one = arena_pb2.AccessResponse()
+            await self._result(operation, one, part, before_bytes=answer.size_bytes)
+            answer.add(one)
+        return answer.encoded()
+
+    async def _result(
+        self,
+        operation: arena_pb2.Operation,
+        response: arena_pb2.AccessResponse,
+        part: Slice,
+        *,
+        before_bytes: int,
+    ) -> None:
+        """Add the result of an operation to a response, of which so many bytes are made already."""
+        result = response.results.add()
+        kind, end = operation.WhichOneof("operation"), OK
+        try:
+            self._check_answer(before_bytes)
+            await self._do(kind, operation, result, part)
+        except CacheError as error:
+            end = error.reason
+            result.Clear()
+            fill_error(result.error, error)
+        self._cache.state.seen.operations[kind or "none", end] += 1
 
     def check_empty(self) -> None:
         """Raise Draining unless something is still held."""
@@ -163,7 +183,7 @@ class Holder:
         if len(self._leases) > self._cache.reading.lease_count:
             self._prune()
         try:
-            _check_answer(convert.lease_bytes(lease, is_brief=request.is_brief))
+            self._check_answer(convert.lease_bytes(lease, is_brief=request.is_brief))
         except CapacityExceeded:
             self._release_lease(lease.lease_id)
             raise
@@ -172,6 +192,14 @@ class Holder:
             for _ in convert.fill_segments(message, lease):
                 if part.is_over:
                     await part.rest()
+
+    def _check_answer(self, size_bytes: int) -> None:
+        """Raise CapacityExceeded when an answer has, or would have, more than it may."""
+        if size_bytes > self._answer_limit_bytes:
+            raise CapacityExceeded(
+                f"{size_bytes} B of locations are more than an answer may hold, {self._answer_limit_bytes} B",
+                needed_bytes=size_bytes, limit_bytes=self._answer_limit_bytes,
+            )  # fmt: skip
 
     def _check_open(self) -> None:
         if self._admission.is_draining:
@@ -292,15 +320,6 @@ class _Outcome:
     reservation: Reservation | None = None
     generation: int = 0
     error: CacheError | None = None
-
-
-def _check_answer(size_bytes: int) -> None:
-    """Raise CapacityExceeded when an answer has, or would have, more than it may."""
-    if size_bytes > ANSWER_LIMIT_BYTES:
-        raise CapacityExceeded(
-            f"{size_bytes} B of locations are more than an answer may hold, {ANSWER_LIMIT_BYTES} B",
-            needed_bytes=size_bytes, limit_bytes=ANSWER_LIMIT_BYTES,
-        )  # fmt: skip
 
 
 def fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:

@@ -6,7 +6,7 @@ the stall timeout, which the edge sees to, and its jobs stay for the grace perio
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing
 
 from ctxcache.cache import Cache
@@ -114,7 +114,8 @@ class Scheduling:
         answer = response.acknowledgement
         answer.sequence = request.sequence
         try:
-            deltas = self._deltas(request)
+            deltas = await Slice(self._turns).work(self._deltas(request))
+            self._queues.check(queue, stream)
             gone = deltas.gone
             if deltas.is_whole:
                 gone = {i: False for i in self._queues.job_ids(queue) if i not in deltas.put}
@@ -140,7 +141,7 @@ class Scheduling:
             await part.rest()
             self._queues.check(queue, stream)
 
-    def _deltas(self, request: hints_pb2.ScheduleRequest) -> hint_messages.Deltas:
+    def _deltas(self, request: hints_pb2.ScheduleRequest) -> Generator[None, None, hint_messages.Deltas]:
         now_s = self._cache.state.clock.monotonic_ns() / 10**9
         match request.WhichOneof("message"):
             case "delta":

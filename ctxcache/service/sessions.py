@@ -1,26 +1,31 @@
 """SessionService, the rpcs that move no rows; `streams.py` has the two that do."""
 
-import asyncio
+from collections.abc import Generator
+from contextlib import aclosing
 from typing import TypeAlias
 
 from ctxcache.cache import Cache
 from ctxcache.cache.sessions import Found
 from ctxcache.clock import Clock
 from ctxcache.core.expiry import Expiration
+from ctxcache.core.ranges import Range, Ranges
 from ctxcache.core.session import SessionView
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
 from ctxcache.service import convert, validate
+from ctxcache.service.answers import Answer, Page
 from ctxcache.service.caller import current
 from ctxcache.service.rpc import Context
 from ctxcache.service.streams import StreamRpcs
 from ctxcache.service.tenant import tenant_of
+from ctxcache.service.turns import Slice, Turns
 from ctxcache.v1 import model_pb2, session_pb2
 
 DEFAULT_SINK_TOKENS = 4
 LOOKUP_LIMIT = 1000
 DROP_LIMIT = 4096
+RANGES_PER_PAUSE = 1024
 
 _Expiring: TypeAlias = (
     session_pb2.CreateSessionRequest | session_pb2.UpdateSessionRequest | session_pb2.ForkSessionRequest
@@ -33,8 +38,10 @@ _Conditional: TypeAlias = (
 class SessionService(StreamRpcs):
     """See proto/ctxcache/v1/session.proto."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, turns: Turns) -> None:
+        """`turns`: in which large requests are carried out, and large answers made."""
         super().__init__(cache)
+        self._turns = turns
         self._sessions = cache.sessions
 
     async def CreateSession(  # noqa: N802
@@ -47,7 +54,7 @@ class SessionService(StreamRpcs):
             tenant_of(context),
             validate.new_session_id(request.session_id),
             model_id=validate.model_id(request.model, "model"),
-            layout=validate.streams(request.layout, "layout"),
+            layout=validate.stream_ranges(request.layout, "layout"),
             expiration=self._future(self._expiration(request)),
             is_pinned=request.is_pinned,
         )
@@ -60,22 +67,26 @@ class SessionService(StreamRpcs):
         view = self._sessions.get(tenant_of(context), validate.session_id(request.name))
         return convert.session_message(view, self._clock)
 
-    async def ListSessions(  # noqa: N802
+    async def ListSessions(  # type: ignore[override]  # noqa: N802  # it is encoded already
         self, request: session_pb2.ListSessionsRequest, context: Context
-    ) -> session_pb2.ListSessionsResponse:
+    ) -> bytes:
         """See the proto."""
-        limit = validate.page_size(request.page_size)
-        found = await self._sessions.list(
+        page, part = Page(request.page_size), Slice(self._turns)
+        listed = self._sessions.list(
             tenant_of(context),
             after=validate.page_token(request.page_token),
-            limit=limit + 1,
             model_id=validate.model_id(request.model, "model") if request.model else "",
         )
-        ids = [view.name.removeprefix("sessions/") for view in found]
-        return session_pb2.ListSessionsResponse(
-            sessions=[convert.session_message(view, self._clock) for view in found[:limit]],
-            next_page_token=validate.next_page_token(ids, limit),
-        )
+        async with aclosing(listed) as views:
+            async for view in views:
+                found = session_pb2.ListSessionsResponse()
+                convert.fill_session(found.sessions.add(), view, self._clock)
+                if not page.takes(view.name.removeprefix("sessions/"), found):
+                    break
+                if part.is_over:
+                    await part.rest()
+        page.add(session_pb2.ListSessionsResponse(next_page_token=page.next_page_token))
+        return page.encoded()
 
     async def UpdateSession(  # noqa: N802
         self, request: session_pb2.UpdateSessionRequest, context: Context
@@ -106,7 +117,8 @@ class SessionService(StreamRpcs):
                     tenant, session_id, generation, recent_count=recent, sink_count=sinks
                 )
             case "drop":
-                return await self._sessions.drop(tenant, session_id, generation, _dropped(request.drop))
+                dropped = await Slice(self._turns).work(_dropped(request.drop))
+                return await self._sessions.drop(tenant, session_id, generation, dropped)
             case "keep_first":
                 return await self._sessions.keep_first(tenant, session_id, generation, request.keep_first)
             case None:
@@ -141,26 +153,27 @@ class SessionService(StreamRpcs):
         await self._sessions.delete(tenant_of(context), session_id, _generation(request))
         return session_pb2.DeleteSessionResponse()
 
-    async def LookupSessions(  # noqa: N802
+    async def LookupSessions(  # type: ignore[override]  # noqa: N802  # it is encoded already
         self, request: session_pb2.LookupSessionsRequest, context: Context
-    ) -> session_pb2.LookupSessionsResponse:
+    ) -> bytes:
         """See the proto."""
         validate.within(len(request.queries), 1, LOOKUP_LIMIT, "queries")
-        asked = [
-            (
-                validate.session_id(q.name, f"queries[{i}].name"),
-                validate.fingerprint(q.model_fingerprint, f"queries[{i}].model_fingerprint"),
-            )
-            for i, q in enumerate(request.queries)
-        ]
+        asked: list[tuple[str, bytes]] = []
+        part = Slice(self._turns)
+        for i, query in enumerate(request.queries):
+            if part.is_over:
+                await part.rest()
+            session_id = validate.session_id(query.name, f"queries[{i}].name")
+            field = f"queries[{i}].model_fingerprint"
+            asked.append((session_id, validate.fingerprint(query.model_fingerprint, field)))
         tenant = tenant_of(context)
-        results: list[session_pb2.LookupResult] = []
+        answer = Answer()
         for session_id, print_ in asked:
-            if results:
-                # A thousand of them take long: others have their turn in between.
-                await asyncio.sleep(0)
-            results.append(_result(self._sessions.lookup(tenant, session_id, print_), self._clock))
-        return session_pb2.LookupSessionsResponse(results=results)
+            if part.is_over:
+                await part.rest()
+            result = _result(self._sessions.lookup(tenant, session_id, print_), self._clock)
+            answer.add(session_pb2.LookupSessionsResponse(results=[result]))
+        return answer.encoded()
 
     def _future(self, expiration: Expiration | None) -> Expiration | None:
         if expiration and expiration.ttl_ns is None and expiration.expire_time_ns <= self._clock.now_ns():
@@ -191,12 +204,17 @@ def _keep_recent(kept: session_pb2.KeepRecent) -> tuple[int, int]:
     return recent, validate.within(sinks, 0, 2**62, "keep_recent.sink_token_count")
 
 
-def _dropped(drop: session_pb2.DropRanges) -> tuple[tuple[int, int], ...]:
+def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, Ranges]:
+    """Ranges to drop as given, validated; pauses now and then."""
     validate.within(len(drop.ranges), 1, DROP_LIMIT, "drop.ranges")
+    found: list[Range] = []
     for i, item in enumerate(drop.ranges):
         if item.begin > item.end:
             raise InvalidArgument(field=f"drop.ranges[{i}]", problem="ends before it begins")
-    return tuple((item.begin, item.end) for item in drop.ranges)
+        found.append((item.begin, item.end))
+        if i % RANGES_PER_PAUSE == RANGES_PER_PAUSE - 1:
+            yield
+    return tuple(found)
 
 
 def _result(found: Found, clock: Clock) -> session_pb2.LookupResult:
@@ -220,9 +238,9 @@ def _result(found: Found, clock: Clock) -> session_pb2.LookupResult:
 
 def _kinds(layout: SegmentLayout, token_count: int) -> list[session_pb2.KindAvailability]:
     by_kind: dict[StateKind, session_pb2.KindAvailability] = {}
-    for spec in layout.specs:
-        kind = model_pb2.StateKind.ValueType(spec.stream.kind)
-        item = by_kind.setdefault(spec.stream.kind, session_pb2.KindAvailability(kind=kind))
-        item.layers.append(spec.stream.layer)
-        item.size_bytes += spec.row_bytes * token_count
+    for kind, size_bytes in layout.outline.kind_bytes.items():
+        name = model_pb2.StateKind.ValueType(kind)
+        by_kind[kind] = session_pb2.KindAvailability(kind=name, size_bytes=size_bytes * token_count)
+    for kind, begin, end in layout.outline.ranges:
+        by_kind[kind].layers.add(begin=begin, end=end)
     return list(by_kind.values())

@@ -15,7 +15,7 @@ from ctxcache.core.segment import Segment
 from ctxcache.errors import ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import joint_checksum, rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import StreamRange
 from ctxcache.format.wire_chunk import WireChunk, encode_chunk, scan_chunk
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import Append, begin_append
@@ -89,8 +89,8 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.ReadSessionRequest, tenant: str
     ) -> AsyncGenerator[ReadMessage]:
         asked, streams = read_request(request, tenant)
-        async with self._reading.stream(asked, streams) as (lease, chosen, rows):
-            yield session_pb2.ReadSessionResponse(header=read_header(lease, chosen, self._clock))
+        async with self._reading.stream(asked, streams) as (lease, _, rows):
+            yield session_pb2.ReadSessionResponse(header=read_header(lease, streams, self._clock))
             async for parts in packed(rows, lease.view.layout, self._reading.mend):
                 # A slow reader may outlive what is lent to it.
                 self._reading.check(lease)
@@ -106,7 +106,9 @@ def _as_wire_chunk(chunk: session_pb2.Chunk) -> WireChunk:
     return WireChunk(stream, chunk.token_begin, memoryview(chunk.data), chunk.checksum)
 
 
-def read_request(request: session_pb2.ReadSessionRequest, tenant: str) -> tuple[Request, list[Stream]]:
+def read_request(
+    request: session_pb2.ReadSessionRequest, tenant: str
+) -> tuple[Request, Sequence[StreamRange]]:
     """What a reader asks for, validated, and of which streams. Raises InvalidArgument."""
     has_range = request.HasField("range")
     asked = Request(
@@ -119,14 +121,14 @@ def read_request(request: session_pb2.ReadSessionRequest, tenant: str) -> tuple[
         is_summed=True,
         is_rechecked=request.recheck,
     )
-    return asked, validate.streams(request.streams, "streams")
+    return asked, validate.stream_ranges(request.streams, "streams")
 
 
-def read_header(lease: Lease, streams: Sequence[Stream], clock: Clock) -> session_pb2.ReadHeader:
+def read_header(lease: Lease, streams: Sequence[StreamRange], clock: Clock) -> session_pb2.ReadHeader:
     """The first message of a read."""
     return session_pb2.ReadHeader(
         session=convert.session_message(lease.view, clock),
-        streams=[convert.stream_name(stream) for stream in streams],
+        streams=map(convert.stream_range, streams or lease.view.layout.outline.ranges),
         range=session_pb2.TokenRange(begin=lease.begin, end=lease.end),
     )
 

@@ -8,10 +8,13 @@ the work. Worst case of whoever waits: one piece of each of the others.
 import asyncio
 import time
 from collections import deque
+from collections.abc import Generator
+from typing import TypeVar
 
+T = TypeVar("T")
 TURNS_BETWEEN = 4
 """Turns of the loop that belong to others after each piece: what gRPC needs to take on a call."""
-SLICE_NS = 2_000_000
+SLICE_NS = 1_000_000
 """How long one piece of work that never waits by itself may take."""
 
 
@@ -63,3 +66,13 @@ class Slice:
         await asyncio.sleep(0)
         await self._turns.take()
         self._end_ns = time.monotonic_ns() + SLICE_NS
+
+    async def work(self, steps: Generator[None, None, T]) -> T:
+        """Take all steps of a piece of work, and rest between two of them where it is time to; what it returns."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]  # typed Any by the library
+            if self.is_over:
+                await self.rest()

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -11,12 +11,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from ctxcache.core.expiry import Expiration
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import FINGERPRINT_BYTES
-from ctxcache.format.streams import TOKENS, DType, StateKind, Stream
+from ctxcache.format.streams import TOKENS, TOKENS_RANGE, DType, StateKind, Stream, StreamRange
+from ctxcache.service.answers import Page
 from ctxcache.v1 import model_pb2, session_pb2
 
-PAGE_SIZE = 50
-PAGE_SIZE_LIMIT = 1000
-LAYER_LIMIT = 65536
+LAYER_LIMIT = 4096
+STREAMS_LIMIT = 4096
+"""Streams of one model, token ids not counted."""
+RANGES_LIMIT = 256
+"""Ranges in which a session's layout, or what is read of it, may be given."""
 TTL_LIMIT_S = 3650 * 86400
 _MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 _SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
@@ -81,12 +84,36 @@ def stream(name: model_pb2.StreamName | Stream, field: str) -> Stream:
     return found
 
 
-def streams(names: Iterable[model_pb2.StreamName], field: str) -> list[Stream]:
-    """Streams' names, each once."""
-    found = [stream(name, f"{field}[{i}]") for i, name in enumerate(names)]
-    if len(set(found)) != len(found):
-        raise InvalidArgument(field=field, problem="names a stream twice")
-    return found
+def stream_range(given: model_pb2.StreamRange, field: str) -> StreamRange:
+    """Streams of one kind."""
+    kind = _member(StateKind, int(given.kind), f"{field}.kind")
+    begin, end = given.layer_begin, given.layer_end
+    if kind is StateKind.TOKENS:
+        if (begin, end) != TOKENS_RANGE[1:]:
+            raise InvalidArgument(field=f"{field}.layer_begin", problem="token ids have layer -1 alone")
+        return TOKENS_RANGE
+    within(begin, 0, LAYER_LIMIT - 1, f"{field}.layer_begin")
+    return StreamRange(kind, begin, within(end, begin + 1, LAYER_LIMIT, f"{field}.layer_end"))
+
+
+def stream_ranges(given: Sequence[model_pb2.StreamRange], field: str) -> tuple[StreamRange, ...]:
+    """Ranges of streams, each stream once, as few as can be and by kind and layer."""
+    if len(given) > RANGES_LIMIT:
+        raise InvalidArgument(field=field, problem=f"{len(given)} ranges are more than {RANGES_LIMIT}")
+    found: list[StreamRange] = []
+    count = 0
+    for each in sorted(stream_range(item, f"{field}[{i}]") for i, item in enumerate(given)):
+        last = found[-1] if found and found[-1].kind is each.kind else None
+        if last and each.layer_begin < last.layer_end:
+            raise InvalidArgument(field=field, problem="names a stream twice")
+        if last and each.layer_begin == last.layer_end:
+            found[-1] = StreamRange(each.kind, last.layer_begin, each.layer_end)
+        else:
+            found.append(each)
+        count += each.layer_end - each.layer_begin
+    if count > STREAMS_LIMIT + 1:
+        raise InvalidArgument(field=field, problem=f"{count} streams are more than {STREAMS_LIMIT}")
+    return tuple(found)
 
 
 def dtype(value: int, field: str) -> DType:
@@ -119,9 +146,7 @@ def text(value: str, limit_bytes: int, field: str, *, is_required: bool = False)
 
 def page_size(value: int) -> int:
     """How many to list."""
-    if value < 0:
-        raise InvalidArgument(field="page_size", problem="is negative")
-    return min(value or PAGE_SIZE, PAGE_SIZE_LIMIT)
+    return Page(value).limit
 
 
 def page_token(value: str) -> str:

@@ -204,8 +204,8 @@ class AccessRequest(_message.Message):
     """The trace that they belong to, as W3C's `traceparent`. Empty: none. What cannot be read is none."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
-        """Operations, carried out in order, 1 to 1024. What follows 16 MiB of results is refused with
-        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
+        """Operations, carried out in order, 1 to 1024. What follows 16 MiB of results, 3 MiB over gRPC, is
+        refused with RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED).
         """
 
     def __init__(
@@ -295,8 +295,8 @@ Global___Operation: _TypeAlias = Operation  # noqa: Y015
 class AcquireLease(_message.Message):
     """Brings rows into the arena and keeps them there while the lease lasts. Counts as an access.
     Errors: those of SessionService.ReadSession; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED) when the rows
-    do not fit into the arena, or their locations, when it is not a brief one, into 16 MiB: lease a smaller
-    range, or read by stream.
+    do not fit into the arena, or their locations, into 16 MiB, 3 MiB over gRPC: lease a smaller range, or
+    read by stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -125,7 +125,7 @@ class StreamName(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
-    """Decoder layer, 0 to 65535; -1 for token ids."""
+    """Decoder layer, 0 to 4095; -1 for token ids."""
     kind: Global___StateKind.ValueType
     """What the rows are. Required."""
     def __init__(
@@ -143,12 +143,46 @@ class StreamName(_message.Message):
 Global___StreamName: _TypeAlias = StreamName  # noqa: Y015
 
 @_typing.final
-class StreamSpec(_message.Message):
-    """A stream that a model can save."""
+class StreamRange(_message.Message):
+    """Streams of one state kind, of layers that follow one another. A list of ranges is short where a list of
+    names would have an entry per layer. Wherever ranges are listed, no stream may be in two of them; the
+    server's lists are ordered by kind and layer, with ranges as long as they can be. The streams themselves
+    always follow one another by layer, and within a layer by kind, token ids first.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    STREAM_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    LAYER_BEGIN_FIELD_NUMBER: _builtins.int
+    LAYER_END_FIELD_NUMBER: _builtins.int
+    kind: Global___StateKind.ValueType
+    """What the rows are. Required."""
+    layer_begin: _builtins.int
+    """First layer, 0 to 4095; -1 for token ids."""
+    layer_end: _builtins.int
+    """One past the last layer, above `layer_begin`, at most 4096; 0 for token ids."""
+    def __init__(
+        self,
+        *,
+        kind: Global___StateKind.ValueType = ...,
+        layer_begin: _builtins.int = ...,
+        layer_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layer_begin", b"layer_begin", "layer_end", b"layer_end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamRange: _TypeAlias = StreamRange  # noqa: Y015
+
+@_typing.final
+class StreamSpec(_message.Message):
+    """Streams that a model can save, alike in all but the layer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAMS_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     row_bytes: _builtins.int
@@ -156,19 +190,19 @@ class StreamSpec(_message.Message):
     dtype: Global___Dtype.ValueType
     """Type of the row's elements. Required."""
     @_builtins.property
-    def stream(self) -> Global___StreamName:
-        """Which stream. Required; unique within a model. Token ids need not be listed: every model has them."""
+    def streams(self) -> Global___StreamRange:
+        """Which streams. Required. Token ids need not be listed: every model has them."""
 
     def __init__(
         self,
         *,
-        stream: Global___StreamName | None = ...,
+        streams: Global___StreamRange | None = ...,
         row_bytes: _builtins.int = ...,
         dtype: Global___Dtype.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["streams", b"streams"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "row_bytes", b"row_bytes", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "row_bytes", b"row_bytes", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -214,7 +248,7 @@ class Model(_message.Message):
     dtype: Global___Dtype.ValueType
     """Type the model computes in. Required."""
     layer_count: _builtins.int
-    """Number of decoder layers, 1 to 65536. Required."""
+    """Number of decoder layers, 1 to 4096. Required."""
     hidden_size: _builtins.int
     """Elements of a hidden state (D). Required, at least 1."""
     kv_head_count: _builtins.int
@@ -235,7 +269,7 @@ class Model(_message.Message):
     """
     @_builtins.property
     def streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamSpec]:
-        """Streams the model can save, 1 to 65536; a session stores a subset of them."""
+        """Streams the model can save, 1 to 4096 in 1 to 4096 ranges; a session stores a subset of them."""
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
@@ -325,7 +359,9 @@ class ListModelsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most models to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT."""
+    """Most models to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT. Fewer are
+    returned where they are large: only an empty `next_page_token` says that there are no more.
+    """
     page_token: _builtins.str
     """`next_page_token` of an earlier call, or empty for the first page."""
     def __init__(

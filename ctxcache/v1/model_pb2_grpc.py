@@ -79,7 +79,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists models in order of their names. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

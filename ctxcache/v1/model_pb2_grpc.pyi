@@ -45,7 +45,7 @@ class ModelServiceStub:
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]
     """Returns one model. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND)."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]
-    """Lists models in order of their names. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+    """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -64,7 +64,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]  # type: ignore[assignment]
     """Returns one model. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND)."""
     ListModels: _aio.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists models in order of their names. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+    """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """Registers the models whose state the store keeps.
@@ -98,6 +98,6 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]:
-        """Lists models in order of their names. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+        """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -171,8 +171,8 @@ class Session(_message.Message):
     ssd_bytes: _builtins.int
     """Bytes it occupies on SSD, segments shared with forks included."""
     @_builtins.property
-    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamName]:
-        """Streams it stores, token ids first, then by layer and kind."""
+    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
+        """Streams it stores, token ids included."""
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
@@ -198,7 +198,7 @@ class Session(_message.Message):
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
         model_fingerprint: _builtins.bytes = ...,
-        layout: _abc.Iterable[_model_pb2.StreamName] | None = ...,
+        layout: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         generation: _builtins.int = ...,
         token_count: _builtins.int = ...,
         durable_token_count: _builtins.int = ...,
@@ -237,8 +237,10 @@ class CreateSessionRequest(_message.Message):
     is_pinned: _builtins.bool
     """Hold it against eviction. Default false; true needs the role operator, else PERMISSION_DENIED."""
     @_builtins.property
-    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamName]:
-        """Streams it stores, each one of the model's; token ids are always among them. Empty: token ids only."""
+    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
+        """Streams it stores, each one of the model's, in up to 256 ranges; token ids are always among them. Empty:
+        token ids only.
+        """
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -253,7 +255,7 @@ class CreateSessionRequest(_message.Message):
         *,
         session_id: _builtins.str = ...,
         model: _builtins.str = ...,
-        layout: _abc.Iterable[_model_pb2.StreamName] | None = ...,
+        layout: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         is_pinned: _builtins.bool = ...,
@@ -300,7 +302,9 @@ class ListSessionsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most sessions to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT."""
+    """Most sessions to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT. Fewer are
+    returned where they are large: only an empty `next_page_token` says that there are no more.
+    """
     page_token: _builtins.str
     """`next_page_token` of an earlier call, or empty for the first page."""
     model: _builtins.str
@@ -673,6 +677,32 @@ class LookupSessionsRequest(_message.Message):
 Global___LookupSessionsRequest: _TypeAlias = LookupSessionsRequest  # noqa: Y015
 
 @_typing.final
+class LayerRange(_message.Message):
+    """Layers that follow one another, end exclusive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    begin: _builtins.int
+    """First layer; -1 for token ids."""
+    end: _builtins.int
+    """One past the last layer."""
+    def __init__(
+        self,
+        *,
+        begin: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerRange: _TypeAlias = LayerRange  # noqa: Y015
+
+@_typing.final
 class KindAvailability(_message.Message):
     """What a session holds of one state kind."""
 
@@ -686,14 +716,14 @@ class KindAvailability(_message.Message):
     size_bytes: _builtins.int
     """Bytes of all its rows."""
     @_builtins.property
-    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Layers for which the session stores it."""
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerRange]:
+        """Layers for which the session stores it, ascending."""
 
     def __init__(
         self,
         *,
         kind: _model_pb2.StateKind.ValueType = ...,
-        layers: _abc.Iterable[_builtins.int] | None = ...,
+        layers: _abc.Iterable[Global___LayerRange] | None = ...,
         size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -969,8 +999,8 @@ class ReadSessionRequest(_message.Message):
     DATA_LOSS (CORRUPT_SEGMENT) and the session ends before them. Default false.
     """
     @_builtins.property
-    def streams(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamName]:
-        """Streams to read, each part of the session's layout. Empty: all."""
+    def streams(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
+        """Streams to read, each part of the session's layout, in up to 256 ranges. Empty: all."""
 
     @_builtins.property
     def range(self) -> Global___TokenRange:
@@ -982,7 +1012,7 @@ class ReadSessionRequest(_message.Message):
         name: _builtins.str = ...,
         model_fingerprint: _builtins.bytes = ...,
         if_generation_match: _builtins.int | None = ...,
-        streams: _abc.Iterable[_model_pb2.StreamName] | None = ...,
+        streams: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         range: Global___TokenRange | None = ...,
         recheck: _builtins.bool = ...,
     ) -> None: ...
@@ -1010,8 +1040,8 @@ class ReadHeader(_message.Message):
         """The session as it is read: the chunks that follow are of this generation."""
 
     @_builtins.property
-    def streams(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamName]:
-        """Streams that follow, in the order in which they follow."""
+    def streams(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
+        """Streams that follow: by layer, and within a layer by kind, token ids first."""
 
     @_builtins.property
     def range(self) -> Global___TokenRange:
@@ -1021,7 +1051,7 @@ class ReadHeader(_message.Message):
         self,
         *,
         session: Global___Session | None = ...,
-        streams: _abc.Iterable[_model_pb2.StreamName] | None = ...,
+        streams: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
         range: Global___TokenRange | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range", "session", b"session"]  # noqa: Y015

@@ -16,7 +16,7 @@ from typing import Self
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
-from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.convert import streams_from_wire
 from ctxcache.client.tracing import span
 from ctxcache.errors import (
     CacheError,
@@ -223,7 +223,7 @@ class TransformersEngine:
     ) -> _Start:
         if not session.token_count:
             return _Start(session, [], self._empty_cache())
-        held = frozenset(map(stream_from_wire, session.layout))
+        held = frozenset(streams_from_wire(session.layout))
         choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
         rows = self._client.read(session, self._own, streams=choice.streams())
         with ExitStack() as stack:
@@ -295,7 +295,7 @@ class TransformersEngine:
     ) -> Iterator[int]:
         """Yield tokens; what went through the model is saved on the way, the last one included."""
         session = start.session
-        layout = frozenset(map(stream_from_wire, session.layout))
+        layout = frozenset(streams_from_wire(session.layout))
         saver = self._savers.of(layout)
         end = session.token_count
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ctxcache.client import Client, SessionRows
-from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.convert import streams_from_wire
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.errors import TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
@@ -82,7 +82,7 @@ def _restore(
     model, share = attachment.model, attachment.model.share
     session = client.get_session(asked.session)
     _check_session(session, asked, attachment)
-    held = [stream_from_wire(stream) for stream in session.layout]
+    held = streams_from_wire(session.layout)
     plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)
     terms = {
         "session": session.name, "uid": session.uid, "generation": session.generation, "begin": asked.begin,

@@ -29,7 +29,7 @@ from ctxcache.core.session import SessionView
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec, ranges_of
 from ctxcache.metadata.base import Changes, MetadataStore
 from ctxcache.metadata.memory import MemoryMetadata
 from ctxcache.metadata.rocksdb import RocksDbMetadata
@@ -146,7 +146,7 @@ class Rig:
     async def create(self, session_id: str, *, is_pinned: bool = False, ttl_s: int = 3600) -> SessionView:
         """A new session that stores every stream."""
         return await self.cache.sessions.create(
-            self.tenant, session_id, model_id=MODEL.model_id, layout=STREAMS,
+            self.tenant, session_id, model_id=MODEL.model_id, layout=ranges_of(STREAMS),
             expiration=Expiration(ttl_s * 10**9), is_pinned=is_pinned,
         )  # fmt: skip
 

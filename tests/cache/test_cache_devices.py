@@ -69,7 +69,7 @@ async def test_a_lost_path_takes_its_sessions_and_no_other(rig: MemoryRig) -> No
     whole = {name: 0 if name in on_lost else len(tokens) for name, tokens in made.items()}
     assert len(on_lost) == 4
     assert found(rig) == whole
-    listed = await rig.cache.sessions.list(rig.tenant, after="", limit=100, model_id="")
+    listed = [view async for view in rig.cache.sessions.list(rig.tenant, after="", model_id="")]
     assert {view.name.removeprefix("sessions/"): view.token_count for view in listed} == whole
     reasons = {name: rig.cache.sessions.lookup(rig.tenant, name, FINGERPRINT).reason for name in made}
     assert reasons == {name: "DEVICE_LOST" if name in on_lost else "" for name in made}

@@ -14,6 +14,7 @@ from ctxcache.clock import SystemClock
 from ctxcache.core.identity import Grant
 from ctxcache.core.limits import Bound, Limits, QueueLimits
 from ctxcache.errors import CapacityExceeded, TooManyRequests
+from ctxcache.format.streams import ranges_of
 from ctxcache.service.admission import Admission
 from ctxcache.service.caller import Caller
 from ctxcache.service.tickets import Tickets
@@ -64,7 +65,12 @@ async def test_counts_leave_some_for_others(tmp_path: Path) -> None:
 
     def create(tenant: str) -> Callable[[int], Any]:
         return lambda number: rig.cache.sessions.create(
-            tenant, f"s{number}", model_id=MODEL.model_id, layout=STREAMS, expiration=None, is_pinned=False
+            tenant,
+            f"s{number}",
+            model_id=MODEL.model_id,
+            layout=ranges_of(STREAMS),
+            expiration=None,
+            is_pinned=False,
         )
 
     def register(tenant: str) -> Callable[[int], Any]:

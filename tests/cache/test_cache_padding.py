@@ -16,7 +16,7 @@ from cache_rig import (
 )
 
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.streams import TOKENS, Stream
+from ctxcache.format.streams import TOKENS, Stream, ranges_of
 
 
 def beside_rows(
@@ -56,7 +56,7 @@ async def test_a_full_segment_has_nothing_of_another_layout(disk_rig: DiskRig) -
     await disk_rig.append("a", Writer(7).make(2 * SEGMENT_TOKENS))
     await disk_rig.delete("a")
     await disk_rig.cache.sessions.create(
-        TENANT, "b", model_id=MODEL.model_id, layout=streams, expiration=None, is_pinned=False
+        TENANT, "b", model_id=MODEL.model_id, layout=ranges_of(streams), expiration=None, is_pinned=False
     )
     reservation = await disk_rig.cache.writing.reserve(
         TENANT, "b", fingerprint=FINGERPRINT, write_offset=0, generation=None, token_count=2 * SEGMENT_TOKENS

@@ -32,8 +32,12 @@ def writer() -> Writer:
 
 async def page(rig: MemoryRig, after: str, limit: int, *, model_id: str = "") -> list[str]:
     """Names on a page."""
-    found = await rig.cache.sessions.list(TENANT, after=after, limit=limit, model_id=model_id)
-    return [view.name.removeprefix("sessions/") for view in found]
+    found: list[str] = []
+    async for view in rig.cache.sessions.list(TENANT, after=after, model_id=model_id):
+        if len(found) == limit:
+            break
+        found.append(view.name.removeprefix("sessions/"))
+    return found
 
 
 async def test_sessions_are_listed_by_name_page_by_page(rig: MemoryRig) -> None:
@@ -49,7 +53,7 @@ async def test_sessions_are_listed_by_name_page_by_page(rig: MemoryRig) -> None:
     ]
     assert await page(rig, "", 9, model_id=MODEL.model_id) == ["B", "a", "b", "c", "d"]
     assert await page(rig, "", 9, model_id="other") == []
-    assert await rig.cache.sessions.list("other", after="", limit=9, model_id="") == []
+    assert [view async for view in rig.cache.sessions.list("other", after="", model_id="")] == []
 
 
 async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig, writer: Writer) -> None:

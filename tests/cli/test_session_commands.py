@@ -32,7 +32,7 @@ def test_show_prints_every_field_of_the_proto(target: str) -> None:
     assert shown["name"] == name
     assert (shown["token_count"], shown["is_pinned"], shown["ttl"]) == (TOKEN_COUNT, False, "3600s")
     assert len(bytes.fromhex(shown["model_fingerprint"])) == 32
-    assert shown["layout"][1] == {"layer": 0, "kind": "STATE_KIND_HIDDEN"}
+    assert shown["layout"][1] == {"kind": "STATE_KIND_HIDDEN", "layer_begin": 0, "layer_end": 1}
     assert datetime.fromisoformat(shown["create_time"]).tzinfo is not None
 
 

@@ -18,7 +18,13 @@ from control_side import ControlSide
 
 from ctxcache import errors
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import model_to_wire, stream_from_wire, stream_to_wire
+from ctxcache.client.convert import (
+    model_to_wire,
+    ranges_to_wire,
+    stream_from_wire,
+    stream_to_wire,
+    streams_from_wire,
+)
 from ctxcache.format.identity import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
@@ -139,7 +145,7 @@ class FarSide(
             tenant="acme",
             model="models/tiny",
             model_fingerprint=SPEC.fingerprint(),
-            layout=map(stream_to_wire, LAYOUT),
+            layout=ranges_to_wire(LAYOUT),
             generation=1,
             token_count=token_count,
         )
@@ -189,13 +195,13 @@ class FarSide(
         begin, end = 0, session.token_count
         if request.HasField("range"):
             begin, end = request.range.begin, request.range.end
-        streams = list(request.streams) or list(session.layout)
+        asked = list(request.streams) or list(session.layout)
         header = session_pb2.ReadHeader(
-            session=session, streams=streams, range=session_pb2.TokenRange(begin=begin, end=end)
+            session=session, streams=asked, range=session_pb2.TokenRange(begin=begin, end=end)
         )
         yield session_pb2.ReadSessionResponse(header=header)
         left = self.chunks_until_break.pop(0) if self.chunks_until_break else -1
-        for chunk in self._chunks(request.name, streams, begin, end):
+        for chunk in self._chunks(request.name, streams_from_wire(asked), begin, end):
             if left == 0:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
             left -= 1
@@ -360,17 +366,17 @@ class FarSide(
             self._next_slot += _SLOTS.size_bytes
         return segments
 
-    def _chunks(
-        self, name: str, streams: list[model_pb2.StreamName], begin: int, end: int
-    ) -> Iterator[session_pb2.Chunk]:
+    def _chunks(self, name: str, streams: list[Stream], begin: int, end: int) -> Iterator[session_pb2.Chunk]:
         for stream in streams:
-            rows = self.rows[name][stream_from_wire(stream)]
+            rows = self.rows[name][stream]
             for first in range(begin, end, ROWS_PER_CHUNK):
                 if self.skips_a_chunk and first > begin:
                     continue
                 data = rows[first : min(first + ROWS_PER_CHUNK, end)].tobytes()
                 checksum = wire_checksum(data) ^ self.flips_wire_bytes
-                yield session_pb2.Chunk(stream=stream, token_begin=first, data=data, checksum=checksum)
+                yield session_pb2.Chunk(
+                    stream=stream_to_wire(stream), token_begin=first, data=data, checksum=checksum
+                )
 
 
 def _say_where(

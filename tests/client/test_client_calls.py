@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.client import Client
-from ctxcache.client.convert import model_from_wire, model_to_wire, stream_to_wire
+from ctxcache.client.convert import model_from_wire, model_to_wire, ranges_to_wire
 from ctxcache.errors import DeadlineExceeded, InvalidArgument, SessionNotFound, Unavailable
 from ctxcache.v1 import admin_pb2, model_pb2, session_pb2
 
@@ -65,7 +65,7 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
         session_pb2.CreateSessionRequest(
             model="models/m",
             session_id="a",
-            layout=map(stream_to_wire, LAYOUT),
+            layout=ranges_to_wire(LAYOUT),
             ttl=Duration(seconds=1, nanos=500_000_000),
             is_pinned=True,
         ),

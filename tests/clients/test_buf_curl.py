@@ -87,6 +87,12 @@ def chunk(stream: Json, token_begin: int, data: bytes) -> Json:
     }
 
 
+def range_of(stream: Json) -> Json:
+    """One stream as a range, without the zeros that JSON leaves out."""
+    ends = {"layerBegin": stream.get("layer", 0), "layerEnd": stream.get("layer", 0) + 1}
+    return {"kind": stream["kind"]} | {name: value for name, value in ends.items() if value}
+
+
 def token_rows() -> bytes:
     """Make the token ids that the tests save."""
     return struct.pack(f"<{TOKEN_COUNT}i", *range(500, 500 + TOKEN_COUNT))
@@ -119,7 +125,7 @@ def model(curl: Curl) -> Json:
         "kvHeadCount": 1,
         "headSize": 8,
         "isRelocatable": True,
-        "streams": [{"stream": KV, "rowBytes": ROW_BYTES, "dtype": "DTYPE_FLOAT16"}],
+        "streams": [{"streams": range_of(KV), "rowBytes": ROW_BYTES, "dtype": "DTYPE_FLOAT16"}],
     }
     (registered,) = curl.call("ModelService/RegisterModel", {"model": spec})
     return registered
@@ -128,7 +134,7 @@ def model(curl: Curl) -> Json:
 @pytest.fixture
 def session(curl: Curl, model: Json) -> str:
     """Create an empty session; returns its name."""
-    request = {"sessionId": f"curl:{uuid.uuid4()}", "model": model["name"], "layout": [KV]}
+    request = {"sessionId": f"curl:{uuid.uuid4()}", "model": model["name"], "layout": [range_of(KV)]}
     (created,) = curl.call("SessionService/CreateSession", request)
     return str(created["name"])
 
@@ -164,7 +170,7 @@ def test_a_unary_call_answers_in_json(curl: Curl, session: str, model: Json) -> 
 
     assert found["name"] == session
     assert (found["generation"], found["ttl"]) == ("1", "3600s")
-    assert found["layout"] == [TOKENS, KV]
+    assert found["layout"] == [range_of(TOKENS), range_of(KV)]
     assert len(base64.b64decode(found["modelFingerprint"])) == 32
 
 

@@ -27,6 +27,7 @@ from independent_reader import (
 from server_process import ServerProcess
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.convert import streams_from_wire
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS as TOKENS_STREAM
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
@@ -152,7 +153,7 @@ def test_headers_say_whose_the_rows_are(stopped: Stopped) -> None:
         assert segment.tenant == stopped.source.tenant
         assert segment.model_fingerprint == stopped.source.model_fingerprint
         assert [(s.layer, s.kind) for s in segment.streams] == [
-            (name.layer, name.kind) for name in stopped.source.layout
+            tuple(stream) for stream in streams_from_wire(stopped.source.layout)
         ]
 
 

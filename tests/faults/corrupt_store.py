@@ -22,7 +22,7 @@ from ctxcache.data_directory import DataDirectory
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
-from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec, ranges_of
 from ctxcache.metadata.base import MetadataStore
 from ctxcache.metadata.catalog import Catalog
 from ctxcache.metadata.rocksdb import RocksDbMetadata
@@ -113,7 +113,7 @@ class Filler:
             tenant,
             session_id,
             model_id="m",
-            layout=[s.stream for s in SPECS],
+            layout=ranges_of(s.stream for s in SPECS),
             expiration=None,
             is_pinned=False,
         )

@@ -22,8 +22,9 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.convert import ranges_to_wire
 from ctxcache.errors import CacheError, SessionNotFound
-from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
+from ctxcache.v1 import session_pb2, session_pb2_grpc
 from tests.faults.harness import Harness, Report, Unsupported, progress
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
@@ -141,8 +142,7 @@ async def _date_many(target: str, count: int, at: datetime) -> None:
 async def _date_one(
     stub: "session_pb2_grpc.SessionServiceAsyncStub", session_id: str, expire_time: Timestamp
 ) -> None:
-    kv = model_pb2.STATE_KIND_KV
-    layout = [model_pb2.StreamName(layer=spec.stream.layer, kind=kv) for spec in STORED[1:]]
+    layout = ranges_to_wire(spec.stream for spec in STORED)
     create = session_pb2.CreateSessionRequest(
         session_id=session_id, model="models/soak-0", layout=layout, expire_time=expire_time
     )

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
+from ctxcache.client.convert import streams_from_wire
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
@@ -68,7 +69,7 @@ def test_turns_are_restored_from_few_bits(
     assert [turn.reused_token_count for turn in turns] == [0, lengths[0], sum(lengths[:2])]
     assert [turn.miss_reason for turn in turns] == ["", "", ""]
     assert session.token_count == sum(lengths)
-    assert {Stream(s.layer, StateKind(s.kind)) for s in session.layout} >= set(parsed.streams())
+    assert {*streams_from_wire(session.layout)} >= set(parsed.streams())
 
 
 def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client, session_id: str) -> None:
@@ -138,7 +139,7 @@ def test_a_planner_saves_and_restores_in_few_bits_where_the_model_lists_them(
         assert engine.wait(session_id) is None
     session = client.get_session(f"sessions/{session_id}")
 
-    kinds = {StateKind(stream.kind) for stream in session.layout} - {StateKind.TOKENS}
+    kinds = {StateKind(item.kind) for item in session.layout} - {StateKind.TOKENS}
     assert kinds
     assert kinds <= (PACKINGS.keys() if is_packed else {StateKind.HIDDEN, StateKind.KV})
     assert [turn.reused_token_count for turn in turns] == [0, lengths[0]]

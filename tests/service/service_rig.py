@@ -32,6 +32,21 @@ TOKENS = model_pb2.StreamName(layer=-1, kind=model_pb2.STATE_KIND_TOKENS)
 HIDDEN = model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_HIDDEN)
 KV = model_pb2.StreamName(layer=1, kind=model_pb2.STATE_KIND_KV)
 STREAMS = (TOKENS, HIDDEN, KV)
+
+
+def ranges(*streams: model_pb2.StreamName) -> list[model_pb2.StreamRange]:
+    """Each of these as a range of its own."""
+    return [
+        model_pb2.StreamRange(kind=one.kind, layer_begin=one.layer, layer_end=one.layer + 1)
+        for one in streams
+    ]
+
+
+def spec_of(stream: model_pb2.StreamName, **facts: Any) -> model_pb2.StreamSpec:
+    """What a model says of one stream."""
+    return model_pb2.StreamSpec(streams=ranges(stream)[0], **facts)
+
+
 ROW_BYTES = {-1: 4, 0: 96, 1: 160}
 
 
@@ -41,8 +56,8 @@ def make_model(**changes: Any) -> model_pb2.Model:
         "name": "models/tiny", "architecture": "Tiny", "dtype": model_pb2.DTYPE_FLOAT16, "layer_count": 2,
         "hidden_size": 48, "kv_head_count": 1, "head_size": 40, "is_relocatable": True,
         "streams": [
-            model_pb2.StreamSpec(stream=HIDDEN, row_bytes=96, dtype=model_pb2.DTYPE_FLOAT16),
-            model_pb2.StreamSpec(stream=KV, row_bytes=160, dtype=model_pb2.DTYPE_FLOAT16),
+            spec_of(HIDDEN, row_bytes=96, dtype=model_pb2.DTYPE_FLOAT16),
+            spec_of(KV, row_bytes=160, dtype=model_pb2.DTYPE_FLOAT16),
         ],
     }  # fmt: skip
     return model_pb2.Model(**(facts | changes))
@@ -107,7 +122,7 @@ class Client:
     async def create(self, session_id: str, **facts: Any) -> session_pb2.Session:
         """A session that stores every stream."""
         request = session_pb2.CreateSessionRequest(
-            session_id=session_id, model="models/tiny", layout=STREAMS, **facts
+            session_id=session_id, model="models/tiny", layout=ranges(*STREAMS), **facts
         )
         return await self.sessions.CreateSession(request)  # type: ignore[no-any-return]
 

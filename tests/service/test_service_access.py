@@ -15,7 +15,7 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.server import Server
-from ctxcache.service import holder, turns
+from ctxcache.service import arena, control, turns
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import arena_pb2, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
@@ -417,12 +417,17 @@ async def test_a_full_leases_locations_take_turns(
 
 
 async def test_answers_are_bounded(
-    client: Client, access: Access, server: Server, monkeypatch: pytest.MonkeyPatch
+    client: Client,
+    connect: Callable[[], Awaitable[Access]],
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Locations that would be too long are refused and held by nobody; brief ones, and parts, can be had."""
     await client.create("a")
     await client.append("a", 1, 0, 640)
-    monkeypatch.setattr(holder, "ANSWER_LIMIT_BYTES", 600)
+    for way in (arena, control):
+        monkeypatch.setattr(way, "ANSWER_LIMIT_BYTES", 600)
+    access = await connect()
     refusal(await access.one(acquire_lease=lease_of(client)), Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")
     assert server._cache.reading.lease_count == 0
     part = lease_of(client, range=TokenRange(begin=0, end=128))

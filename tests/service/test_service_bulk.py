@@ -24,7 +24,7 @@ from bulk_stubs import (
     as_frame,
 )
 from google.protobuf.duration_pb2 import Duration
-from service_rig import KV, STREAMS, Client, all_rows, chunk, chunks, commit, info_of, rows, until
+from service_rig import KV, STREAMS, Client, all_rows, chunk, chunks, commit, info_of, ranges, rows, until
 from xxhash import xxh3_64_intdigest
 
 from ctxcache import framed_socket
@@ -438,7 +438,7 @@ async def test_damage_in_the_arena_is_noticed_by_the_reader(client: Client, serv
     await client.append("a", 1, 0, 64, is_durable=True)
     segment = server._cache.state.session("default", "a").segments[0]
     connection = await Connection.open(client.channel)
-    await connection.send(READ, client.read_request("a", streams=[KV]).SerializeToString())
+    await connection.send(READ, client.read_request("a", streams=ranges(KV)).SerializeToString())
     await connection.receive()
     _, message, data = await connection.receive()
     sent = bulk_pb2.BulkChunk.FromString(message)

@@ -440,7 +440,7 @@ async def test_many_requests_at_once_leave_turns_to_others(
     nothing = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
     carry_out, order = Holder.carry_out, list[Holder]()
 
-    async def noted(self: Holder, request: arena_pb2.AccessRequest) -> arena_pb2.AccessResponse:
+    async def noted(self: Holder, request: arena_pb2.AccessRequest) -> bytes:
         order.append(self)
         return await carry_out(self, request)
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from hint_rig import Engine, job, seconds
-from service_rig import KV, Client, refused, until
+from service_rig import KV, Client, ranges, refused, until
 
 from ctxcache.config import Settings
 from ctxcache.core.placement.schedule import Job
@@ -139,7 +139,7 @@ async def test_a_queued_session_is_promoted_ahead_of_its_turn(client: Client, se
 
 async def test_layers_that_are_not_stored_are_missing(client: Client, engine: Engine) -> None:
     """A session that keeps one layer of two."""
-    request = session_pb2.CreateSessionRequest(session_id="a", model="models/tiny", layout=[KV])
+    request = session_pb2.CreateSessionRequest(session_id="a", model="models/tiny", layout=ranges(KV))
     await client.sessions.CreateSession(request)
     await engine.put(job(1))
     event = await engine.event()

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from service_rig import HIDDEN, KV, STREAMS, TOKENS, Client, make_model, refused
+from service_rig import HIDDEN, KV, STREAMS, TOKENS, Client, make_model, ranges, refused, spec_of
 
 from ctxcache.core.limits import Limits
 from ctxcache.server import Server
@@ -56,27 +56,23 @@ async def test_another_model_does_not_take_a_name(client: Client) -> None:
         ("model.dtype", {"dtype": 0}),
         ("model.dtype", {"dtype": 99}),
         ("model.layer_count", {"layer_count": 0}),
-        ("model.layer_count", {"layer_count": 65537}),
+        ("model.layer_count", {"layer_count": 4097}),
         ("model.hidden_size", {"hidden_size": -1}),
         ("model.kv_head_count", {"kv_head_count": 0}),
         ("model.head_size", {"head_size": 0}),
         ("model.streams", {"streams": []}),
         (
             "model.streams",
-            {"streams": [model_pb2.StreamSpec(stream=KV, row_bytes=1, dtype=model_pb2.DTYPE_INT32)] * 2},
+            {"streams": [spec_of(KV, row_bytes=1, dtype=model_pb2.DTYPE_INT32)] * 2},
         ),
         (
             "model.streams[0].row_bytes",
-            {
-                "streams": [
-                    model_pb2.StreamSpec(stream=KV, row_bytes=(2 << 20) + 1, dtype=model_pb2.DTYPE_INT32)
-                ]
-            },
+            {"streams": [spec_of(KV, row_bytes=(2 << 20) + 1, dtype=model_pb2.DTYPE_INT32)]},
         ),
-        ("model.streams[0].dtype", {"streams": [model_pb2.StreamSpec(stream=KV, row_bytes=1)]}),
+        ("model.streams[0].dtype", {"streams": [spec_of(KV, row_bytes=1)]}),
         (
             "model.streams",
-            {"streams": [model_pb2.StreamSpec(stream=TOKENS, row_bytes=8, dtype=model_pb2.DTYPE_INT32)]},
+            {"streams": [spec_of(TOKENS, row_bytes=8, dtype=model_pb2.DTYPE_INT32)]},
         ),
     ],
 )
@@ -183,7 +179,7 @@ async def test_a_created_session_says_what_it_is(client: Client) -> None:
 
     assert await client.get("a") == made
     assert (made.generation, made.token_count, made.tenant, made.is_pinned) == (1, 0, "default", True)
-    assert [(s.layer, s.kind) for s in made.layout] == [(s.layer, s.kind) for s in STREAMS]
+    assert list(made.layout) == ranges(*STREAMS)
     assert made.expire_time.seconds - made.access_time.seconds == made.ttl.seconds == 10
     assert made.model_fingerprint == client.fingerprint
     create = session_pb2.CreateSessionRequest(session_id="a", model="models/tiny")
@@ -193,13 +189,15 @@ async def test_a_created_session_says_what_it_is(client: Client) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layout": [model_pb2.StreamName(layer=5, kind=model_pb2.STATE_KIND_KV)]},
-        {"layout": [HIDDEN, HIDDEN]},
-        {"layout": [model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_UNSPECIFIED)]},
-        {"layout": [model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_TOKENS)]},
-        {"layout": [model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_HIDDEN_INT8)]},
-        {"layout": [model_pb2.StreamName(layer=0, kind=cast("model_pb2.StateKind.ValueType", 99))]},
-        {"layout": [model_pb2.StreamName(layer=-1, kind=model_pb2.STATE_KIND_HIDDEN)]},
+        {"layout": ranges(model_pb2.StreamName(layer=5, kind=model_pb2.STATE_KIND_KV))},
+        {"layout": ranges(HIDDEN, HIDDEN)},
+        {"layout": ranges(model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_UNSPECIFIED))},
+        {"layout": ranges(model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_TOKENS))},
+        {"layout": ranges(model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_HIDDEN_INT8))},
+        {"layout": ranges(model_pb2.StreamName(layer=0, kind=cast("model_pb2.StateKind.ValueType", 99)))},
+        {"layout": ranges(model_pb2.StreamName(layer=-1, kind=model_pb2.STATE_KIND_HIDDEN))},
+        {"layout": [model_pb2.StreamRange(kind=model_pb2.STATE_KIND_HIDDEN, layer_begin=1, layer_end=1)]},
+        {"layout": [model_pb2.StreamRange(kind=model_pb2.STATE_KIND_HIDDEN, layer_begin=0, layer_end=4097)]},
         {"ttl": Duration(seconds=0, nanos=5)},
         {"ttl": Duration(seconds=3650 * 86400 + 1)},
         {"ttl": Duration(seconds=-1)},
@@ -368,7 +366,7 @@ async def test_absolute_positions_lose_only_their_end(client: Client) -> None:
     model = make_model(name="models/fixed", is_relocatable=False)
     made = await client.models.RegisterModel(model_pb2.RegisterModelRequest(model=model))
     client.fingerprint = made.fingerprint
-    create = session_pb2.CreateSessionRequest(session_id="a", model="models/fixed", layout=STREAMS)
+    create = session_pb2.CreateSessionRequest(session_id="a", model="models/fixed", layout=ranges(*STREAMS))
     await client.sessions.CreateSession(create)
     await client.append("a", 1, 0, 10)
     drop = session_pb2.DropRanges(ranges=[TokenRange(begin=1, end=2)])
@@ -448,8 +446,11 @@ async def test_lookups_answer_for_many_at_once(client: Client) -> None:
         (miss, "MODEL_FINGERPRINT_MISMATCH", 0, 0),
         (miss, "EMPTY", 0, 0),
     ]
-    sizes = {item.kind: (list(item.layers), item.size_bytes) for item in answer.results[1].kinds}
-    assert sizes == {1: ([-1], 40), 2: ([0], 960), 3: ([1], 1600)}
+    sizes = {
+        item.kind: ([(run.begin, run.end) for run in item.layers], item.size_bytes)
+        for item in answer.results[1].kinds
+    }
+    assert sizes == {1: ([(-1, 0)], 40), 2: ([(0, 1)], 960), 3: ([(1, 2)], 1600)}
     for queries in ([], [query(name="sessions/a", model_fingerprint=b"short")]):
         request = session_pb2.LookupSessionsRequest(queries=queries)
         await refused(client.sessions.LookupSessions(request), Code.INVALID_ARGUMENT, "INVALID_FIELD")

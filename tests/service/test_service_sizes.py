@@ -4,7 +4,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from service_rig import KV, TOKENS, Client, chunks, make_model, refused
+from service_rig import KV, TOKENS, Client, chunks, make_model, ranges, refused, spec_of
 
 from ctxcache.config import Settings
 from ctxcache.format.identity import wire_checksum
@@ -25,12 +25,12 @@ def settings(tmp_path: Path) -> Settings:
 
 async def test_large_rows_are_read_in_messages_of_the_promised_size(client: Client) -> None:
     """A client with gRPC's default limit reads a segment that is larger than a message may be."""
-    spec = model_pb2.StreamSpec(stream=KV, row_bytes=ROW_BYTES, dtype=model_pb2.DTYPE_FLOAT16)
+    spec = spec_of(KV, row_bytes=ROW_BYTES, dtype=model_pb2.DTYPE_FLOAT16)
     model = make_model(name="models/large", streams=[spec])
     request = model_pb2.RegisterModelRequest(model=model)
     client.fingerprint = (await client.models.RegisterModel(request)).fingerprint
     await client.sessions.CreateSession(
-        session_pb2.CreateSessionRequest(session_id="a", model="models/large", layout=[KV])
+        session_pb2.CreateSessionRequest(session_id="a", model="models/large", layout=ranges(KV))
     )
     data = b"".join(bytes([i]) * ROW_BYTES for i in range(64))
     pieces = [

@@ -9,7 +9,20 @@ import grpc
 import pytest
 from bulk_stubs import BulkSessions
 from google.protobuf.duration_pb2 import Duration
-from service_rig import KV, TOKENS, Client, all_rows, chunk, chunks, commit, refused, rows, until
+from service_rig import (
+    KV,
+    STREAMS,
+    TOKENS,
+    Client,
+    all_rows,
+    chunk,
+    chunks,
+    commit,
+    ranges,
+    refused,
+    rows,
+    until,
+)
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS, Rows
@@ -23,6 +36,7 @@ from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, Strea
 from ctxcache.server import Server
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import _chunk_message, packed
+from ctxcache.service.turns import Turns
 from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import model_pb2, session_pb2
 from ctxcache.v1.session_pb2 import AppendSessionRequest, TokenRange
@@ -70,7 +84,7 @@ async def test_appended_rows_are_read_back(client: Client) -> None:
 
     assert (session.token_count, session.durable_token_count) == (130, 130)
     assert (header.session.generation, header.range.begin, header.range.end) == (session.generation, 0, 130)
-    assert [s.layer for s in header.streams] == [-1, 0, 1]
+    assert list(header.streams) == ranges(*STREAMS)
     layers = [item.stream.layer for item in found]
     assert layers == sorted(layers)
     assert await client.read_rows("a") == all_rows(1, 130)
@@ -80,9 +94,9 @@ async def test_some_streams_and_some_tokens_can_be_read(client: Client) -> None:
     """A reader gets the streams it names in layer order, and the tokens of its range."""
     await client.create("a")
     await client.append("a", 1, 0, 200)
-    header, found = await client.read("a", streams=[KV, TOKENS], range=TokenRange(begin=60, end=150))
+    header, found = await client.read("a", streams=ranges(KV, TOKENS), range=TokenRange(begin=60, end=150))
 
-    assert [s.layer for s in header.streams] == [-1, 1]
+    assert list(header.streams) == ranges(TOKENS, KV)
     by_layer = {layer: b"".join(c.data for c in found if c.stream.layer == layer) for layer in (-1, 1)}
     assert by_layer == {-1: rows(1, 60, 150, TOKENS), 1: rows(1, 60, 150, KV)}
     assert [c.token_begin for c in found] == [60, 60]
@@ -99,11 +113,11 @@ async def test_some_streams_and_some_tokens_can_be_read(client: Client) -> None:
         ({"model_fingerprint": b""}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         ({"model_fingerprint": bytes(33)}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (
-            {"streams": [model_pb2.StreamName(layer=1, kind=model_pb2.STATE_KIND_HIDDEN)]},
+            {"streams": ranges(model_pb2.StreamName(layer=1, kind=model_pb2.STATE_KIND_HIDDEN))},
             Code.INVALID_ARGUMENT,
             "INVALID_FIELD",
         ),
-        ({"streams": [KV, KV]}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"streams": ranges(KV, KV)}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         ({"if_generation_match": 7}, Code.ABORTED, "GENERATION_MISMATCH"),
     ],
 )
@@ -162,7 +176,7 @@ async def test_a_reader_slower_than_its_lease_gets_no_foreign_rows(
     call = client.sessions.ReadSession(client.read_request("a"))
     await call.read()
     reading = server._cache.reading
-    sent = SessionService(server._cache)._messages(client.read_request("a"), "default")
+    sent = SessionService(server._cache, Turns())._messages(client.read_request("a"), "default")
     await anext(sent)
     await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)

@@ -7,7 +7,7 @@
 import assert from 'node:assert/strict';
 import { randomUUID } from 'node:crypto';
 import { after, before, test } from 'node:test';
-import { append, call, chunk, connect, CtxcacheError, read, streamKey } from './ctxcache.js';
+import { append, call, chunk, connect, CtxcacheError, rangeOf, read, streamKey } from './ctxcache.js';
 import { modelFingerprint } from './fingerprint.js';
 
 const TOKENS = { layer: -1, kind: 'STATE_KIND_TOKENS' };
@@ -36,8 +36,8 @@ const model = {
   rope: 'theta=10000',
   isRelocatable: true,
   streams: [
-    { stream: KV, rowBytes: 64, dtype: 'DTYPE_BFLOAT16' },
-    { stream: HIDDEN, rowBytes: 96, dtype: 'DTYPE_BFLOAT16' },
+    { streams: rangeOf(KV), rowBytes: 64, dtype: 'DTYPE_BFLOAT16' },
+    { streams: rangeOf(HIDDEN), rowBytes: 96, dtype: 'DTYPE_BFLOAT16' },
   ],
 };
 let fingerprint;
@@ -69,7 +69,7 @@ function span(begin, end) {
 }
 
 async function newSession(overrides = {}) {
-  const request = { model: model.name, layout: [HIDDEN, KV], ...overrides };
+  const request = { model: model.name, layout: [HIDDEN, KV].map(rangeOf), ...overrides };
   return call(client.sessions, 'createSession', request);
 }
 
@@ -153,7 +153,7 @@ test('200 tokens appended in two parts are on disk and come back byte by byte', 
   assert.equal(generation, '1');
   assert.deepEqual([middle.tokenCount, middle.generation], ['130', '2']);
   assert.deepEqual([session.tokenCount, session.durableTokenCount, session.generation], ['200', '200', '3']);
-  assert.deepEqual(session.layout, LAYOUT);
+  assert.deepEqual(session.layout, LAYOUT.map(rangeOf));
   await assertHolds(name, span(0, 200));
 });
 
@@ -176,11 +176,11 @@ test('a range of some streams is read without the rest', async () => {
   const { header, rows } = await read(client, {
     name,
     modelFingerprint: fingerprint,
-    streams: [KV, TOKENS],
+    streams: [KV, TOKENS].map(rangeOf),
     range: { begin: 60, end: 131 },
   });
 
-  assert.deepEqual(header.streams, [TOKENS, KV]);
+  assert.deepEqual(header.streams, [TOKENS, KV].map(rangeOf));
   assert.deepEqual(header.range, { begin: '60', end: '131' });
   assert.deepEqual(Object.keys(rows), [streamKey(TOKENS), streamKey(KV)]);
   assert.deepEqual(rows[streamKey(KV)], rowsOf(KV, span(60, 131)));
@@ -364,9 +364,9 @@ test('a lookup answers for each session, found or not', async () => {
   assert.deepEqual(
     results[0].kinds.map(({ kind, layers, sizeBytes }) => [kind, layers, sizeBytes]),
     [
-      ['STATE_KIND_TOKENS', [-1], '800'],
-      ['STATE_KIND_HIDDEN', [0], '19200'],
-      ['STATE_KIND_KV', [1], '12800'],
+      ['STATE_KIND_TOKENS', [{ begin: -1, end: 0 }], '800'],
+      ['STATE_KIND_HIDDEN', [{ begin: 0, end: 1 }], '19200'],
+      ['STATE_KIND_KV', [{ begin: 1, end: 2 }], '12800'],
     ],
   );
 });
@@ -436,7 +436,7 @@ test('a malformed field is named', async () => {
     ['session_id', () => newSession({ sessionId: '../etc' })],
     ['model', () => newSession({ model: 'no slash' })],
     ['ttl', () => newSession({ ttl: { seconds: 0 } })],
-    ['layout[1].kind', () => newSession({ layout: [KV, { layer: 0 }] })],
+    ['layout[1].kind', () => newSession({ layout: [rangeOf(KV), { layerEnd: 1 }] })],
     ['page_size', () => call(client.sessions, 'listSessions', { pageSize: -1 })],
     ['kept', () => call(client.sessions, 'truncateSession', { name })],
     ['chunk.data', () => append(client, header, [chunk(KV, 0, Buffer.alloc(63))])],

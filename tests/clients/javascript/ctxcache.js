@@ -131,6 +131,11 @@ export async function read(client, request) {
   return { header, rows: Object.fromEntries(rows) };
 }
 
+/** One stream as a range, as models, layouts and reads list them. */
+export function rangeOf({ layer, kind }) {
+  return { kind, layerBegin: layer, layerEnd: layer + 1 };
+}
+
 /** How `read` names a stream. */
 export function streamKey({ layer, kind }) {
   return `${layer} ${kind}`;

@@ -59,7 +59,14 @@ function update(digest, tag, value) {
 
 function packedSpecs(streams) {
   return streams
-    .map(({ stream, rowBytes, dtype }) => [stream.layer, KINDS[stream.kind], rowBytes, DTYPES[dtype]])
+    .flatMap(({ streams: { kind, layerBegin, layerEnd }, rowBytes, dtype }) =>
+      Array.from({ length: layerEnd - layerBegin }, (_, i) => [
+        layerBegin + i,
+        KINDS[kind],
+        rowBytes,
+        DTYPES[dtype],
+      ]),
+    )
     .filter(([, kind]) => kind !== KINDS.STATE_KIND_TOKENS)
     .sort((a, b) => a[0] - b[0] || a[1] - b[1])
     .map((numbers) => {

@@ -3,7 +3,7 @@
 import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { test } from 'node:test';
-import { wireChecksum } from './ctxcache.js';
+import { rangeOf, wireChecksum } from './ctxcache.js';
 import { modelFingerprint } from './fingerprint.js';
 
 const KINDS = [
@@ -74,7 +74,7 @@ for (const model of golden.models) {
       isRelocatable: model.is_relocatable,
       settings: model.settings,
       streams: model.streams.map(([layer, kind, rowBytes, dtype]) => ({
-        stream: { layer, kind: KINDS[kind] },
+        streams: rangeOf({ layer, kind: KINDS[kind] }),
         rowBytes,
         dtype: DTYPES[dtype],
       })),

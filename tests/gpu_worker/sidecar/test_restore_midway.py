@@ -14,7 +14,7 @@ from paged_engine import PROMPT_TOKENS, PagedEngine, conversation, running_engin
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.convert import stream_to_wire
+from ctxcache.client.convert import ranges_to_wire
 from ctxcache.client.rows import Piece
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import StateKind, Stream
@@ -85,7 +85,7 @@ class OneSession:
         self._rows = rows
         self._session = Session(
             name="sessions/one", token_count=PROMPT_TOKENS, model_fingerprint=engine.spec.fingerprint(),
-            layout=[stream_to_wire(stream) for stream in rows.streams],
+            layout=ranges_to_wire(rows.streams),
         )  # fmt: skip
 
     def register_model(self, spec: object) -> None:

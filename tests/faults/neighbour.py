@@ -1,0 +1,289 @@
+"""Neighbour: one tenant sends the most expensive requests that it may, and another one's small calls hardly wait.
+
+One real server that tells tenants apart by their tokens. For each attack in turns: *idle*, the neighbour asks
+GetSession of its own session in a closed loop, and nobody else is there; and *attack*, the same while
+processes of another tenant send prepared requests in closed loops, without a pause. What is compared comes
+from the same run, seconds apart: p99 of the neighbour's calls, attack beside idle. Every answer that the
+attacker gets must fit into what a stock client takes, and every refusal must have a reason.
+
+Worst case: the machine is busy with other work, which shows in both turns; --rounds makes them more, and the
+best of them counts, as load of others only ever makes it worse.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from ctxcache.core.identity import Grant
+from ctxcache.status import from_rpc_error
+from ctxcache.tokens import Token, digest_of
+from ctxcache.v1 import model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
+from tests import expensive_calls as calls
+from tests.faults.harness import Harness, Report, progress
+from tests.faults.planted import command
+from tests.server_process import COMMAND_LINE, ServerProcess
+
+RATIO = 3.0
+"""What another's attack may make of the p99 of a small call."""
+SESSIONS, LISTED, LONG_TOKENS = 1200, 30, 1 << 17
+ATTACKERS, CALL_TIMEOUT_S, PAUSE_S = 3, 60.0, 0.003
+"""Processes that attack at once; how long the neighbour waits between two calls."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """What one attacker sent, and what came of it."""
+
+    call_count: int = 0
+    largest_bytes: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+def attack(target: str, name: str, facts: calls.Facts, begun: Event, ended: Event) -> Sent:
+    """Send an attack's requests over and over, one at a time, until `ended`."""
+    requests, sent = calls.ATTACKS[name](facts), Sent()
+    metadata = (("authorization", "Bearer attacker"),)
+    with grpc.insecure_channel(target) as channel:
+        for method, request in cycle(requests):
+            if ended.is_set():
+                return sent
+            try:
+                for answer in _answers(channel, method, request, metadata):
+                    sent.largest_bytes = max(sent.largest_bytes, len(answer))
+                    if ended.is_set():
+                        break
+            except grpc.RpcError as error:
+                reason = _reason(error)
+                sent.reasons[reason] = sent.reasons.get(reason, 0) + 1
+            sent.call_count += 1
+            begun.set()
+    return sent
+
+
+def _answers(channel: Any, method: str, request: bytes, metadata: Any) -> Iterator[bytes]:
+    if method.endswith(("/Access", "/Schedule")):
+        requests = [bytes.fromhex(each) for each in json.loads(request)] if request[:1] == b"[" else [request]
+        yield from channel.stream_stream(method)(iter(requests), metadata=metadata, timeout=CALL_TIMEOUT_S)
+    elif method.endswith("/ReadSession"):
+        yield from channel.unary_stream(method)(request, metadata=metadata, timeout=CALL_TIMEOUT_S)
+    else:
+        yield channel.unary_unary(method)(request, metadata=metadata, timeout=CALL_TIMEOUT_S)
+
+
+def _reason(error: Any) -> str:
+    return f"{error.code().name} {from_rpc_error(error, 'attacked').reason}"
+
+
+def _attacker(
+    target: str,
+    name: str,
+    facts: calls.Facts,
+    begun: Event,
+    ended: Event,
+    results: "multiprocessing.Queue[Sent]",
+) -> None:
+    # It is measured what the server does to a neighbour, not what else this machine does.
+    os.nice(19)
+    results.put(attack(target, name, facts, begun, ended))
+
+
+# -- the neighbour ---------------------------------------------------------------------------------
+
+
+class Neighbour:
+    """Small calls of another tenant, one after the other."""
+
+    def __init__(self, target: str) -> None:
+        self._channel: Any = grpc.insecure_channel(target)
+        self._get: Any = self._channel.unary_unary(f"{calls.SESSION}GetSession")
+        self._request = session_pb2.GetSessionRequest(name="sessions/mine").SerializeToString()
+        self._metadata = (("authorization", "Bearer neighbour"),)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+    def ask(self, seconds: float) -> list[float]:
+        """Latencies in seconds."""
+        found: list[float] = []
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            began_s = time.monotonic()
+            self._get(self._request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+            found.append(time.monotonic() - began_s)
+            time.sleep(PAUSE_S)
+        return found
+
+
+@contextmanager
+def _attacked(target: str, name: str, facts: calls.Facts, report: Report) -> Iterator[None]:
+    """Attackers are at it meanwhile."""
+    context = multiprocessing.get_context("spawn")
+    ended, results = context.Event(), context.Queue()
+    begun = [context.Event() for _ in range(ATTACKERS)]
+    attackers = [
+        context.Process(target=_attacker, args=(target, name, facts, each, ended, results), daemon=True)
+        for each in begun
+    ]
+    for process in attackers:
+        process.start()
+    try:
+        for each in begun:
+            if not each.wait(CALL_TIMEOUT_S):
+                report.find(f"{name}: an attacker was not answered within {CALL_TIMEOUT_S:g} s")
+        yield
+    finally:
+        ended.set()
+        sent = [results.get(timeout=2 * CALL_TIMEOUT_S) for _ in attackers]
+        for process in attackers:
+            process.join()
+    _judge_answers(report, name, sent)
+
+
+def _judge_answers(report: Report, name: str, sent: Sequence[Sent]) -> None:
+    largest_bytes = max(each.largest_bytes for each in sent)
+    reasons: dict[str, int] = {}
+    for each in sent:
+        for reason, count in each.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    report.figures[f"{name}_calls"] = sum(each.call_count for each in sent)
+    report.figures[f"{name}_largest_answer_bytes"] = largest_bytes
+    if reasons:
+        report.figures[f"{name}_refusals"] = reasons
+    if largest_bytes > calls.ANSWER_BYTES:
+        report.find(f"{name}: an answer of {largest_bytes} B, stock clients take 4 MiB")
+    for reason in reasons:
+        if reason.startswith(("UNKNOWN", "INTERNAL")):
+            report.find(f"{name}: {reason}")
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """See the module."""
+    program = command([options.control]) if options.control else COMMAND_LINE
+    with tempfile.TemporaryDirectory(prefix="ctxcache-neighbour-") as folder, ExitStack() as stack:
+        hashes = Path(folder) / "hashes"
+        names = ("attacker", "neighbour")
+        lines = (Token(n, digest_of(n), Grant(n, has_shared_memory=True)).line() for n in names)
+        hashes.write_text("\n".join(lines))
+        hashes.chmod(0o600)
+        server = ServerProcess(
+            Path(folder) / "data", "--token-hashes", str(hashes), "--arena-size-bytes", "256MiB",
+            "--ssd-size-bytes", "512MiB", program=program,
+        )  # fmt: skip
+        stack.enter_context(server)
+        facts = _prepare(server.target)
+        neighbour = Neighbour(server.target)
+        stack.callback(neighbour.close)
+        neighbour.ask(0.2)
+        chosen = options.attack or list(calls.ATTACKS)
+        for done, name in enumerate(chosen):
+            _judge(options, report, server.target, neighbour, facts, name)
+            report.end_if_found()
+            progress(done + 1, len(chosen), "attacks")
+
+
+def _judge(
+    options: argparse.Namespace,
+    report: Report,
+    target: str,
+    neighbour: Neighbour,
+    facts: calls.Facts,
+    name: str,
+) -> None:
+    best: tuple[float, ...] | None = None
+    for _ in range(options.rounds):
+        idle = neighbour.ask(options.seconds)
+        with _attacked(target, name, facts, report):
+            attacked = neighbour.ask(options.seconds)
+        figures = tuple(1e3 * float(np.quantile(each, q)) for each in (idle, attacked) for q in (0.5, 0.99))
+        if best is None or figures[3] / figures[1] < best[3] / best[1]:
+            best = figures
+    assert best is not None
+    ratio = best[3] / best[1]
+    report.figures[name] = (
+        f"idle p50 {best[0]:.2f} p99 {best[1]:.2f} ms, attack p50 {best[2]:.2f} p99 {best[3]:.2f} ms, ratio {ratio:.2f}"
+    )
+    if ratio > RATIO and not options.untimed:
+        report.find(f"{name}: p99 of a neighbour's call rose {ratio:.1f} times, to {best[3]:.1f} ms")
+
+
+def _prepare(target: str) -> calls.Facts:
+    """What either tenant has before the attacks."""
+    with grpc.insecure_channel(target) as channel:
+        mine = _Tenant(channel, "neighbour")
+        mine.register(calls.small_model())
+        mine.create("mine", "small", [])
+        theirs = _Tenant(channel, "attacker")
+        small, large = theirs.register(calls.small_model()), theirs.register(calls.large_model("large"))
+        for number in range(LISTED):
+            theirs.register(calls.large_model(f"listed{number}", number))
+        for number in range(SESSIONS):
+            theirs.create(f"s{number}", "large", calls.layout(calls.RANGES, number % 64))
+        theirs.create("all", "large", calls.everything())
+        theirs.create("long", "small", [])
+        theirs.append("long", small, LONG_TOKENS)
+    return calls.Facts(large, small)
+
+
+class _Tenant:
+    """Stubs of one tenant."""
+
+    def __init__(self, channel: grpc.Channel, token: str) -> None:
+        self._sessions = session_pb2_grpc.SessionServiceStub(channel)
+        self._models = model_pb2_grpc.ModelServiceStub(channel)
+        self._facts: Any = {"metadata": (("authorization", f"Bearer {token}"),), "timeout": CALL_TIMEOUT_S}
+
+    def register(self, model: model_pb2.Model) -> bytes:
+        """The model's fingerprint."""
+        request = model_pb2.RegisterModelRequest(model=model)
+        return self._models.RegisterModel(request, **self._facts).fingerprint
+
+    def create(self, name: str, model: str, layout: Sequence[model_pb2.StreamRange]) -> None:
+        """An empty session."""
+        request = session_pb2.CreateSessionRequest(session_id=name, model=f"models/{model}", layout=layout)
+        self._sessions.CreateSession(request, **self._facts)
+
+    def append(self, name: str, fingerprint: bytes, token_count: int) -> None:
+        """Token ids, all of them zero."""
+        self._sessions.AppendSession(
+            iter(calls.append_messages(name, fingerprint, token_count)), **self._facts
+        )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn (default 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of idle and attack; the best counts (default 1)"
+    )
+    parser.add_argument(
+        "--attack", action="append", choices=sorted(calls.ATTACKS), help="this one only; may be repeated"
+    )
+    parser.add_argument("--untimed", action="store_true", help="judge answers, not times")
+
+
+HARNESS = Harness(
+    "neighbour",
+    "One tenant sends the most expensive requests that it may, and another one's small calls hardly wait.",
+    run,
+    {"never_rests": "large requests are carried out in one go, without a turn for others"},
+    _options,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(HARNESS.main())
