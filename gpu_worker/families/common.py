@@ -31,19 +31,21 @@ def refuse(model: PreTrainedModel, problem: str) -> UnsupportedArchitecture:
     return UnsupportedArchitecture(architecture=type(model).__name__, problem=problem)
 
 
-def rope_name(model: PreTrainedModel, *extra: str) -> str:
-    """The canonical string of the model's rotary settings, `extra` included.
-
-    Raises UnsupportedArchitecture where the angles depend on the session's length.
-    """
-    parameters = model.config.rope_parameters
+def check_rope(model: PreTrainedModel) -> None:
+    """Raise UnsupportedArchitecture where the angles depend on the session's length."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
     tables = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     for table in tables:
         if table.get("rope_type") in _LENGTH_DEPENDENT_ROPES:
             raise refuse(
                 model, f"rotary angles of type {table['rope_type']!r} depend on the session's length"
             )
-    return " ".join(("rope", json.dumps(_canonical(parameters), sort_keys=True), *extra))
+
+
+def rope_name(model: PreTrainedModel, *extra: str) -> str:
+    """The canonical string of the model's rotary settings, `extra` included. Raises as `check_rope` does."""
+    check_rope(model)
+    return " ".join(("rope", json.dumps(_canonical(model.config.rope_parameters), sort_keys=True), *extra))
 
 
 def norm_name(kind: str, norm: nn.Module | None) -> str:

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -63,6 +64,9 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama-biased-scaled": lambda: LlamaConfig(**_GATED, attention_bias=True, rope_parameters=_LLAMA3_ROPE),
     "mistral-sliding": lambda: MistralConfig(**_GATED, sliding_window=WINDOW, head_dim=16),
     "qwen2": lambda: Qwen2Config(**_GATED),
+    "qwen2-windows": lambda: Qwen2Config(
+        **_GATED, use_sliding_window=True, sliding_window=WINDOW, layer_types=_HYBRID
+    ),
     "qwen3": lambda: Qwen3Config(**_GATED, head_dim=24),
     "gemma2": lambda: Gemma2Config(**_GATED, head_dim=16, sliding_window=WINDOW, layer_types=_HYBRID),
     "gemma3": lambda: Gemma3TextConfig(**_GATED, head_dim=16, sliding_window=WINDOW, layer_types=_HYBRID),
@@ -87,6 +91,12 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "deepseek": lambda: DeepseekV3Config(**_mla()),
     "deepseek-halves": lambda: DeepseekV3Config(**_mla(), rope_interleave=False),
 }
+SINKS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "gpt-oss": lambda: GptOssConfig(
+        **_GATED, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=_HYBRID
+    ),
+}  # fmt: skip
+"""Families with learned sinks, which no adapter describes: they can be packed, not saved."""
 ROPE_FAMILIES = [name for name in CONFIGS if name not in ("opt", "opt-norm-after", "gpt2")]
 
 
@@ -113,7 +123,7 @@ def build(
     name: str, *, dtype: torch.dtype = torch.float32, layer_count: int = LAYER_COUNT
 ) -> PreTrainedModel:
     """The tiny model `name`, the same one on every call."""
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **SINKS}[name]()
     config.num_hidden_layers = layer_count
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layer_count]
