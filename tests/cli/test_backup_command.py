@@ -158,6 +158,6 @@ def test_a_disk_that_is_full_leaves_no_file(running: str, tmp_path: Path) -> Non
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
     )  # fmt: skip
 
-    assert ran.returncode == ExitCode.DEVICE
-    assert ran.stderr.splitlines() == [f"ctxcache: {tmp_path}/it.partial: File too large (TIER_FAILURE)"]
+    assert ran.returncode == ExitCode.RESOURCE_EXHAUSTED
+    assert ran.stderr.splitlines() == [f"ctxcache: {tmp_path}/it: File too large (FILE_FULL)"]
     assert list(tmp_path.iterdir()) == []
