@@ -137,6 +137,13 @@ class ModelFingerprintMismatch(CacheError):
     template = "{model} has fingerprint {actual}, not {expected}"
 
 
+class ModelProbeMismatch(CacheError):
+    """A model of the same fingerprint computes something else than the one that was registered first."""
+
+    reason = "MODEL_PROBE_MISMATCH"
+    template = "{model} computes something else than the engine that registered it: {problem}"
+
+
 class PositionsNotRelocatable(CacheError):
     """The model's state depends on absolute positions: only its last tokens can be dropped."""
 

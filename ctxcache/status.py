@@ -39,6 +39,7 @@ CODES: dict[type[CacheError], grpc.StatusCode] = {
     errors.WriteOffsetMismatch: grpc.StatusCode.ABORTED,
     errors.EngineTakenOver: grpc.StatusCode.ABORTED,
     errors.ModelFingerprintMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ModelProbeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PositionsNotRelocatable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SessionTooFragmented: grpc.StatusCode.FAILED_PRECONDITION,
     errors.IncompleteAppend: grpc.StatusCode.FAILED_PRECONDITION,

@@ -1,11 +1,13 @@
-"""Models: registered once, never changed."""
+"""Models: registered once, never changed, but that a probe is added once."""
 
 import asyncio
 from bisect import bisect_right
+from dataclasses import replace
 
 from ctxcache.cache.state import State
-from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, TooManyRequests
-from ctxcache.format.model import ModelSpec
+from ctxcache.errors import InvalidArgument, TooManyRequests
+from ctxcache.format.model import ModelSpec, mismatch
+from ctxcache.format.probe import ModelProbe
 from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
 
 Registered = ModelRecord
@@ -19,12 +21,12 @@ class Models:
         self._state = state
         self._metadata = metadata
 
-    async def register(self, tenant: str, spec: ModelSpec) -> ModelRecord:
-        """Register a model, or return it when it is the same.
+    async def register(self, tenant: str, spec: ModelSpec, probe: ModelProbe | None = None) -> ModelRecord:
+        """Register a model, or return it when it is the same, with the probe that was sent first.
 
         Raises ModelFingerprintMismatch, CapacityExceeded, TierFailure.
         """
-        made = ModelRecord(tenant, spec, self._state.clock.wall_ns())
+        made = ModelRecord(tenant, spec, self._state.clock.wall_ns(), probe)
         fingerprint = made.fingerprint
         # To make that of a large model took as long as others should wait.
         await asyncio.sleep(0)
@@ -39,11 +41,11 @@ class Models:
             known = made
             self._state.add_model(known)
         elif known.fingerprint != fingerprint:
-            raise ModelFingerprintMismatch(
-                model=f"models/{spec.model_id}",
-                actual=known.fingerprint.hex(),
-                expected=fingerprint.hex(),
-            )
+            raise mismatch(known.spec, spec, f"models/{spec.model_id} is registered as another model")
+        elif known.probe is None and probe is not None:
+            self._metadata.check()
+            known = replace(known, probe=probe)
+            self._state.models[tenant, spec.model_id] = known
         # Also when it was known: another call may still be waiting for its commit.
         await self._metadata.commit(Changes(models=[known]), is_durable=True)
         return known

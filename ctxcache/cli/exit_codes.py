@@ -42,6 +42,7 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.WriteInProgress: ExitCode.CONFLICT,
     errors.WriteOffsetMismatch: ExitCode.CONFLICT,
     errors.ModelFingerprintMismatch: ExitCode.CONFLICT,
+    errors.ModelProbeMismatch: ExitCode.CONFLICT,
     errors.PositionsNotRelocatable: ExitCode.CONFLICT,
     errors.SessionTooFragmented: ExitCode.CONFLICT,
     errors.FileAlreadyExists: ExitCode.CONFLICT,

@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 from ctxcache.v1 import model_pb2, session_pb2
 
@@ -62,12 +63,20 @@ def streams_from_wire(ranges: Iterable[model_pb2.StreamRange]) -> list[Stream]:
     return sorted(stream for item in ranges for stream in _range_from_wire(item).streams())
 
 
-def model_to_wire(spec: ModelSpec) -> model_pb2.Model:
-    """Put a model into the message that registers it."""
+def model_to_wire(spec: ModelSpec, probe: ModelProbe | None = None) -> model_pb2.Model:
+    """Put a model, with what it made of a few tokens, into the message that registers it."""
     return model_pb2.Model(
         name=f"models/{spec.model_id}",
         dtype=model_pb2.Dtype.ValueType(spec.dtype),
         streams=_specs_to_wire(spec.streams),
+        probe=None
+        if probe is None
+        else model_pb2.ModelProbe(
+            dtype=model_pb2.Dtype.ValueType(probe.dtype),
+            token_ids=probe.token_ids,
+            group_size=probe.group_size,
+            values=probe.values,
+        ),
         **{name: getattr(spec, name) for name in _PLAIN_FIELDS},
     )
 
@@ -80,6 +89,17 @@ def model_from_wire(model: model_pb2.Model) -> ModelSpec:
         streams=tuple(sorted(chain.from_iterable(map(_specs_from_wire, model.streams)))),
         **{name: getattr(model, name) for name in _PLAIN_FIELDS},
     )
+
+
+def probe_from_wire(model: model_pb2.Model) -> ModelProbe | None:
+    """A model's probe; None where it has none. Raises InvalidArgument."""
+    if not model.HasField("probe"):
+        return None
+    probe = model.probe
+    found = ModelProbe(_dtype(probe.dtype), tuple(probe.token_ids), probe.group_size, probe.values)
+    if problem := found.problem():
+        raise InvalidArgument(field="model.probe", problem=problem)
+    return found
 
 
 def duration(ttl_s: float | None) -> Duration | None:

@@ -5,10 +5,11 @@ Knows nothing of sessions. Worst case: one deadline per page.
 
 from collections.abc import Iterable, Iterator
 
-from ctxcache.client.convert import model_to_wire
+from ctxcache.client.convert import model_to_wire, probe_from_wire
 from ctxcache.client.wire import Wire
-from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, ModelProbeMismatch
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1 import model_pb2
 
@@ -51,15 +52,19 @@ class ModelCalls:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def register_model(self, spec: ModelSpec) -> CallerModel:
+    def register_model(self, spec: ModelSpec, probe: ModelProbe | None = None) -> CallerModel:
         """Register a model, or find it registered already; what is returned names it in calls that move rows.
 
-        Raises ModelFingerprintMismatch where another model has its id.
+        `probe`: what it makes of a few tokens. The first one that is sent is kept, all others are compared with it.
+        Raises ModelFingerprintMismatch where another model has its id, ModelProbeMismatch.
         """
         own = CallerModel(spec)
-        request = model_pb2.RegisterModelRequest(model=model_to_wire(spec))
+        request = model_pb2.RegisterModelRequest(model=model_to_wire(spec, probe))
         registered = self._wire.call(self._wire.models.RegisterModel, request)
         own.check(registered.name, registered.fingerprint)
+        kept = probe_from_wire(registered)
+        if probe is not None and kept is not None:
+            _compare(registered.name, probe, kept)
         return own
 
     def get_model(self, name: str) -> model_pb2.Model:
@@ -75,3 +80,17 @@ class ModelCalls:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+
+def _compare(name: str, probe: ModelProbe, kept: ModelProbe) -> None:
+    found = probe.difference(kept)
+    if found is None:
+        raise ModelProbeMismatch(
+            model=name, problem="its probe is of other tokens, or of other values of a pass"
+        )
+    if found.measured > found.allowed:
+        measured, allowed = f"{found.measured:.2g}", f"{found.allowed:g}"
+        problem = f"group {found.group} of its probe lies {measured} apart, {allowed} is allowed"
+        raise ModelProbeMismatch(
+            model=name, problem=problem, group=found.group, measured=measured, allowed=allowed
+        )

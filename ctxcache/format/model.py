@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
+from ctxcache.errors import ModelFingerprintMismatch
+from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 
 FINGERPRINT_BYTES = 32
@@ -17,6 +19,8 @@ _ITEM, _SPEC = struct.Struct("<HI"), struct.Struct("<iiii")
 _NUMBERS = ("layer_count", "hidden_size", "kv_head_count", "head_size")
 _FACTS = {"True": True, "False": False}
 _NUMBER_LIMIT = 1 << 31
+_SHOWN = 24
+"""Characters of a field that an error shows: a digest's scheme and what tells it from another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ class ModelSpec:
         return tuple(sorted(known[stream] for stream in dict.fromkeys((TOKENS, *layout))))
 
 
+_FIELDS = tuple(field.name for field in fields(ModelSpec) if field.name != "model_id")
+
+
 def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
     """The model that `encode` made the bytes of. Raises ValueError for bytes that it never makes."""
     items = list(_items(encoded))
@@ -93,6 +100,32 @@ def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
     if found.encode() != encoded or len({spec.stream for spec in found.streams}) < len(found.streams):
         raise ValueError("the model is not written as models are")
     return found
+
+
+def mismatch(actual: ModelSpec, expected: ModelSpec, problem: str) -> ModelFingerprintMismatch:
+    """The error for two models that were to be one: `problem`, and the fields in which they differ."""
+    names = [name for name in _FIELDS if getattr(actual, name) != getattr(expected, name)]
+    details = [_difference(name, actual, expected) for name in names]
+    return ModelFingerprintMismatch(
+        f"{problem}; they differ in {', '.join(details)}", model=f"models/{expected.model_id}", fields=",".join(names),
+        actual=actual.fingerprint().hex(), expected=expected.fingerprint().hex(),
+    )  # fmt: skip
+
+
+def _difference(name: str, actual: ModelSpec, expected: ModelSpec) -> str:
+    """A field's name and what it is in both: of streams, the kinds or else the rows that only one of them has."""
+    if name != "streams":
+        one, other = (str(getattr(spec, name))[:_SHOWN] for spec in (actual, expected))
+        return f"{name} ({one!r}, not {other!r})" if one != other else name
+    sides = {spec.stream.kind for spec in actual.streams}, {spec.stream.kind for spec in expected.streams}
+    if sides[0] == sides[1]:
+        return "streams (the same state kinds, of other layers, row sizes or types)"
+    kinds = [
+        ", ".join(sorted(kind.name for kind in kinds)) or "none"
+        for kinds in (sides[0] - sides[1], sides[1] - sides[0])
+    ]
+    sort = "packed kinds" if all(kind in PACKINGS for kind in sides[0] ^ sides[1]) else "state kinds"
+    return f"streams ({sort}: only registered {kinds[0]}; only asked for {kinds[1]})"
 
 
 def _item(tag: str, value: bytes) -> bytes:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
 
@@ -21,6 +22,8 @@ class ModelRecord:
     tenant: str
     spec: ModelSpec
     create_time_ns: int
+    probe: ModelProbe | None = None
+    """What the first engine that had one sent; never replaced."""
     _fingerprint: bytes = field(init=False, compare=False, repr=False, default=b"")
 
     @property

@@ -18,11 +18,12 @@ every version, so that a newer record is told apart from a damaged one.
     segment  fixed part | tenant
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
              | (begin i64, end i64)...
-    model    JSON object
+    model    JSON object; its probe, if any, in base64
     commit   sequence u64 | session count u64 | XOR of all session values' checksums u64
     slot     size in bytes u64
 """
 
+import base64
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from xxhash import xxh3_64_intdigest
 from ctxcache.errors import CorruptMetadata
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import decode_probe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
@@ -124,6 +126,8 @@ def encode_model(record: ModelRecord) -> bytes:
     body = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "model_id"}
     body["streams"] = [[s.stream.layer, s.stream.kind, s.row_bytes, s.dtype] for s in spec.streams]
     body["create_time_ns"] = record.create_time_ns
+    if record.probe is not None:
+        body["probe"] = base64.b64encode(record.probe.encode()).decode()
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     return _seal(model_key(record.tenant, spec.model_id), text.encode())
 
@@ -277,6 +281,7 @@ def _read_model(key: bytes, body: bytes) -> ModelRecord:
         StreamSpec(Stream(layer, StateKind(kind)), row_bytes, DType(dtype))
         for layer, kind, row_bytes, dtype in facts["streams"]
     )
-    create_time_ns = facts.pop("create_time_ns")
+    create_time_ns, encoded = facts.pop("create_time_ns"), facts.pop("probe", None)
+    probe = None if encoded is None else decode_probe(base64.b64decode(encoded, validate=True))
     spec = ModelSpec(model_id=names[tenant_end:].decode(), **facts)
-    return ModelRecord(names[2:tenant_end].decode(), spec, create_time_ns)
+    return ModelRecord(names[2:tenant_end].decode(), spec, create_time_ns, probe)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ctxcache.format.model import ModelSpec, decode_model
+from ctxcache.format.probe import ModelProbe, decode_probe
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
 from ctxcache.portable.layout import BLOCK_HEAD, PAYLOAD_LIMIT_BYTES
 
@@ -34,6 +35,8 @@ class Description:
     is_pinned: bool
     model: ModelSpec
     layout: tuple[Stream, ...]
+    probe: ModelProbe | None = None
+    """The model's, where the store had one."""
 
     @cached_property
     def specs(self) -> tuple[StreamSpec, ...]:
@@ -48,13 +51,13 @@ class Description:
     def encode(self) -> bytes:
         """As a payload."""
         names = self.session_id.encode(), self.model.model_id.encode()
-        model = self.model.encode()
+        model, probe = self.model.encode(), b"" if self.probe is None else self.probe.encode()
         fixed = _FIXED.pack(
             self.uid, self.generation, self.token_count, self.ttl_ns, self.expire_time_ns,
-            _PINNED * self.is_pinned, len(names[0]), len(names[1]), 0, len(self.specs), len(model),
+            _PINNED * self.is_pinned, len(names[0]), len(names[1]), len(probe), len(self.specs), len(model),
         )  # fmt: skip
         streams = (_STREAM.pack(spec.stream.layer, spec.stream.kind) for spec in self.specs)
-        return b"".join((fixed, *names, *streams, model))
+        return b"".join((fixed, *names, *streams, model, probe))
 
 
 def decode(payload: bytes) -> Description:
@@ -62,20 +65,21 @@ def decode(payload: bytes) -> Description:
     if len(payload) < _FIXED.size:
         raise ValueError("it is too short")
     uid, generation, token_count, ttl_ns, expire_time_ns, flags, *sizes = _FIXED.unpack_from(payload)
-    session_bytes, model_id_bytes, zero, stream_count, model_bytes = sizes
-    lengths = (session_bytes, model_id_bytes, stream_count * _STREAM.size, model_bytes)
-    if flags not in (0, _PINNED) or zero or len(payload) != _FIXED.size + sum(lengths):
+    session_bytes, model_id_bytes, probe_bytes, stream_count, model_bytes = sizes
+    lengths = (session_bytes, model_id_bytes, stream_count * _STREAM.size, model_bytes, probe_bytes)
+    if flags not in (0, _PINNED) or len(payload) != _FIXED.size + sum(lengths):
         raise ValueError("its parts do not fit together")
     parts, at = [], _FIXED.size
     for length in lengths:
         parts.append(payload[at : at + length])
         at += length
-    session_id, model_id, streams, model = parts
+    session_id, model_id, streams, model, probe = parts
     found = Description(
         session_id=_matching(_SESSION_ID, session_id), uid=uid, generation=generation, token_count=token_count,
         ttl_ns=ttl_ns, expire_time_ns=expire_time_ns, is_pinned=bool(flags),
         model=_model(_matching(_MODEL_ID, model_id), model),
         layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),
+        probe=decode_probe(probe) if probe else None,
     )  # fmt: skip
     if min(generation, token_count, ttl_ns, expire_time_ns) < 0:
         raise ValueError("a count or a time is negative")

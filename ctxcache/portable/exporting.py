@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import model_from_wire, streams_from_wire
+from ctxcache.client.convert import model_from_wire, probe_from_wire, streams_from_wire
 from ctxcache.errors import (
     CacheError,
     GenerationMismatch,
@@ -19,6 +19,7 @@ from ctxcache.errors import (
     SessionNotFound,
 )
 from ctxcache.format.layout import SEGMENT_TOKENS
+from ctxcache.format.probe import ModelProbe
 from ctxcache.portable.description import Description
 from ctxcache.portable.frame_writer import FrameWriter
 from ctxcache.portable.layout import BLOCK, BLOCK_HEAD, END, SESSION, TOTALS, VOID
@@ -39,6 +40,7 @@ class Exporter:
         self._client, self._writer, self._step = client, writer, step
         self._skips_gone = skips_gone
         self._model: CallerModel | None = None
+        self._probe: ModelProbe | None = None
         self._room = np.empty(0, np.uint8)
 
     def export(self, names: Iterable[str]) -> Iterator[Outcome]:
@@ -74,7 +76,9 @@ class Exporter:
     def _describe(self, session: Session) -> Description:
         model = self._model
         if model is None or model.fingerprint != session.model_fingerprint:
-            model = self._model = CallerModel(model_from_wire(self._client.get_model(session.model)))
+            registered = self._client.get_model(session.model)
+            model = self._model = CallerModel(model_from_wire(registered))
+            self._probe = probe_from_wire(registered)
         model.check(session.name, session.model_fingerprint)
         return Description(
             session_id=session.name.removeprefix("sessions/"),
@@ -86,6 +90,7 @@ class Exporter:
             is_pinned=session.is_pinned,
             model=model.spec,
             layout=tuple(streams_from_wire(session.layout)),
+            probe=self._probe,
         )
 
     def _write(self, session: Session, described: Description) -> None:

@@ -78,7 +78,7 @@ class Importer:
     def _bring(self, one: SessionInFile, target: str, before: Session | None) -> None:
         described = one.described
         is_pinned = described.is_pinned and self._wishes.keeps_pins
-        model = self._client.register_model(described.model)
+        model = self._client.register_model(described.model, described.probe)
         unfinished = self._client.create_session(
             model.name, session_id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
             ttl_s=UNFINISHED_TTL_S, is_pinned=is_pinned,

@@ -14,6 +14,7 @@ from ctxcache.core.session import Piece, Session, SessionView
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import (
     TOKENS,
@@ -93,6 +94,18 @@ def model_spec(model: model_pb2.Model) -> Generator[None, None, ModelSpec]:
     return replace(spec, streams=tuple(streams))
 
 
+def model_probe(model: model_pb2.Model) -> ModelProbe | None:
+    """The probe of a model to register, validated; None where there is none. Raises InvalidArgument."""
+    if not model.HasField("probe"):
+        return None
+    probe = model.probe
+    dtype = validate.dtype(probe.dtype, "model.probe.dtype")
+    found = ModelProbe(dtype, tuple(probe.token_ids), probe.group_size, probe.values)
+    if problem := found.problem():
+        raise InvalidArgument(field="model.probe", problem=problem)
+    return found
+
+
 def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None, Sequence[StreamSpec]]:
     """Those of a model, in storage order and without token ids."""
     if not specs:
@@ -126,7 +139,7 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
 
 
 def fill_model(
-    message: model_pb2.Model, spec: ModelSpec, fingerprint: bytes, create_time_ns: int
+    message: model_pb2.Model, spec: ModelSpec, fingerprint: bytes, create_time_ns: int, probe: ModelProbe | None
 ) -> Generator[None, None, None]:
     """Say what a registered model is; pauses now and then."""
     facts = model_pb2.Model(
@@ -136,6 +149,10 @@ def fill_model(
         hidden_size=spec.hidden_size, kv_head_count=spec.kv_head_count, head_size=spec.head_size,
         rope=spec.rope, norm=spec.norm, is_relocatable=spec.is_relocatable,
         create_time=timestamp(create_time_ns), settings=spec.settings,
+        probe=None if probe is None else model_pb2.ModelProbe(
+            dtype=model_pb2.Dtype.ValueType(probe.dtype), token_ids=probe.token_ids,
+            group_size=probe.group_size, values=probe.values,
+        ),
     )  # fmt: skip
     message.CopyFrom(facts)
     alike: dict[tuple[StateKind, int, DType], list[Stream]] = {}

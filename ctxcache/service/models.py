@@ -25,7 +25,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     ) -> model_pb2.Model:
         """See the proto."""
         spec = await Slice(self._turns).work(convert.model_spec(request.model))
-        return await self._message(await self._models.register(tenant_of(context), spec))
+        probe = convert.model_probe(request.model)
+        return await self._message(await self._models.register(tenant_of(context), spec, probe))
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.Model:  # noqa: N802
         """See the proto."""
@@ -39,7 +40,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         after = validate.page_token(request.page_token)
         for record in self._models.list(tenant_of(context), after=after, limit=page.limit + 1):
             listed = model_pb2.ListModelsResponse()
-            await part.work(_filling(listed.models.add(), record))
+            await part.work(_filling(listed.models.add(), record, has_probe=False))
             if not page.takes(record.spec.model_id, listed):
                 break
         page.add(model_pb2.ListModelsResponse(next_page_token=page.next_page_token))
@@ -51,5 +52,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         return message
 
 
-def _filling(message: model_pb2.Model, record: Registered) -> Generator[None, None, None]:
-    return convert.fill_model(message, record.spec, record.fingerprint, record.create_time_ns)
+def _filling(
+    message: model_pb2.Model, record: Registered, *, has_probe: bool = True
+) -> Generator[None, None, None]:
+    probe = record.probe if has_probe else None
+    return convert.fill_model(message, record.spec, record.fingerprint, record.create_time_ns, probe)

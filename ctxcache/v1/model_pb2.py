@@ -25,33 +25,35 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/model.proto\x12\x0b\x63txcache.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"A\n\nStreamName\x12\r\n\x05layer\x18\x01 \x01(\x05\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.ctxcache.v1.StateKind\"[\n\x0bStreamRange\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ctxcache.v1.StateKind\x12\x13\n\x0blayer_begin\x18\x02 \x01(\x05\x12\x11\n\tlayer_end\x18\x03 \x01(\x05\"m\n\nStreamSpec\x12)\n\x07streams\x18\x01 \x01(\x0b\x32\x18.ctxcache.v1.StreamRange\x12\x11\n\trow_bytes\x18\x02 \x01(\x05\x12!\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\"\x9c\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12!\n\x05\x64type\x18\x07 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\x12\x13\n\x0blayer_count\x18\x08 \x01(\x05\x12\x13\n\x0bhidden_size\x18\t \x01(\x05\x12\x15\n\rkv_head_count\x18\n \x01(\x05\x12\x11\n\thead_size\x18\x0b \x01(\x05\x12\x0c\n\x04rope\x18\x0c \x01(\t\x12\x0c\n\x04norm\x18\r \x01(\t\x12\x16\n\x0eis_relocatable\x18\x0e \x01(\x08\x12(\n\x07streams\x18\x0f \x03(\x0b\x32\x17.ctxcache.v1.StreamSpec\x12/\n\x0b\x63reate_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08settings\x18\x11 \x01(\t\"9\n\x14RegisterModelRequest\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.ctxcache.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.ctxcache.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xe7\x01\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STATE_KIND_TOKENS\x10\x01\x12\x15\n\x11STATE_KIND_HIDDEN\x10\x02\x12\x11\n\rSTATE_KIND_KV\x10\x03\x12\x15\n\x11STATE_KIND_LATENT\x10\x04\x12\x1a\n\x16STATE_KIND_HIDDEN_INT8\x10\x05\x12\x16\n\x12STATE_KIND_KV_INT8\x10\x06\x12\x1a\n\x16STATE_KIND_HIDDEN_INT4\x10\x07\x12\x16\n\x12STATE_KIND_KV_INT4\x10\x08*\xa2\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_INT32\x10\x01\x12\x11\n\rDTYPE_FLOAT32\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x12\x0e\n\nDTYPE_INT8\x10\x05\x12\x15\n\x11\x44TYPE_FLOAT8_E4M3\x10\x06\x12\x10\n\x0c\x44TYPE_PACKED\x10\x07\x32\xe3\x01\n\x0cModelService\x12\x46\n\rRegisterModel\x12!.ctxcache.v1.RegisterModelRequest\x1a\x12.ctxcache.v1.Model\x12<\n\x08GetModel\x12\x1c.ctxcache.v1.GetModelRequest\x1a\x12.ctxcache.v1.Model\x12M\n\nListModels\x12\x1e.ctxcache.v1.ListModelsRequest\x1a\x1f.ctxcache.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/model.proto\x12\x0b\x63txcache.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"A\n\nStreamName\x12\r\n\x05layer\x18\x01 \x01(\x05\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.ctxcache.v1.StateKind\"[\n\x0bStreamRange\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ctxcache.v1.StateKind\x12\x13\n\x0blayer_begin\x18\x02 \x01(\x05\x12\x11\n\tlayer_end\x18\x03 \x01(\x05\"m\n\nStreamSpec\x12)\n\x07streams\x18\x01 \x01(\x0b\x32\x18.ctxcache.v1.StreamRange\x12\x11\n\trow_bytes\x18\x02 \x01(\x05\x12!\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\"f\n\nModelProbe\x12!\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xc4\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12!\n\x05\x64type\x18\x07 \x01(\x0e\x32\x12.ctxcache.v1.Dtype\x12\x13\n\x0blayer_count\x18\x08 \x01(\x05\x12\x13\n\x0bhidden_size\x18\t \x01(\x05\x12\x15\n\rkv_head_count\x18\n \x01(\x05\x12\x11\n\thead_size\x18\x0b \x01(\x05\x12\x0c\n\x04rope\x18\x0c \x01(\t\x12\x0c\n\x04norm\x18\r \x01(\t\x12\x16\n\x0eis_relocatable\x18\x0e \x01(\x08\x12(\n\x07streams\x18\x0f \x03(\x0b\x32\x17.ctxcache.v1.StreamSpec\x12/\n\x0b\x63reate_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08settings\x18\x11 \x01(\t\x12&\n\x05probe\x18\x12 \x01(\x0b\x32\x17.ctxcache.v1.ModelProbe\"9\n\x14RegisterModelRequest\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.ctxcache.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.ctxcache.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xe7\x01\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STATE_KIND_TOKENS\x10\x01\x12\x15\n\x11STATE_KIND_HIDDEN\x10\x02\x12\x11\n\rSTATE_KIND_KV\x10\x03\x12\x15\n\x11STATE_KIND_LATENT\x10\x04\x12\x1a\n\x16STATE_KIND_HIDDEN_INT8\x10\x05\x12\x16\n\x12STATE_KIND_KV_INT8\x10\x06\x12\x1a\n\x16STATE_KIND_HIDDEN_INT4\x10\x07\x12\x16\n\x12STATE_KIND_KV_INT4\x10\x08*\xa2\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_INT32\x10\x01\x12\x11\n\rDTYPE_FLOAT32\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x12\x0e\n\nDTYPE_INT8\x10\x05\x12\x15\n\x11\x44TYPE_FLOAT8_E4M3\x10\x06\x12\x10\n\x0c\x44TYPE_PACKED\x10\x07\x32\xe3\x01\n\x0cModelService\x12\x46\n\rRegisterModel\x12!.ctxcache.v1.RegisterModelRequest\x1a\x12.ctxcache.v1.Model\x12<\n\x08GetModel\x12\x1c.ctxcache.v1.GetModelRequest\x1a\x12.ctxcache.v1.Model\x12M\n\nListModels\x12\x1e.ctxcache.v1.ListModelsRequest\x1a\x1f.ctxcache.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ctxcache.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATEKIND']._serialized_start=995
-  _globals['_STATEKIND']._serialized_end=1226
-  _globals['_DTYPE']._serialized_start=1229
-  _globals['_DTYPE']._serialized_end=1391
+  _globals['_STATEKIND']._serialized_start=1139
+  _globals['_STATEKIND']._serialized_end=1370
+  _globals['_DTYPE']._serialized_start=1373
+  _globals['_DTYPE']._serialized_end=1535
   _globals['_STREAMNAME']._serialized_start=73
   _globals['_STREAMNAME']._serialized_end=138
   _globals['_STREAMRANGE']._serialized_start=140
   _globals['_STREAMRANGE']._serialized_end=231
   _globals['_STREAMSPEC']._serialized_start=233
   _globals['_STREAMSPEC']._serialized_end=342
-  _globals['_MODEL']._serialized_start=345
-  _globals['_MODEL']._serialized_end=757
-  _globals['_REGISTERMODELREQUEST']._serialized_start=759
-  _globals['_REGISTERMODELREQUEST']._serialized_end=816
-  _globals['_GETMODELREQUEST']._serialized_start=818
-  _globals['_GETMODELREQUEST']._serialized_end=849
-  _globals['_LISTMODELSREQUEST']._serialized_start=851
-  _globals['_LISTMODELSREQUEST']._serialized_end=909
-  _globals['_LISTMODELSRESPONSE']._serialized_start=911
-  _globals['_LISTMODELSRESPONSE']._serialized_end=992
-  _globals['_MODELSERVICE']._serialized_start=1394
-  _globals['_MODELSERVICE']._serialized_end=1621
+  _globals['_MODELPROBE']._serialized_start=344
+  _globals['_MODELPROBE']._serialized_end=446
+  _globals['_MODEL']._serialized_start=449
+  _globals['_MODEL']._serialized_end=901
+  _globals['_REGISTERMODELREQUEST']._serialized_start=903
+  _globals['_REGISTERMODELREQUEST']._serialized_end=960
+  _globals['_GETMODELREQUEST']._serialized_start=962
+  _globals['_GETMODELREQUEST']._serialized_end=993
+  _globals['_LISTMODELSREQUEST']._serialized_start=995
+  _globals['_LISTMODELSREQUEST']._serialized_end=1053
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1055
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1136
+  _globals['_MODELSERVICE']._serialized_start=1538
+  _globals['_MODELSERVICE']._serialized_end=1765
 # @@protoc_insertion_point(module_scope)

@@ -209,8 +209,46 @@ class StreamSpec(_message.Message):
 Global___StreamSpec: _TypeAlias = StreamSpec  # noqa: Y015
 
 @_typing.final
+class ModelProbe(_message.Message):
+    """What a model computed of a few tokens: docs/models.md says how it is made and compared. Whoever is refused by
+    it computes something else than the engine that registered first, though fingerprints agree.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    dtype: Global___Dtype.ValueType
+    """Type that the values were rounded to on the way: DTYPE_FLOAT32, DTYPE_FLOAT16 or DTYPE_BFLOAT16. Required."""
+    group_size: _builtins.int
+    """Values that are compared together, 1 or more. Required."""
+    values: _builtins.bytes
+    """1 to 8192 finite float32, little endian, whole groups, none of them all zero. Required."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that went through the model, 1 to 64, as a sequence of their own. Required."""
+
+    def __init__(
+        self,
+        *,
+        dtype: Global___Dtype.ValueType = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        group_size: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group_size", b"group_size", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelProbe: _TypeAlias = ModelProbe  # noqa: Y015
+
+@_typing.final
 class Model(_message.Message):
-    """A registered model. Everything but `name` and `create_time` goes into the fingerprint: state
+    """A registered model. Everything but `name`, `create_time` and `probe` goes into the fingerprint: state
     saved under one fingerprint is never returned for another.
     """
 
@@ -233,6 +271,7 @@ class Model(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `models/{model_id}`; the id matches [a-zA-Z0-9][a-zA-Z0-9._-]{0,127}."""
     fingerprint: _builtins.bytes
@@ -275,6 +314,10 @@ class Model(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Output only. When the model was registered."""
 
+    @_builtins.property
+    def probe(self) -> Global___ModelProbe:
+        """What it computed of a few tokens, by the engine that sent it first. Unset: nobody did. Not in ListModels."""
+
     def __init__(
         self,
         *,
@@ -295,10 +338,11 @@ class Model(_message.Message):
         streams: _abc.Iterable[Global___StreamSpec] | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         settings: _builtins.str = ...,
+        probe: Global___ModelProbe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "create_time", b"create_time", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_size", b"head_size", "hidden_size", b"hidden_size", "is_relocatable", b"is_relocatable", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "name", b"name", "norm", b"norm", "revision", b"revision", "rope", b"rope", "settings", b"settings", "streams", b"streams", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "create_time", b"create_time", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_size", b"head_size", "hidden_size", b"hidden_size", "is_relocatable", b"is_relocatable", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "name", b"name", "norm", b"norm", "probe", b"probe", "revision", b"revision", "rope", b"rope", "settings", b"settings", "streams", b"streams", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,9 +63,10 @@ class ModelServiceServicer:
     """
 
     def RegisterModel(self, request, context):
-        """Registers a model, or returns it unchanged when one of the same id and fingerprint exists.
-        Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
-        (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model.
+        """Registers a model, or returns it unchanged when one of the same id and fingerprint exists. The first
+        probe that is sent of a model is kept with it; none is ever replaced. The caller compares its own one with
+        that of the answer. Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
+        (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model; its fact `fields` names what differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,7 +80,8 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD).
+        """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+        (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,14 +38,17 @@ class ModelServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     RegisterModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.RegisterModelRequest, _model_pb2.Model]
-    """Registers a model, or returns it unchanged when one of the same id and fingerprint exists.
-    Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
-    (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model.
+    """Registers a model, or returns it unchanged when one of the same id and fingerprint exists. The first
+    probe that is sent of a model is kept with it; none is ever replaced. The caller compares its own one with
+    that of the answer. Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
+    (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model; its fact `fields` names what differs.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]
     """Returns one model. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND)."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]
-    """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+    """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+    (INVALID_FIELD).
+    """
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -57,14 +60,17 @@ class ModelServiceAsyncStub(ModelServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterModel: _aio.UnaryUnaryMultiCallable[_model_pb2.RegisterModelRequest, _model_pb2.Model]  # type: ignore[assignment]
-    """Registers a model, or returns it unchanged when one of the same id and fingerprint exists.
-    Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
-    (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model.
+    """Registers a model, or returns it unchanged when one of the same id and fingerprint exists. The first
+    probe that is sent of a model is kept with it; none is ever replaced. The caller compares its own one with
+    that of the answer. Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
+    (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model; its fact `fields` names what differs.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]  # type: ignore[assignment]
     """Returns one model. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND)."""
     ListModels: _aio.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+    """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+    (INVALID_FIELD).
+    """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """Registers the models whose state the store keeps.
@@ -79,9 +85,10 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.RegisterModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.Model, _abc.Awaitable[_model_pb2.Model]]:
-        """Registers a model, or returns it unchanged when one of the same id and fingerprint exists.
-        Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
-        (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model.
+        """Registers a model, or returns it unchanged when one of the same id and fingerprint exists. The first
+        probe that is sent of a model is kept with it; none is ever replaced. The caller compares its own one with
+        that of the answer. Errors: INVALID_ARGUMENT (INVALID_FIELD); FAILED_PRECONDITION
+        (MODEL_FINGERPRINT_MISMATCH) when the id is taken by a different model; its fact `fields` names what differs.
         """
 
     @_abc_1.abstractmethod
@@ -98,6 +105,8 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]:
-        """Lists models in order of their names; a page is at most 3 MiB. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
+        """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+        (INVALID_FIELD).
+        """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

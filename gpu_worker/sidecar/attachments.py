@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ctxcache.client import Client
-from ctxcache.client.convert import model_from_wire
+from ctxcache.client.convert import model_from_wire, probe_from_wire
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -22,6 +22,7 @@ from ctxcache.errors import (
     ModelFingerprintMismatch,
 )
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from gpu_worker.errors import RestoreCancelled
 from gpu_worker.parallel.ranks import Ranks, parse_rendezvous
 from gpu_worker.parallel.share import Share
@@ -85,7 +86,9 @@ class Attachments:
         self.room.take()
         try:
             async with asyncio.timeout(self._settings.attach_timeout_s):
-                model = await asyncio.to_thread(self._known, directory, spec, share)
+                model = await asyncio.to_thread(
+                    self._known, directory, spec, probe_from_wire(hello.model), share
+                )
             layout = await asyncio.to_thread(_layout, hello.kv_cache, model)
             memory, save_area = self._open(hello)
         except TimeoutError:
@@ -152,10 +155,12 @@ class Attachments:
         attachment.close()
         self.room.give_back()
 
-    def _known(self, directory: Path, spec: ModelSpec, share: Share | None) -> AttachedModel:
+    def _known(
+        self, directory: Path, spec: ModelSpec, probe: ModelProbe | None, share: Share | None
+    ) -> AttachedModel:
         """The model, read and registered with the store."""
         model = self._models.get(directory, spec, share)
-        self._client.register_model(spec)
+        self._client.register_model(spec, probe)
         return model
 
     def _open(self, hello: attachment_pb2.AttachHello) -> tuple[Regions, Regions | None]:

@@ -64,7 +64,8 @@ class AttachHello(_message.Message):
     def model(self) -> _model_pb2.Model:
         """The model as the engine computes with it. Its fingerprint is computed from the weights and the
         configuration that the worker finds, and has to be that of this message. `name` and all fields of the
-        fingerprint are required.
+        fingerprint are required. `probe` is what the engine computed: the worker has no whole model to compute one
+        with. It is kept or compared as RegisterModel says; without one, fingerprints are all that is compared.
         """
 
     @_builtins.property

@@ -172,7 +172,7 @@ def test_what_fails_is_told_and_the_others_come_in(
     assert code is ExitCode.CONFLICT
     assert {one["reason"] for one in told["sessions"]} == {"MODEL_FINGERPRINT_MISMATCH"}
     assert set(statuses(told).values()) == {"failed"}
-    assert sentence.startswith("ctxcache: 3 of 3 sessions failed; sessions/every-kind: models/every-kind has")
+    assert sentence.startswith("ctxcache: 3 of 3 sessions failed; sessions/every-kind: models/every-kind is")
     assert names(there.target) == []
 
 

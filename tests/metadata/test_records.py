@@ -1,5 +1,6 @@
 """Records as bytes: whole or refused."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast, get_type_hints
@@ -12,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 from ctxcache.errors import CorruptMetadata
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.metadata import records
@@ -65,7 +67,15 @@ VALUES = {
     tuple[StreamSpec, ...]: st.lists(STREAM_SPECS, max_size=4).map(tuple),
 }
 SPECS = st.builds(ModelSpec, **{name: VALUES[kind] for name, kind in get_type_hints(ModelSpec).items()})
-MODELS = st.builds(ModelRecord, NAME, SPECS, INT64)
+GROUPS = st.lists(st.floats(1, 2.0**90, width=32), min_size=3, max_size=3)
+PROBES = st.builds(
+    lambda ids, groups: ModelProbe(
+        DType.FLOAT16, ids, 3, b"".join(struct.pack("<3f", *group) for group in groups)
+    ),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=64).map(tuple),
+    st.lists(GROUPS, min_size=1, max_size=4),
+)
+MODELS = st.builds(ModelRecord, NAME, SPECS, INT64, st.none() | PROBES)
 
 
 @dataclass(frozen=True)

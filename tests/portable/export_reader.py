@@ -90,8 +90,8 @@ def described(payload: bytes) -> Session:
     uid, generation, token_count, ttl_ns, expire_time_ns, flags, *sizes = struct.unpack_from(
         "<16sqqqqHHHHII", payload
     )
-    session_bytes, model_id_bytes, zero, stream_count, model_bytes = sizes
-    check(flags in (0, 1) and zero == 0, "flags")
+    session_bytes, model_id_bytes, probe_bytes, stream_count, model_bytes = sizes
+    check(flags in (0, 1), "flags")
     at = 64
     session_id = payload[at : at + session_bytes].decode()
     at += session_bytes
@@ -99,8 +99,8 @@ def described(payload: bytes) -> Session:
     at += model_id_bytes
     streams = [(a, b) for a, b in struct.iter_unpack("<ii", payload[at : at + 8 * stream_count])]
     at += 8 * stream_count
-    model = payload[at:]
-    check(len(model) == model_bytes and streams[0] == TOKENS, "a session")
+    model, probe = payload[at : at + model_bytes], payload[at + model_bytes :]
+    check(len(model) == model_bytes and len(probe) == probe_bytes and streams[0] == TOKENS, "a session")
     sizes_of = {TOKENS: 4} | row_sizes(model)
     return Session(
         uid=uid,

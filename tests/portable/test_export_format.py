@@ -2,16 +2,19 @@
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from export_reader import described as described_by_the_document
 from export_reader import read
 from golden_export import BEGIN_TIME_NS, GOLDEN, GOLDEN_SESSIONS, described, rows, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.format.streams import TOKENS, StateKind, Stream
+from ctxcache.format.probe import ModelProbe
+from ctxcache.format.streams import TOKENS, DType, StateKind, Stream
 from ctxcache.portable import layout
 from ctxcache.portable.description import decode
 from ctxcache.portable.files import source
@@ -96,8 +99,12 @@ def test_both_readers_find_what_was_written(
 
 def test_a_description_survives() -> None:
     """Bytes and back."""
+    probe = ModelProbe(DType.FLOAT16, (3, 1), 2, struct.pack("<4f", 1, -2, 0, 4))
     for one, _ in GOLDEN_SESSIONS:
         assert decode(one.encode()) == one
+        probed = replace(one, probe=probe)
+        assert decode(probed.encode()) == probed
+        assert described_by_the_document(probed.encode()) == described_by_the_document(one.encode())
 
 
 def test_the_documented_tables_leave_no_byte_out() -> None:
