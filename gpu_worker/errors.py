@@ -14,6 +14,13 @@ class UnsupportedArchitecture(CacheError):
     template = "{architecture}: {problem}"
 
 
+class WeightsNotVisible(CacheError):
+    """A module computes with something that cannot be looked into, so that no fingerprint would be true of it."""
+
+    reason = "WEIGHTS_NOT_VISIBLE"
+    template = "{module}: {problem}"
+
+
 class ShapeMismatch(CacheError):
     """A tensor does not have the shape that the model and the token range demand."""
 

@@ -13,8 +13,9 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.digests import digest_parameters, digest_settings, digest_tokenizer
+from gpu_worker.digests import digest_tokenizer
 from gpu_worker.errors import UnsupportedDtype
+from gpu_worker.executed import digest_execution, digest_weights, has_merged_adapters
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.rows import row_dtype
 
@@ -33,18 +34,23 @@ def model_spec(
     With packed kinds it is another model to the store, with another fingerprint: what is saved of one is never
     restored for the other.
 
-    The same weights, settings and tokenizer give the same fingerprint in any process.
-    `weights_digest` defaults to `digest_parameters`; `digest_checkpoint` is cheaper but a different
-    string, so a deployment chooses one of them and keeps to it.
-    Raises UnsupportedArchitecture, UnsupportedDtype, InvalidArgument(field="packed_kinds").
+    What a pass executes gives the same fingerprint in any process and on any device: weights, buffers, settings of
+    every module, active adapters. Describe the model again after any change of it.
+    `weights_digest` defaults to `digest_weights`; `digest_checkpoint` is cheaper but a different
+    string, so a deployment chooses one of them and keeps to it. It stands for parameters only, as the files have them.
+    Raises UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible, InvalidArgument(field="packed_kinds"),
+    InvalidArgument(field="weights_digest") where adapters are merged into the weights that it is given for.
     """
     adapter = adapt(hf_model)
     _check_dtype(adapter)
+    if weights_digest is not None and has_merged_adapters(hf_model):
+        problem = "adapters are merged into the weights: they are not those of a checkpoint"
+        raise InvalidArgument(field="weights_digest", problem=problem)
     return ModelSpec(
         model_id=model_id,
         architecture=adapter.architecture,
         revision=revision,
-        weights_digest=digest_parameters(hf_model) if weights_digest is None else weights_digest,
+        weights_digest=digest_weights(hf_model) if weights_digest is None else weights_digest,
         tokenizer_digest="" if tokenizer is None else digest_tokenizer(tokenizer),
         dtype=row_dtype(hf_model.dtype),
         layer_count=len(adapter.layers),
@@ -55,7 +61,7 @@ def model_spec(
         norm=adapter.norm_name,
         is_relocatable=adapter.is_relocatable,
         streams=(*_streams(adapter), *_packed_streams(adapter, packed_kinds)),
-        settings=digest_settings(hf_model),
+        settings=digest_execution(hf_model),
     )
 
 

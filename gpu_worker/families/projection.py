@@ -12,7 +12,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
+_LINEAR = (nn.Linear, Conv1D, FalconLinear)
+_TENSORS = (Tensor, nn.Parameter)
 Halves = tuple[Tensor, Tensor]
 Emit = Callable[[Tensor, Tensor], None]
 """Takes the halves of the tokens a pass brought: [T, H, C], [T, H, C_v]."""
@@ -139,6 +143,18 @@ class _Join:
         if first is not None and second is not None:
             self._halves = [None, None]
             self._emit(first, second)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module computes just what its `weight` and `bias` say: no adapter, no packed weight, no other method."""
+    return (
+        type(module) in _LINEAR and type(getattr(module, "weight", None)) in _TENSORS and is_unpatched(module)
+    )
+
+
+def is_unpatched(module: nn.Module) -> bool:
+    """Whether a module's own class says how it computes."""
+    return "forward" not in module.__dict__
 
 
 def without_gradient(tensor: Tensor) -> Tensor:

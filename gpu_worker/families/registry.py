@@ -33,6 +33,9 @@ def adapt(model: PreTrainedModel) -> Adapter:
 
     Raises UnsupportedArchitecture for a family, or a setting of it, that is not supported.
     """
+    if not isinstance(model, PreTrainedModel):
+        problem = "it wraps a model: hand over the one in it, which peft's get_base_model() returns"
+        raise UnsupportedArchitecture(architecture=type(model).__name__, problem=problem)
     model_type = str(model.config.model_type)
     if model_type not in _BUILDERS:
         known = ", ".join(sorted(_BUILDERS))

@@ -13,7 +13,14 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from gpu_worker.families import Adapter
-from gpu_worker.families.projection import Emit, HalfShape, Halves, Projection, SeparateProjection
+from gpu_worker.families.projection import (
+    Emit,
+    HalfShape,
+    Halves,
+    Projection,
+    SeparateProjection,
+    is_plain_linear,
+)
 from gpu_worker.parallel.share import Share
 
 
@@ -82,5 +89,6 @@ def cached_heads(adapter: Adapter, share: Share) -> int:
 
 def _is_linear(projection: Projection) -> TypeGuard[SeparateProjection]:
     return isinstance(projection, SeparateProjection) and all(
-        isinstance(each, nn.Linear) for each in (projection.k_proj, projection.v_proj)
+        isinstance(each, nn.Linear) and is_plain_linear(each)
+        for each in (projection.k_proj, projection.v_proj)
     )

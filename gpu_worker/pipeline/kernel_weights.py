@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from gpu_worker.families import Adapter
-from gpu_worker.families.projection import FusedProjection, SeparateProjection
+from gpu_worker.families.adapter import DecoderLayer
+from gpu_worker.families.projection import (
+    FusedProjection,
+    SeparateProjection,
+    is_plain_linear,
+    is_unpatched,
+)
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
 from gpu_worker.kernels.operands import NO_NORM, HeadNorm, Norm, NormKind, Projection
 
@@ -23,14 +29,17 @@ class KernelWeights:
         self._known: dict[int, LayerWeights | None] = {}
 
     def of(self, layer: int) -> LayerWeights | None:
-        """One layer's norm and projections; None where the kernels have no such projection (latents)."""
+        """One layer's norm and projections; None where the kernels have no such projection (latents, adapters, packed weights)."""
         if layer not in self._known:
             self._known[layer] = self._made(layer)
         return self._known[layer]
 
     def _made(self, layer: int) -> LayerWeights | None:
         decoder = self.adapter.layers[layer]
-        norm, projection = self._norm(decoder.norm), decoder.projection
+        projection = decoder.projection
+        if not _is_known(decoder):
+            return None
+        norm = self._norm(decoder.norm)
         if isinstance(projection, SeparateProjection):
             return LayerWeights(
                 norm,
@@ -55,6 +64,18 @@ class KernelWeights:
     def _gain(self, norm: nn.Module) -> Tensor:
         weight: Tensor = norm.weight  # type: ignore[assignment]  # transformers does not type its norms
         return weight.float() + 1 if self.adapter.norm_name.startswith(_ONE_PLUS_WEIGHT) else weight
+
+
+def _is_known(decoder: DecoderLayer) -> bool:
+    """Whether weights are all there is to know of a layer's projections and norms."""
+    projection = decoder.projection
+    if isinstance(projection, SeparateProjection):
+        linear, norms = [projection.k_proj, projection.v_proj], [decoder.norm, projection.k_norm]
+    elif isinstance(projection, FusedProjection):
+        linear, norms = [projection.qkv], [decoder.norm]
+    else:
+        return False
+    return all(map(is_plain_linear, linear)) and all(norm is None or is_unpatched(norm) for norm in norms)
 
 
 def _epsilon(norm: nn.Module) -> float:

@@ -14,6 +14,7 @@ from gpu_worker.errors import (
     UnsupportedArchitecture,
     UnsupportedBatch,
     UnsupportedDtype,
+    WeightsNotVisible,
 )
 
 
@@ -61,6 +62,7 @@ class MemoryInUse(CacheError):
 
 add_codes({
     UnsupportedArchitecture: grpc.StatusCode.FAILED_PRECONDITION,
+    WeightsNotVisible: grpc.StatusCode.FAILED_PRECONDITION,
     ShapeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     UnsupportedDtype: grpc.StatusCode.FAILED_PRECONDITION,
     UnsupportedBatch: grpc.StatusCode.FAILED_PRECONDITION,

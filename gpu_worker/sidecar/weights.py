@@ -5,23 +5,23 @@ adapter names, get their weights when a layer is first needed. The model's finge
 lies in the directory and must be the engine's. Thread-safe. Worst case: reading all weights once for their digest.
 """
 
-import hashlib
+import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
-from ctxcache.format.model import ModelSpec
+from ctxcache.errors import InvalidArgument
+from ctxcache.format.model import ModelSpec, mismatch
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import DType
 from gpu_worker.digests import digest_checkpoint
+from gpu_worker.executed import digest_weights
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.families.adapter import DecoderLayer
 from gpu_worker.model_spec import model_spec
@@ -46,7 +46,8 @@ class LazyWeights:
         """
         self.device = device
         self._files = _index(directory)
-        model = _without_memory(directory, _torch_dtype(spec), device)
+        model = _without_memory(directory, _torch_dtype(spec))
+        _fill_buffers(model, self._files, device)
         described = adapt(model)
         self.shape = model_shape(described, spec.model_id)
         self.adapter: Adapter = replace(described, layers=tuple(_anchored(described.layers, device)))
@@ -113,7 +114,7 @@ def _anchored(layers: Iterable[DecoderLayer], device: torch.device) -> Iterator[
         yield replace(layer, block=block)
 
 
-def _without_memory(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _without_memory(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         # Code of the directory's own is never run.
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -122,14 +123,29 @@ def _without_memory(directory: Path, dtype: torch.dtype, device: torch.device) -
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         problem = f"config.json describes no model: {' '.join(str(error).split())[:200]}"
         raise InvalidArgument(field=FIELD, problem=problem) from error
-    # Any: transformers types submodules as Tensor | Module, their attributes not at all.
-    base: Any = model.base_model
-    rotary = getattr(base, "rotary_emb", None)
-    if rotary is not None:
-        # Its tables are computed, not stored.
-        base.rotary_emb = type(rotary)(config=config).to(device)
     model.train(mode=False)
     return model
+
+
+def _fill_buffers(model: PreTrainedModel, files: Mapping[str, Path], device: torch.device) -> None:
+    """Have all buffers: those that are stored from the files, the others computed as transformers does."""
+    stored = dict(model.named_buffers()).keys() - dict(model.named_non_persistent_buffers()).keys()
+    exact = re.compile("|".join(map(re.escape, sorted(model._keep_in_fp32_modules_strict or ()))) or "(?!)")  # noqa: SLF001
+    for name, buffer in list(model.named_buffers()):
+        owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if name in stored:
+            dtype = torch.float32 if exact.search(name) else buffer.dtype
+            owner._buffers[leaf] = _read(files, name, buffer).to(dtype)  # noqa: SLF001  setattr would register it anew
+        else:
+            owner._buffers[leaf] = torch.empty_like(buffer, device="cpu")  # noqa: SLF001
+    for tensor in (*model.parameters(), *(model.get_buffer(name) for name in stored)):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001  transformers leaves them as they are
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]  # noqa: SLF001
+    model.initialize_weights()  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        for leaf, held in module._buffers.items():  # noqa: SLF001
+            module._buffers[leaf] = None if held is None else held.to(device)  # noqa: SLF001
 
 
 def _index(directory: Path) -> Mapping[str, Path]:
@@ -153,15 +169,16 @@ def _digest(directory: Path, files: Mapping[str, Path], model: PreTrainedModel, 
     scheme = spec.weights_digest.partition(":")[0]
     if scheme == "files":
         return digest_checkpoint(directory)
-    if scheme != "parameters":
-        problem = f"{spec.weights_digest!r} is of no scheme that can be checked: parameters:, files:"
+    if scheme != "tensors":
+        problem = f"{spec.weights_digest!r} is of no scheme that can be checked: tensors:, files:"
         raise InvalidArgument(field="model.weights_digest", problem=problem)
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        tensor = _read(files, name, parameter).to(parameter.dtype)
-        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return f"parameters:{digest.hexdigest()}"
+    return digest_weights(model, lambda names, tensor: _stored(files, names, tensor))
+
+
+def _stored(files: Mapping[str, Path], names: Sequence[str], tensor: Tensor) -> Tensor:
+    """A tensor's contents, by the first of its names that a file has."""
+    name = next((name for name in names if name in files), names[0])
+    return _read(files, name, tensor).to(tensor.dtype)
 
 
 def _read(files: Mapping[str, Path], name: str, parameter: Tensor) -> Tensor:
@@ -191,12 +208,4 @@ def _check_same(found: ModelSpec, spec: ModelSpec) -> None:
     expected = replace(found, tokenizer_digest=spec.tokenizer_digest)
     if expected.fingerprint() == spec.fingerprint():
         return
-    names = [name for name in _names(spec) if getattr(expected, name) != getattr(spec, name)]
-    raise ModelFingerprintMismatch(
-        f"models/{spec.model_id}: {names[0]} is not what {FIELD} has", model=f"models/{spec.model_id}",
-        actual=spec.fingerprint().hex(), expected=expected.fingerprint().hex(),
-    )  # fmt: skip
-
-
-def _names(spec: ModelSpec) -> list[str]:
-    return [field.name for field in fields(spec)]
+    raise mismatch(spec, expected, f"models/{spec.model_id} is not what {FIELD} has")

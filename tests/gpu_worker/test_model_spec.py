@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.digests import digest_checkpoint, digest_parameters, digest_tokenizer
+from gpu_worker.digests import digest_checkpoint, digest_tokenizer
 from gpu_worker.errors import UnsupportedDtype
+from gpu_worker.executed import digest_weights
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
 
@@ -100,7 +101,7 @@ def test_sliding_window_is_part_of_the_fingerprint() -> None:
 
 def test_same_numbers_in_another_type_are_another_model() -> None:
     """The element type of weights is part of their digest."""
-    assert digest_parameters(build("llama")) != digest_parameters(build("llama", dtype=torch.bfloat16))
+    assert digest_weights(build("llama")) != digest_weights(build("llama", dtype=torch.bfloat16))
 
 
 def test_checkpoint_digest_is_of_the_files(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_another_models_weights_are_refused(client: WorkerClient, weights: Path,
     """Whatever of the fingerprint differs from what the files hold, or from itself."""
     with running_engine("llama") as engine:
         hello = engine.hello(write_weights("llama", weights))
-        other = {"weights_digest": f"parameters:{'0' * 64}", "fingerprint": bytes(32)}
+        other = {"weights_digest": f"tensors:{'0' * 64}", "fingerprint": bytes(32)}
         setattr(hello.model, field, other.get(field, "other"))
         if field == "revision":
             # What only the engine knows is its own to say, and is another model's name then.
