@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 from gpu_worker.engines.packed import PackedModel, SequenceCache, Work
+from gpu_worker.families import adapt
+from gpu_worker.probe import probe_of
 from gpu_worker.saving import Saver, Slice
 
 PASS_TOKENS = 512
@@ -43,8 +45,13 @@ class BatchedEngine:
         self, model: PreTrainedModel, saver: Saver | None, *, pass_tokens: int = PASS_TOKENS,
         durability: Durability.ValueType = DURABILITY_MEMORY,
     ) -> None:  # fmt: skip
-        """`saver`: None saves nothing."""
+        """`saver`: None saves nothing; else what packed passes compute is compared with the probe that the store keeps.
+
+        Raises UnsupportedArchitecture, ModelFingerprintMismatch, ModelProbeMismatch.
+        """
         self._model, self._saver = PackedModel(model), saver
+        if saver is not None:
+            saver.register(probe_of(adapt(model), saver.spec, self._probe))
         self._pass_tokens, self._durability = pass_tokens, durability
         self.running: list[Running] = []
 
@@ -83,6 +90,9 @@ class BatchedEngine:
         """Pass after pass, until nobody is left."""
         while self.running:
             self.step()
+
+    def _probe(self, token_ids: Sequence[int]) -> None:
+        self._model.step([Work(SequenceCache(len(token_ids)), token_ids)])
 
     def _choose(self) -> list[tuple[Running, list[int]]]:
         """Who takes part in the next pass, and with which tokens: who has least to do first."""

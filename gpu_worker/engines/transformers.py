@@ -41,6 +41,7 @@ from gpu_worker.pipeline.planned import Chooser
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.probe import probe_of
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Slice
 
@@ -90,7 +91,8 @@ class TransformersEngine:
 
         `expected`: how sessions are expected back, which decides what is saved of new ones; by default once, of half
         a window. Packed kinds are used where `spec` lists them: that is how a loss is allowed. `window` defaults to the model's context. A restore that takes longer than `restore_timeout_s` is a
-        miss. Registers the model. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, Unavailable.
+        miss. Registers the model with a probe, or compares it with the one that is kept. Raises InvalidArgument(field="plan"),
+        ModelFingerprintMismatch, ModelProbeMismatch, Unavailable.
         """
         if plan is not None:
             plan.check(spec)
@@ -107,7 +109,8 @@ class TransformersEngine:
         )
         self._place = Place.DRAM
         self._sink_count, self._durability = sink_count, durability
-        self._own = client.register_model(spec)
+        probe = probe_of(self._adapter, spec, lambda ids: prefill(model, self._empty_cache(), ids))
+        self._own = client.register_model(spec, probe)
         self._savers = Savers(client, self._own, model.device)
 
     def __enter__(self) -> Self:

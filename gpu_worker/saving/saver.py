@@ -25,6 +25,8 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteOffsetMismatch,
 )
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import StateKind, Stream
 from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 from gpu_worker.errors import DeviceFailed
@@ -82,6 +84,15 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model whose rows it saves."""
+        return self._model.spec
+
+    def register(self, probe: ModelProbe) -> None:
+        """Register the model with what it computes. Raises ModelFingerprintMismatch, ModelProbeMismatch."""
+        self._client.register_model(self._model.spec, probe)
 
     # -- figures -------------------------------------------------------------------------------------
 
