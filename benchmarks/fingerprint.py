@@ -98,7 +98,8 @@ def _random() -> PreTrainedModel:
         num_key_value_heads=4, vocab_size=32000,
     )  # fmt: skip
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    return model.train(mode=False)
+    model.train(mode=False)
+    return model
 
 
 if __name__ == "__main__":

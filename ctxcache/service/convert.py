@@ -139,7 +139,11 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
 
 
 def fill_model(
-    message: model_pb2.Model, spec: ModelSpec, fingerprint: bytes, create_time_ns: int, probe: ModelProbe | None
+    message: model_pb2.Model,
+    spec: ModelSpec,
+    fingerprint: bytes,
+    create_time_ns: int,
+    probe: ModelProbe | None,
 ) -> Generator[None, None, None]:
     """Say what a registered model is; pauses now and then."""
     facts = model_pb2.Model(

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.models.falcon.modeling_falcon import FalconLinear
-from transformers.pytorch_utils import Conv1D
 
-_LINEAR = (nn.Linear, Conv1D, FalconLinear)
+_LINEAR = (
+    "torch.nn.modules.linear.Linear",
+    "transformers.pytorch_utils.Conv1D",
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+)
 _TENSORS = (Tensor, nn.Parameter)
 Halves = tuple[Tensor, Tensor]
 Emit = Callable[[Tensor, Tensor], None]
@@ -147,9 +149,9 @@ class _Join:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module computes just what its `weight` and `bias` say: no adapter, no packed weight, no other method."""
-    return (
-        type(module) in _LINEAR and type(getattr(module, "weight", None)) in _TENSORS and is_unpatched(module)
-    )
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    is_known = kind in _LINEAR and type(getattr(module, "weight", None)) in _TENSORS
+    return is_known and is_unpatched(module)
 
 
 def is_unpatched(module: nn.Module) -> bool:

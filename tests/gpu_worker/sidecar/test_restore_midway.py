@@ -88,7 +88,7 @@ class OneSession:
             layout=ranges_to_wire(rows.streams),
         )  # fmt: skip
 
-    def register_model(self, spec: object) -> None:
+    def register_model(self, spec: object, probe: object) -> None:
         """See Client."""
 
     def get_session(self, name: str) -> Session:
@@ -96,7 +96,7 @@ class OneSession:
         assert name == self._session.name
         return self._session
 
-    def read(self, session: Session, **_: object) -> HeldRows:
+    def read(self, session: Session, _model: object, **_: object) -> HeldRows:
         """See Client."""
         assert session is self._session
         return self._rows
