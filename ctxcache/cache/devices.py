@@ -18,7 +18,7 @@ from ctxcache.core.segment import Segment
 from ctxcache.core.session import Session
 from ctxcache.tiers.base import Devices as Tier
 
-SEGMENTS_PER_TURN = 4096
+SEGMENTS_PER_TURN = 256
 """Of sessions that are reckoned before others have their turn: a few milliseconds."""
 SEGMENTS_PER_MOVE = 8
 """Written elsewhere with one sync and one commit."""
