@@ -103,10 +103,23 @@ async def test_slots_of_records_that_could_not_be_changed_stay_taken(rig: Memory
     gate.set()
     with pytest.raises(TierFailure):
         await flushing
+    used_bytes = rig.cache.residency.ssd.used_bytes
     with pytest.raises(TierFailure):
         await rig.cache.residency.departures.remove([rig.cache.state.session(TENANT, "a")])
 
     assert rig.cache.residency.stranded >= named
+    assert rig.cache.residency.ssd.used_bytes == used_bytes
+
+
+async def test_nothing_is_recorded_of_what_was_deleted(rig: MemoryRig, writer: Writer) -> None:
+    """Neither the session nor any of its segments, whose slots are others' by then."""
+    await rig.create("a")
+    await rig.append("a", writer.make(3 * SEGMENT_TOKENS), is_durable=True)
+    await rig.truncate("a", (2 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS))
+    assert len(list(rig.metadata.segments())) == 2
+    await rig.delete("a")
+
+    assert not [*rig.metadata.sessions(), *rig.metadata.segments()]
 
 
 async def test_no_generation_comes_again_after_a_crash(rig: MemoryRig, writer: Writer) -> None:

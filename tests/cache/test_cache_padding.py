@@ -15,7 +15,7 @@ from cache_rig import (
     rows_of,
 )
 
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import ALIGN_BYTES, HEADER_FIXED_BYTES, HEADER_STREAM_BYTES, SegmentLayout
 from ctxcache.format.streams import TOKENS, Stream, ranges_of
 
 
@@ -31,8 +31,9 @@ def beside_rows(
             rows = layout.rows(stream, 0, segment.row_count)
             begin, end = slot.offset_bytes + rows.start, slot.offset_bytes + rows.stop
             on_disk[slot.path_index][begin:end] = bytes(end - begin)
-        header = slice(slot.offset_bytes, slot.offset_bytes + layout.header_bytes)
-        on_disk[slot.path_index][header] = bytes(layout.header_bytes)
+        header_bytes = HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * len(layout.specs)
+        header = slice(slot.offset_bytes, slot.offset_bytes + header_bytes)
+        on_disk[slot.path_index][header] = bytes(header_bytes)
     return on_disk
 
 
@@ -42,6 +43,8 @@ async def test_a_flush_writes_nobody_elses_rows(disk_rig: DiskRig) -> None:
     await disk_rig.create("a")
     await disk_rig.append("a", secret.make(2 * SEGMENT_TOKENS))
     await disk_rig.delete("a")
+    # And of headers, which are longer where there are more streams.
+    disk_rig.arena._bytes[ALIGN_BYTES:] = 7
     await disk_rig.create("b")
     await disk_rig.append("b", own.make(SEGMENT_TOKENS + 1), is_durable=True)
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
-from ctxcache.errors import Unavailable
+from ctxcache.errors import SessionNotFound, Unavailable
 from tests.faults.crash import ProcessGround
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.history_check import NEVER_NS, Op, Outcome, Runs, check, joined
@@ -248,7 +248,8 @@ class Play:
         log.close()
         with Client(stage.server.target, access="remote") as client:
             for session in client.list_sessions():
-                client.delete_session(session.name)
+                with suppress(SessionNotFound):
+                    client.delete_session(session.name)
 
 
 def _begun_count(hands: Iterable[Hand]) -> int:

@@ -1,5 +1,6 @@
 """Chunks as protobuf messages: made and read as protobuf itself would."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,3 +119,9 @@ def test_fields_in_any_order_are_read_as_the_parser_reads_them(fields: list[byte
     """Repeated, missing, unknown or oddly written fields: the same values, or left to the parser."""
     inner = b"".join(fields)
     check_alike(b"\x12" + bytes([len(inner)]) + inner)
+
+
+@pytest.mark.parametrize("layer", [1 << 31, -(1 << 31) - 1])
+def test_a_layer_that_protobuf_would_cut_is_left_to_it(layer: int) -> None:
+    """What is another number to the parser is not read here as one that fits."""
+    assert scan_chunk(encode_chunk(Stream(layer, StateKind.HIDDEN), 0, [b"rows"], 1)) is None

@@ -73,6 +73,8 @@ def test_a_fact_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.Mon
         ("sync", str(data / f"{name}.partial")), ("rename", str(data / name)), ("sync", str(data)),
     ]  # fmt: skip
     assert steps[-1] == ("sync", str(tmp_path))
+    # A directory with a FORMAT and no RUNS has lost it.
+    assert [Path(place).name for step, place in steps if step == "rename"] == ["RUNS", "FORMAT"]
 
 
 def test_a_second_server_is_told_who_holds_it(tmp_path: Path) -> None:

@@ -221,3 +221,13 @@ def test_a_kind_of_a_later_version_is_named() -> None:
     for sample in (session, model):
         with pytest.raises(CorruptMetadata, match="99 is not a valid StateKind"):
             sample.decode(sample.key, sample.value)
+
+
+def test_a_session_with_bytes_behind_it_is_refused() -> None:
+    """Sealed as it is: a record that says less than it holds was not written by this version."""
+    key, value = records.session_key(make_session().uid), records.encode_session(make_session())
+    longer = records._seal(key, value[1:-8] + b"?")
+
+    assert records.decode_session(key, value) == make_session()
+    with pytest.raises(CorruptMetadata, match="does not parse"):
+        records.decode_session(key, longer)

@@ -223,6 +223,16 @@ async def test_a_store_stays_fenced_after_a_refused_sync(tmp_path: Path) -> None
     store.close()
 
 
+async def test_a_sync_that_waited_behind_a_refused_one_is_not_tried(tmp_path: Path) -> None:
+    """The device would say that all is well, of writes that are gone."""
+    store = RocksDbMetadata(tmp_path / "metadata")
+    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+        await store.commit(Changes(segments=[make_segment(0)]), is_durable=True)
+    with pytest.raises(TierFailure):
+        store._sync()
+    store.close()
+
+
 async def test_closing_says_when_the_last_sync_is_refused(tmp_path: Path) -> None:
     """An orderly end that lost something is not silent, and still gives up the lock."""
     store = RocksDbMetadata(tmp_path / "metadata")

@@ -82,6 +82,17 @@ def test_every_block_is_allocated_at_creation(open_tier: OpenTier, tmp_path: Pat
     assert facts.st_mode & 0o777 == 0o600
 
 
+def test_a_new_file_is_on_disk_with_its_name(
+    open_tier: OpenTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks first, then the directory: a record may name a slot of it in the next moment."""
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
+    open_tier()
+
+    assert synced == [tmp_path / "0" / FILE_NAME, tmp_path / "0"]
+
+
 async def test_synced_bytes_are_there_after_a_restart(open_tier: OpenTier) -> None:
     """Opening keeps what an earlier opening wrote."""
     tier = open_tier()

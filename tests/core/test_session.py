@@ -1,0 +1,30 @@
+"""A session's arithmetic over segments that overlap."""
+
+from ctxcache.core.expiry import Expiration
+from ctxcache.core.segment import Segment
+from ctxcache.core.session import Session
+from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+
+LAYOUT = SegmentLayout((StreamSpec(Stream(0, StateKind.HIDDEN), 96, DType.FLOAT16),))
+
+
+def segment(segment_id: int, begin: int, row_count: int) -> Segment:
+    """So many rows from a position on."""
+    return Segment(
+        segment_id=segment_id, tenant="a", writer_uid=bytes(16), generation=1, begin=begin,
+        model_fingerprint=bytes(32), layout=LAYOUT, row_count=row_count,
+    )  # fmt: skip
+
+
+def test_a_position_is_its_last_writers() -> None:
+    """Rows that an earlier segment holds behind the begin of a later one are nobody's."""
+    first, second = segment(1, 0, 50), segment(2, 40, 20)
+    session = Session(
+        uid=bytes(16), tenant="a", session_id="s", model_id="m", model_fingerprint=bytes(32), layout=LAYOUT,
+        expiration=Expiration(None), create_time_ns=0, access_time_ns=0, expire_time_ns=0,
+        segments=[first, second], live=((0, 60),), log_end=60,
+    )  # fmt: skip
+    pieces = [(p.segment, p.row_begin, p.row_end, p.token_begin) for p in session.pieces(10, 60)]
+
+    assert pieces == [(first, 10, 40, 10), (second, 0, 20, 40)]
