@@ -38,6 +38,8 @@ WINDOW_BYTES = 32 << 20
 moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
 DROPS_PER_SLICE = 256
 """Segments dropped before others get their turn of the event loop."""
+DROPS_PER_LOOK = 8
+"""Segments dropped before it is looked again whose are to leave."""
 FLUSHES_WAITED_FOR = 64
 """Flushes that one request for room waits for: others may take what they free."""
 
@@ -243,9 +245,13 @@ class Residency:
 
         Of spared sessions, the whole. `tenant`: who needs the room; None is nobody in particular.
         """
-        dropped_bytes = dropped_count = 0
+        dropped_bytes = dropped_count = look_count = 0
+        among: Sequence[str] | None = None
         while dropped_bytes < size_bytes and dropped_count < at_most:
-            among = self.quotas.in_dram(tenant, size_bytes)
+            # Whose turn it is takes a look at each tenant, and hardly changes by a few segments.
+            if look_count % DROPS_PER_LOOK == 0:
+                among = self.quotas.in_dram(tenant, size_bytes)
+            look_count += 1
             segment = self._state.resident.take(self._is_droppable, among=among)
             if segment is None:
                 break

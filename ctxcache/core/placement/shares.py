@@ -83,13 +83,15 @@ class Shares:
         is made for nobody in particular. `used_bytes` are of those that have something, and of no others.
         """
         equal_bytes = self._equal_bytes(used_bytes, needing, capacity_bytes)
-        over: dict[str, int] = {}
-        for account, account_bytes in used_bytes.items():
+        over = {account: size - equal_bytes for account, size in used_bytes.items() if size > equal_bytes}
+        # Those whose sums are other ones are few.
+        others = self.by_tenant.keys() | ({needing} if needing is not None else set())
+        for account in others & used_bytes.keys():
             share = self.by_tenant.get(account)
             own_bytes = equal_bytes if share is None else int(share.guaranteed * capacity_bytes)
-            excess_bytes = account_bytes - own_bytes + (needed_bytes if account == needing else 0)
-            if excess_bytes > 0:
-                over[account] = excess_bytes
+            over[account] = used_bytes[account] - own_bytes + (needed_bytes if account == needing else 0)
+            if over[account] <= 0:
+                del over[account]
         asked = sorted(over, key=lambda account: (-over[account], account != needing, account))
         if needing is not None and needing not in over:
             asked.append(needing)
