@@ -118,14 +118,14 @@ def assert_same(found: dict[Stream, np.ndarray], tokens: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("access", ["local-socket", "local-grpc"])
 def test_rows_of_files_are_those_of_the_arena(live: LiveServer, client: Client, access: Access) -> None:
-    """All of it, by lease and past the arena; it stays on SSD, and lies on both paths."""
+    """All of it, by lease and past the arena; it stays on SSD, of which a session has one path."""
     with Client(live.target, access=access) as other, other.read(NAME, OWN, leave_on_ssd=True) as rows:
         assert isinstance(rows, FiledRows)
         assert rows.ssd_token_count == TOKEN_COUNT
         assert_same(read_all(rows), range(TOKEN_COUNT))
         assert_same({piece.stream: piece.rows for piece in rows.chunks()}, range(TOKEN_COUNT))
     assert client.get_session(NAME).dram_bytes == 0
-    assert {slot.path_index for slot in slots_of(live)} == {0, 1}
+    assert len({slot.path_index for slot in slots_of(live)}) == 1
 
     with client.read(NAME, OWN) as rows:
         assert isinstance(rows, LeasedRows)
@@ -221,9 +221,11 @@ def _reused(live: LiveServer, client: Client) -> None:
 
     live.ask(release_all)
     client.delete_session(NAME)
-    add(client, "b", TOKEN_COUNT, first=1000)
+    # A session's segments lie on one path: one of so many as there are paths comes to lie there.
+    for number in range(PATHS):
+        add(client, f"b{number}", TOKEN_COUNT, first=1000)
     leave(live)
-    assert set(slots_of(live)) == before
+    assert set(slots_of(live)) >= before
 
 
 def _never_checked(monkeypatch: pytest.MonkeyPatch) -> None:
