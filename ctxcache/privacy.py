@@ -137,4 +137,5 @@ def _loose(paths: Iterable[Path]) -> Iterable[tuple[Path, os.stat_result]]:
 
 def _change(path: Path, found: os.stat_result, mode: int) -> None:
     path.chmod(mode)
-    log.warning("mode_tightened path=%s from=%04o to=%04o", path, stat.S_IMODE(found.st_mode), mode)
+    before = f"{stat.S_IMODE(found.st_mode):04o}"
+    log.warning("mode_tightened path=%s from=%s to=%s", path, before, f"{mode:04o}")
