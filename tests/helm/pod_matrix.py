@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 import yaml
 from build_image import image_of
-from chart import CHART, helm
+from chart import CHART, ROOT, helm
 from pki import Pki
 from run_pod import Cluster, Pod, built_images, lacking
 
@@ -75,6 +75,17 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         if isinstance(one[key], dict) and isinstance(other[key], dict)
     }
     return one | other | both
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _images_of_this_tree() -> None:
+    """A verdict on images of another tree would be one on nothing."""
+    for name, image in IMAGES.items():
+        (packages,) = image.root.glob("opt/ctxcache/lib/python3*/site-packages")
+        for file in (*ROOT.glob("ctxcache/**/*.py"), *ROOT.glob("gpu_worker/**/*.py")):
+            built = packages / file.relative_to(ROOT)
+            if not built.exists() or built.read_bytes() != file.read_bytes():
+                pytest.fail(f"{name} was built of another tree ({file.relative_to(ROOT)}): run `make image`")
 
 
 class Release:
