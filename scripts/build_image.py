@@ -59,6 +59,8 @@ def main() -> None:
         _build(target, arguments.build_arg)
         _unpack(target)
     _buildah("rm", "--all")
+    # Those that the new ones took the names of.
+    _buildah("rmi", "--prune")
 
 
 def lacking() -> str:
