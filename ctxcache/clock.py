@@ -29,7 +29,7 @@ class Clock(Protocol):
         """Nanoseconds since some fixed moment. Never goes back; for deadlines."""
 
     def wall_ahead_ns(self) -> int:
-        """How far the wall clock is ahead of the store's time now; negative when behind."""
+        """How far the wall clock is ahead of the store's time now, in steps of STEP_NS; negative when behind."""
 
     def wall_ns(self) -> int:
         """The wall clock's time, nanoseconds since the epoch. May jump."""
@@ -54,7 +54,18 @@ class SystemClock:
         return time.monotonic_ns()
 
     def wall_ahead_ns(self) -> int:
-        """See Clock. The same as before as long as nobody sets the wall clock."""
+        """See Clock. The same as before as long as nobody sets the wall clock.
+
+        Reading two clocks differs by nanoseconds each time; times that are told must not, over restarts too.
+        """
+        return round(self._look_ns() / STEP_NS) * STEP_NS
+
+    def wall_ns(self) -> int:
+        """See Clock."""
+        return self.now_ns() + self._look_ns()
+
+    def _look_ns(self) -> int:
+        """How far the wall clock is ahead, and whether it was set meanwhile."""
         found_ns = _wall_offset_ns()
         step_ns = 0 if found_ns is None else found_ns - self._wall_offset_ns
         if abs(step_ns) >= STEP_NS:
@@ -63,10 +74,6 @@ class SystemClock:
                 self.step_count += 1
                 log.warning("clock_stepped by_s=%.3f ahead_s=%.3f", step_ns / 1e9, self._ahead_ns() / 1e9)
         return self._ahead_ns()
-
-    def wall_ns(self) -> int:
-        """See Clock."""
-        return self.now_ns() + self.wall_ahead_ns()
 
     def _ahead_ns(self) -> int:
         return self._wall_offset_ns - self._offset_ns

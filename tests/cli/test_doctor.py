@@ -13,6 +13,7 @@ from server_process import ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
+from ctxcache.data_directory import DATA_FORMAT
 from ctxcache.testing.metadata import make_model
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
@@ -159,7 +160,9 @@ def test_what_makes_serving_impossible_is_the_exit_code(
 
 def test_a_newer_format_is_found(tmp_path: Path) -> None:
     """A data directory that this version cannot read is said to be one."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 3, "created_by": "later", "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(
+        json.dumps({"format": DATA_FORMAT + 1, "created_by": "later", "instance_id": "00"})
+    )
 
     ran, findings = doctor(tmp_path)
 

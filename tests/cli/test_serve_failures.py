@@ -11,6 +11,7 @@ from server_process import ServerDidNotStart, ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.config import Settings
+from ctxcache.data_directory import DATA_FORMAT
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
 SHARED_MEMORY = Settings.model_fields["arena_directory"].default
@@ -149,9 +150,11 @@ def test_an_arena_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_data_directory_of_a_newer_format(tmp_path: Path) -> None:
     """What a newer version wrote is left alone."""
-    (tmp_path / "FORMAT").write_text(json.dumps({"format": 3, "created_by": "later", "instance_id": "00"}))
+    (tmp_path / "FORMAT").write_text(
+        json.dumps({"format": DATA_FORMAT + 1, "created_by": "later", "instance_id": "00"})
+    )
 
-    check_refused(serve(tmp_path), ExitCode.FORMAT_TOO_NEW, "format 3", "newer")
+    check_refused(serve(tmp_path), ExitCode.FORMAT_TOO_NEW, f"format {DATA_FORMAT + 1}", "newer")
 
 
 def test_a_format_file_that_does_not_parse(tmp_path: Path) -> None:

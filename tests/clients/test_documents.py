@@ -31,6 +31,7 @@ NOT_ON_THE_WIRE = {
     errors.FileUnusable,
     errors.FormatTooNew,
     errors.InvalidConfiguration,
+    errors.TlsFailed,
     errors.Unavailable,
 }
 

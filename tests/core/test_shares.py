@@ -49,7 +49,10 @@ def test_nobody_within_its_share_is_asked_for_another(
 def test_whoever_is_furthest_above_its_share_is_asked_first(
     shares: Shares, needing: str, needed_bytes: int, used_bytes: dict[str, int]
 ) -> None:
-    """The order falls by what each would be above its share; no tenant above it is left out."""
+    """The order falls by what each would be above its share; no tenant above it is left out.
+
+    A tenant that has nothing yet has nothing to give up: its own turn is the last.
+    """
     asked = shares.whose(needing, needed_bytes, used_bytes, CAPACITY_BYTES)
 
     wanted = {
@@ -57,8 +60,9 @@ def test_whoever_is_furthest_above_its_share_is_asked_first(
         - _guaranteed(shares, tenant, needing, used_bytes)
         for tenant in {*used_bytes, needing}
     }  # fmt: skip
-    over = [wanted[tenant] for tenant in asked]
+    over = [wanted[tenant] for tenant in asked if tenant in used_bytes]
     assert over == sorted(over, reverse=True)
+    assert needing in used_bytes or asked[-1] == needing
     assert {tenant for tenant in used_bytes if wanted[tenant] > 0} | {needing} == set(asked)
 
 
