@@ -88,6 +88,7 @@ class FarSide(
         self.flips_arena_bytes = False
         self.flips_wire_bytes = False
         self.skips_a_chunk = False
+        self.swaps_chunks = False
         self.chunks_until_break: list[int] = []
         self.reads: list[session_pb2.ReadSessionRequest] = []
         self.operations: list[str] = []
@@ -369,7 +370,10 @@ class FarSide(
     def _chunks(self, name: str, streams: list[Stream], begin: int, end: int) -> Iterator[session_pb2.Chunk]:
         for stream in streams:
             rows = self.rows[name][stream]
-            for first in range(begin, end, ROWS_PER_CHUNK):
+            firsts = list(range(begin, end, ROWS_PER_CHUNK))
+            if self.swaps_chunks:
+                firsts[:2] = reversed(firsts[:2])
+            for first in firsts:
                 if self.skips_a_chunk and first > begin:
                     continue
                 data = rows[first : min(first + ROWS_PER_CHUNK, end)].tobytes()

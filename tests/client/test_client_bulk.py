@@ -199,6 +199,29 @@ def test_a_buffer_is_whole_after_a_break(bulk: Client) -> None:
         )
 
 
+def test_rows_that_changed_on_the_way_are_received_again(
+    bulk: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One flipped bit is enough, and what it is in is not handed out."""
+    fill, flipped = Connection._fill, []
+
+    def fill_and_flip(connection: Connection, place: memoryview, *limits: float, **ends: bool) -> int:
+        count = fill(connection, place, *limits, **ends)
+        # Data has a deadline of its own; headers and messages have none.
+        if limits and not flipped:
+            place[-1] ^= 1
+            flipped.append(connection)
+        return count
+
+    monkeypatch.setattr(Connection, "_fill", fill_and_flip)
+    with bulk.read(NAME, OWN, end=7) as rows:
+        for stream in LAYOUT:
+            np.testing.assert_array_equal(rows.array(stream), make_rows(7)[stream])
+
+    assert flipped
+    assert flipped[0] not in bulk._bulk._idle
+
+
 def test_a_kept_connection_that_ended_is_not_used_again(bulk: Client) -> None:
     """The next request opens another one and never notices."""
     with bulk.read(NAME, OWN, end=3) as rows:

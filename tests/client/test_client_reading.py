@@ -226,6 +226,15 @@ def test_a_gap_in_a_stream_is_refused(connect: Connect, far_side: FarSide) -> No
         rows.array(TOKENS)
 
 
+def test_chunks_that_were_swapped_are_refused(connect: Connect, far_side: FarSide) -> None:
+    """The rows are as many as they should be, and lie in the wrong places."""
+    far_side.add(NAME, 9)
+    far_side.swaps_chunks = True
+
+    with connect(access="remote").read(NAME, OWN) as rows, pytest.raises(CacheError, match="out of order"):
+        rows.array(TOKENS)
+
+
 @pytest.mark.parametrize("chunk_count", range(9))
 def test_a_broken_read_goes_on_where_it_broke(connect: Connect, far_side: FarSide, chunk_count: int) -> None:
     """Wherever the stream breaks, the rows are whole, and nothing that arrived is asked for again."""

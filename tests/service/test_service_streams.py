@@ -34,6 +34,7 @@ from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.server import Server
+from ctxcache.service import streams
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import _chunk_message, packed
 from ctxcache.service.turns import Turns
@@ -188,6 +189,25 @@ async def test_a_reader_slower_than_its_lease_gets_no_foreign_rows(
     call.cancel()
 
 
+async def test_a_lease_is_asked_for_before_each_message(
+    client: Client, server: Server, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that are cut from rows already looked up end with the lease as well."""
+    monkeypatch.setattr(streams, "MESSAGE_BYTES", 16 * 4)
+    await client.create("a", ttl=Duration(seconds=10**6))
+    await client.append("a", 1, 0, 64)
+    sent = SessionService(server._cache, Turns())._messages(client.read_request("a"), "default")
+    await anext(sent)
+    first = await anext(sent)
+    clock.advance(ns=LEASE_LIFETIME_NS)
+    server._cache.reading.expire_due()
+
+    assert isinstance(first, bytes)
+    assert len(session_pb2.ReadSessionResponse.FromString(first).chunk.data) == 16 * 4
+    with pytest.raises(DeadlineExceeded):
+        await anext(sent)
+
+
 async def test_damaged_rows_are_data_loss(client: Client, server: Server) -> None:
     """The reader is told, the session ends before the damage, and it is counted."""
     await client.create("a")
@@ -223,6 +243,7 @@ def with_chunk(part: session_pb2.Chunk) -> list[AppendSessionRequest]:
         (with_chunk(chunk(1, 10, 20, KV, token_begin=-1)), Code.ABORTED, "WRITE_OFFSET_MISMATCH"),
         (with_chunk(chunk(1, 10, 20, KV, data=b"")), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (with_chunk(chunk(1, 10, 20, KV, data=bytes(161))), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (with_chunk(chunk(1, 10, 20, KV, data=bytes(240))), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (with_chunk(chunk(1, 10, 20, KV, data=bytes(160 * 13108))), Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (
             with_chunk(
@@ -250,6 +271,7 @@ def with_chunk(part: session_pb2.Chunk) -> list[AppendSessionRequest]:
         ([*chunks(1, 10, 20), commit(21)], Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
         ([*chunks(1, 10, 20), commit(9)], Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (chunks(1, 10, 20), Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
+        (chunks(1, 10, 11), Code.FAILED_PRECONDITION, "INCOMPLETE_APPEND"),
     ],
 )
 async def test_a_broken_append_shows_nothing(
