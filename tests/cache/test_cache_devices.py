@@ -1,8 +1,10 @@
 """SSD paths that sessions lie on, and what becomes of sessions when one of them is lost."""
 
+import pytest
 from cache_rig import FINGERPRINT, SEGMENT_TOKENS, MemoryRig, Token, Writer, expected
 
 from ctxcache.core.history import Event
+from ctxcache.errors import TierFailure
 from ctxcache.testing.fakes import Operation
 
 
@@ -156,6 +158,22 @@ async def test_what_memory_has_of_a_lost_path_is_written_elsewhere(rig: MemoryRi
     assert (after.token_count, after.durable_token_count) == (128, 128)
     assert paths_of(rig, "s") == [1 - home, 1 - home]
     assert await rig.read("s") == expected(tokens)
+    await rig.check()
+
+
+async def test_places_on_a_lost_path_stay_taken_when_the_new_ones_are_not_recorded(rig: MemoryRig) -> None:
+    """The old records may be read after the next start: until they are known to be gone they name these places."""
+    await rig.create("s")
+    await rig.append("s", Writer(1).make(2 * SEGMENT_TOKENS), is_durable=True)
+    named = {segment.slot for segment in rig.metadata.segments()}
+    (home,) = {slot.path_index for slot in named}
+    rig.ssd.lose(home)
+    rig.metadata.fail("the log is gone")
+    with pytest.raises(TierFailure):
+        await rig.cache.devices.look()
+
+    assert paths_of(rig, "s") == [1 - home, 1 - home]
+    assert rig.cache.residency.stranded == named
     await rig.check()
 
 

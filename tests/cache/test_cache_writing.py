@@ -1,12 +1,14 @@
 """Writers: what was committed is there, what was not never was, and no room is lost on the way."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
+from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.core.session import SessionView
 from ctxcache.errors import (
     CapacityExceeded,
@@ -152,6 +154,29 @@ async def test_a_reservation_that_ends_while_room_is_made_takes_none(rig: Memory
 
     assert rig.cache.writing.held_count == 0
     await rig.append("a", writer.make(1))
+
+
+async def test_a_reservation_that_ends_while_others_leave_for_it_takes_no_room(
+    tmp_path: Path, writer: Writer
+) -> None:
+    """Its tenant's limit made another session go; the place in DRAM that was taken before that goes back."""
+    rig = MemoryRig(tmp_path, shares=Shares({TENANT: Share(0.0, 1 / 64)}))
+    await rig.open()
+    await rig.create("old")
+    await rig.append("old", writer.make(2 * SEGMENT_TOKENS), is_durable=True)
+    await rig.create("a")
+    with rig.slow_commits():
+        reserving = asyncio.ensure_future(rig.reserve("a", 10))
+        while "old" in rig.names():  # noqa: ASYNC110  # nothing else tells when it goes
+            await asyncio.sleep(0)
+        rig.clock.advance(seconds=RESERVATION_S)
+        rig.cache.writing.expire_due()
+    with pytest.raises(ReservationNotFound):
+        await reserving
+    await rig.check()
+
+    assert (rig.cache.writing.held_count, rig.cache.residency.dram.used_bytes) == (0, 0)
+    await rig.close()
 
 
 async def test_a_writer_that_says_it_is_there_keeps_its_reservation(rig: MemoryRig, writer: Writer) -> None:

@@ -299,6 +299,22 @@ def test_damage_in_a_table_is_never_silent(tmp_path: Path) -> None:
         read_all(tmp_path / "metadata")
 
 
+async def test_a_scan_that_meets_damage_half_way_does_not_just_end(tmp_path: Path) -> None:
+    """The blocks before are whole, opening reads none that is not: only the scan can tell."""
+    path = tmp_path / "metadata"
+    store = RocksDbMetadata(path)
+    await store.commit(Changes(segments=[make_segment(i) for i in range(2000)]), is_durable=True)
+    store.close()
+    table = newest(path, "*.sst")
+    flip(table, table.stat().st_size // 2)
+    store = RocksDbMetadata(path)
+    try:
+        with pytest.raises(CorruptMetadata, match="block checksum"):
+            list(store.segments())
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize("pattern", ["CURRENT", "MANIFEST-*", "*.sst"])
 def test_a_missing_file_is_corruption(tmp_path: Path, pattern: str) -> None:
     """A store that lost a file is refused; it is not created anew over what is left."""
