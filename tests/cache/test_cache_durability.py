@@ -122,6 +122,23 @@ async def test_nothing_is_recorded_of_what_was_deleted(rig: MemoryRig, writer: W
     assert not [*rig.metadata.sessions(), *rig.metadata.segments()]
 
 
+async def test_a_session_that_was_given_up_is_not_written_down_again(rig: MemoryRig, writer: Writer) -> None:
+    """A change comes between two departures whose records go together: the second one's stays away."""
+    for name in ("a", "b"):
+        await rig.create(name)
+        await rig.append(name, writer.make(10))
+
+    async def give_up(name: str) -> None:
+        rig.cache.residency.ssd_room.give_up(rig.cache.state.session(TENANT, name))
+
+    pinning = rig.cache.sessions.update(TENANT, "b", expiration=None, is_pinned=True)
+    await asyncio.gather(give_up("a"), pinning, give_up("b"))
+    await rig.check()
+    await rig.restart()
+
+    assert not rig.names()
+
+
 async def test_no_generation_comes_again_after_a_crash(rig: MemoryRig, writer: Writer) -> None:
     """What the crash took back had generations too; those that come are above all of them, after each crash."""
     await rig.create("a")
