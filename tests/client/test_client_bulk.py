@@ -203,7 +203,8 @@ def test_rows_that_changed_on_the_way_are_received_again(
     bulk: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One flipped bit is enough, and what it is in is not handed out."""
-    fill, flipped = Connection._fill, []
+    fill = Connection._fill
+    flipped: list[Connection] = []
 
     def fill_and_flip(connection: Connection, place: memoryview, *limits: float, **ends: bool) -> int:
         count = fill(connection, place, *limits, **ends)
