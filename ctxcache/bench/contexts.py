@@ -29,7 +29,7 @@ def model_of(scale: Scale) -> ModelSpec:
         for layer in range(scale.layer_count)
     )
     return ModelSpec(
-        model_id="bench", architecture="Bench", revision="", weights_digest=str(scale), tokenizer_digest="",
+        model_id="bench", architecture="Bench", revision="", weights_digest=f"{scale.layer_count} layers of {scale.row_bytes} B", tokenizer_digest="",
         dtype=DType.FLOAT16, layer_count=scale.layer_count, hidden_size=64, kv_head_count=1, head_size=64,
         rope="", norm="", is_relocatable=True, streams=streams,
     )  # fmt: skip

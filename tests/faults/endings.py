@@ -3,6 +3,7 @@
 Worst case: one that does not end, which is a problem like a wrong code.
 """
 
+import json
 import subprocess
 
 from tests.server_process import ServerDidNotStart, ServerProcess
@@ -27,13 +28,22 @@ def stop(server: ServerProcess, problems: list[str], *, is_faulty: bool) -> None
 
 
 def check_refusal(error: ServerDidNotStart, problems: list[str]) -> None:
-    """A start that was refused says why in one sentence with its reason, and ends with that reason's code."""
+    """A start that was refused says why in one document with its reason, and ends with that reason's code."""
     last = last_line(error.stderr)
     reason = START_CODES.get(error.returncode or 0)
     if error.returncode is None:
         problems.append("it neither starts nor ends")
-    elif reason is None or not last.endswith(f"({reason})") or "Traceback" in error.stderr:
+    elif reason is None or _told(last) != (reason, error.returncode) or "Traceback" in error.stderr:
         problems.append(f"it does not start, with exit code {error.returncode}: {last}")
+
+
+def _told(line: str) -> tuple[str, int]:
+    """Reason and exit code of the document that a refused start ends with; no reason where a sentence is missing."""
+    try:
+        told = json.loads(line)["error"]
+        return (str(told["reason"]) if told["message"] else "", int(told["exit_code"]))
+    except (ValueError, KeyError, TypeError):
+        return "", 0
 
 
 def last_line(text: str) -> str:

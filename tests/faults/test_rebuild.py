@@ -52,7 +52,7 @@ def test_all_comes_back_without_metadata(stored: Path, lost: str) -> None:
     Also when nothing but the SSD directories is left.
     """
     shutil.rmtree(stored / "data" / lost)
-    with pytest.raises(ServerDidNotStart, match=r"gone.*; `ctxcache rebuild` makes it anew"):
+    with pytest.raises(ServerDidNotStart, match=r"gone.*`ctxcache rebuild` makes it anew"):
         server(stored, *SSD_NAMES).start()
     foreseen = made_anew(stored, is_dry_run=True)
     found = made_anew(stored)
@@ -70,7 +70,7 @@ def test_metadata_and_witnesses_that_are_gone_together_are_refused(stored: Path)
     for name in SSD_NAMES:
         (stored / name / "WITNESS").unlink()
     for _ in range(2):
-        with pytest.raises(ServerDidNotStart, match=r"gone.*; `ctxcache rebuild` makes it anew") as refused:
+        with pytest.raises(ServerDidNotStart, match=r"gone.*`ctxcache rebuild` makes it anew") as refused:
             server(stored, *SSD_NAMES).start()
         assert refused.value.returncode == ExitCode.DATA_LOSS
     found = made_anew(stored)
@@ -219,7 +219,7 @@ def test_a_damaged_number_is_mended(stored: Path) -> None:
     """What the refusal of the start advises helps: the data directory knows which number was where."""
     for name in SSD_NAMES:
         (stored / name / "DEVICE").write_text("{")
-    with pytest.raises(ServerDidNotStart, match=r"DEVICE.*; `ctxcache rebuild` makes it anew"):
+    with pytest.raises(ServerDidNotStart, match=r"DEVICE.*`ctxcache rebuild` makes it anew"):
         server(stored, *SSD_NAMES).start()
     found = made_anew(stored)
     with server(stored, *SSD_NAMES) as running:

@@ -20,6 +20,7 @@ from gpu_worker.pipeline.source import LeasedSource
 fill = LeasedSource.fill
 def held(source, stream, begin, end, into):
     while stream.layer == 1 and not os.path.exists({path!r}):
+        open({path!r} + " held", "w").close()
         threading.Event().wait(0.005)
     fill(source, stream, begin, end, into)
 LeasedSource.fill = held
@@ -33,6 +34,8 @@ class _HeldWorker(WorkerProcess):
     def __init__(self, directory: Path, store: str) -> None:
         super().__init__(directory, store, "--directory", "/nonexistent")
         self.may_go_on = directory / "go on"
+        self.is_held = directory / "go on held"
+        """There once a restore is held up: a lease alone may be given back before a row is written."""
         self._command[2] = HELD.format(path=str(self.may_go_on))
 
 
@@ -66,7 +69,8 @@ def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(
             assert mortal.stdout.readline() == "attached\n"
             mortal.stdin.write("go on\n")
             mortal.stdin.flush()
-            until(lambda: len(list(admin.list_leases())) == 1)
+            until(held.is_held.exists)
+            assert len(list(admin.list_leases())) == 1
             mortal.kill()
             mortal.wait()
         until(lambda: [each.engine for each in client.stats().attachments] == ["engine"])
@@ -74,9 +78,11 @@ def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(
         held.may_go_on.touch()
         until(lambda: not _is_mapped(held, other) and not list(admin.list_leases()))
         held.may_go_on.unlink()
+        held.is_held.unlink()
 
         later = Later(case.restore)
-        until(lambda: len(list(admin.list_leases())) == 1)
+        until(held.is_held.exists)
+        assert len(list(admin.list_leases())) == 1
         held.signal(signal.SIGKILL)
 
         with pytest.raises(Unavailable):
