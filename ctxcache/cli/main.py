@@ -8,6 +8,7 @@ import errno
 import importlib.metadata
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -257,7 +258,10 @@ def main() -> None:
 
 def _fail(error: CacheError, output: Output) -> NoReturn:
     text = f"ctxcache: {sentence(error)}" if output is Output.TABLE else error_document(error, output)
-    sys.stderr.write(f"{text}\n")
+    # A log on a full disk takes no sentence; the exit code says it all the same.
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
     sys.exit(exit_code_of(error))
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -129,5 +130,7 @@ def _facts(server: "Server") -> Ready:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(f"ctxcache: {sentence}\n")
-    sys.stderr.flush()
+    """Tell people. A log that takes no more, on a full disk for one, changes nothing of how a server ends."""
+    with suppress(OSError):
+        sys.stderr.write(f"ctxcache: {sentence}\n")
+        sys.stderr.flush()

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self, TextIO
@@ -210,8 +211,10 @@ def _become_server(request: dict[str, Any], stdout: int, stderr: int) -> NoRetur
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # As an interpreter's end does: a log on a full disk is no failure of the server.
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
