@@ -1,6 +1,7 @@
 """Restores of sessions that lie only on SSD: the same by every path, and a miss or the store's rows when files fail."""
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.direct.landing import Landed
 from gpu_worker.direct.path import DirectPath
+from gpu_worker.direct.source import LandingSource
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.source import Verify
 
 WAYS = ("posix", "gds")
 CHUNKS = Settings(slot_bytes=1 << 16, slot_count=2, batch_tokens=SEGMENT_TOKENS, is_poisoned=True)
@@ -244,6 +247,19 @@ def test_a_lease_that_ends_meanwhile_is_a_miss(
 def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its files are there and can be read; whose they will be, nobody knows. Started again, it is all there."""
     session, plan = saved()
+    is_killed, land = threading.Event(), LandingSource.land
+
+    def land_later(source: LandingSource, stream: Stream, begin: int, end: int, into: torch.Tensor) -> Verify:
+        # Layers behind the first come when the store is gone, however fast this machine is.
+        if stream.layer:
+            assert is_killed.wait(20)
+        return land(source, stream, begin, end, into)
+
+    def kill(store: ServerProcess) -> None:
+        store.kill9()
+        is_killed.set()
+
+    monkeypatch.setattr(LandingSource, "land", land_later)
     with ServerProcess(tmp_path / "data") as server:
         with Client(server.unix_target, timeout_s=5) as client:
             kept = save(client, session, "killed", [StateKind.KV])
@@ -252,7 +268,8 @@ def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPa
                 slowed("compute", "copy", "read", settings=CHUNKS) as pipeline,
                 pytest.raises((LeaseNotFound, Unavailable)),
             ):
-                restored(direct, pipeline, session, kept, plan, meanwhile=server.kill9)
+                restored(direct, pipeline, session, kept, plan, meanwhile=lambda: kill(server))
+        assert is_killed.is_set()
         server.start()
         with Client(server.unix_target, timeout_s=5) as client, slowed(settings=CHUNKS) as pipeline:
             direct, _ = direct_by(client, "posix", monkeypatch)
