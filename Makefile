@@ -3,15 +3,15 @@ PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?= -n auto
 BIN := .venv/bin
-SOURCES := ctxcache gpu_worker tests scripts
-WORKER_TESTS := $(addprefix tests/,gpu_worker demo faults live bench helm)
+SOURCES := ctxcache gpu_worker lab tests scripts
+WORKER_TESTS := $(addprefix tests/,gpu_worker lab faults live helm stories/test_restored_turn.py)
 
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo stable test lint format settings chart image pod proto check-proto mutants history setup setup-store test-store test-worker clean
+.PHONY: help demo stable test lint format settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py)
+	$(BIN)/mypy --explicit-package-bases $(wildcard tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py tests/stories/*.py)
 
 format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
@@ -70,6 +70,9 @@ test-worker: setup
 history: setup ## Let many clients change the same sessions under kills and power cuts, and check every answer (an hour; HISTORY_ARGS="--seed 7")
 	$(BIN)/python -m tests.faults.history --acts 300 $(HISTORY_ARGS)
 	$(BIN)/python -m tests.faults.history --acts 150 --power $(HISTORY_ARGS)
+
+neighbour: setup ## Attack a server as one tenant and time another one's small calls (minutes; NEIGHBOUR_ARGS="--attack fork --rounds 5")
+	$(BIN)/python -m tests.faults.neighbour $(NEIGHBOUR_ARGS)
 
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)

@@ -5,6 +5,7 @@ Each class owns a stable `reason`; facts are keyword arguments and become attrib
 This file knows no gRPC code and no transport.
 """
 
+from asyncio import Future
 from typing import ClassVar
 
 Fact = str | int
@@ -228,10 +229,12 @@ class CorruptMetadata(CacheError):
 
 
 class TierFailure(CacheError):
-    """A device refused a read, write or sync."""
+    """A device refused a read, write or sync, or did not return it in time."""
 
     reason = "TIER_FAILURE"
     template = "{path}: {problem}"
+    returned: "Future[None] | None" = None
+    """Done when the device has let go of the caller's buffer; None: it has."""
 
 
 # -- a file of the caller's -------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ class FileAlreadyExists(CacheError):
 
 
 class FileDamaged(CacheError):
-    """A file is no export or backup, or not as it was written."""
+    """A file is no archive of sessions, or not as it was written."""
 
     reason = "FILE_DAMAGED"
     template = "{path}: {problem}"

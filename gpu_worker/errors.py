@@ -21,6 +21,13 @@ class WeightsNotVisible(CacheError):
     template = "{module}: {problem}"
 
 
+class ModelChanged(CacheError):
+    """A model is not what it was described as any more: another adapter, other weights, other settings."""
+
+    reason = "MODEL_CHANGED"
+    template = "{model} was changed since it was described: its {field} is {found}, not {described}; make a new engine"
+
+
 class ShapeMismatch(CacheError):
     """A tensor does not have the shape that the model and the token range demand."""
 
@@ -54,13 +61,6 @@ class IncompleteRestore(CacheError):
 
     reason = "INCOMPLETE_RESTORE"
     template = "layer {layer} holds {row_count} of {token_count} tokens"
-
-
-class RowsOutOfOrder(CacheError):
-    """A piece of a layer starts elsewhere than at that layer's end."""
-
-    reason = "ROWS_OUT_OF_ORDER"
-    template = "layer {layer} continues at token {expected}, the piece starts at {actual}"
 
 
 class RestoreTooLate(CacheError):

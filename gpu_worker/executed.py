@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gpu_worker.errors import WeightsNotVisible
 
+TENSORS_SCHEME = "tensors:"
 _BLOCK_BYTES = 16 << 20
 """What is copied to the host at a time, by each thread."""
 _HASHING_THREADS = 8
@@ -98,7 +99,7 @@ def digest_weights(model: PreTrainedModel, read: Read | None = None) -> str:
             for (known, _), found in zip(names.values(), digests, strict=True)
             for name in known
         ]
-    return f"tensors:{hashlib.sha256(''.join(sorted(lines)).encode()).hexdigest()}"
+    return f"{TENSORS_SCHEME}{hashlib.sha256(''.join(sorted(lines)).encode()).hexdigest()}"
 
 
 def digest_execution(model: PreTrainedModel) -> str:

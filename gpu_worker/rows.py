@@ -5,7 +5,6 @@ or length, refused before a tensor is made.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -76,47 +75,6 @@ def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
     return stored.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
-def unpack_rows(data: memoryview, spec: StreamSpec) -> Tensor:
-    """Bytes of whole rows -> [T, row] on the host, a view of `data`: read it, never write to it.
-
-    Packed rows stay packed, [T, row_bytes] uint8: they are made wide where they are used. Raises ShapeMismatch
-    where `data` is no whole number of rows, UnsupportedDtype for a type that torch cannot hold here.
-    """
-    dtype = stored_dtype(spec)
-    if data.nbytes % spec.row_bytes:
-        raise ShapeMismatch(
-            what=str(spec.stream), expected=f"a multiple of {spec.row_bytes} B", actual=f"{data.nbytes} B"
-        )
-    element_count = spec.row_bytes // spec.dtype.size_bytes
-    if not data.nbytes:
-        return torch.empty(0, element_count, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(-1, element_count)
-
-
 def token_ids_of(rows: npt.NDArray[np.uint8]) -> list[int]:
     """The ids that token rows [T, 4] hold."""
     return rows.reshape(-1).view("<i4").tolist()
-
-
-def in_batches(
-    pieces: Iterable[npt.NDArray[np.uint8]], begin: int, end: int, *, batch_tokens: int = BATCH_TOKENS
-) -> Iterator[npt.NDArray[np.uint8]]:
-    """Rows [begin, end) of consecutive pieces [n, row_bytes], put together into about `batch_tokens` each.
-
-    A piece that is large enough by itself is handed on as it is; small ones are copied together.
-    """
-    waiting: list[npt.NDArray[np.uint8]] = []
-    at = 0
-    for piece in pieces:
-        cut = piece[max(begin - at, 0) : max(end - at, 0)]
-        at += len(piece)
-        waiting += [cut] if len(cut) else []
-        if sum(map(len, waiting)) >= batch_tokens:
-            yield _together(waiting)
-            waiting = []
-    if waiting:
-        yield _together(waiting)
-
-
-def _together(pieces: list[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -8,7 +8,7 @@ from typing import Any
 from dashboard_table import LINES, STAT, Board, Panel
 
 from ctxcache.observe.table import METRICS as STORES
-from gpu_worker.sidecar.metric_table import METRICS as WORKERS
+from gpu_worker.sidecar.metrics import METRICS as WORKERS
 
 PANEL_HEIGHT, STAT_HEIGHT, GRID_WIDTH = 8, 4, 24
 SOURCE = {"type": "prometheus", "uid": "${source}"}

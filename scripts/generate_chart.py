@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ctxcache.knobs import KNOBS, Kind, Knob
+from ctxcache.settings.knobs import KNOBS, Kind, Knob
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "ctxcache"

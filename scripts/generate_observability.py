@@ -19,7 +19,7 @@ from dashboard_table import STORE, WORKER  # noqa: E402
 
 from ctxcache.observe.metric import Group, Metric  # noqa: E402
 from ctxcache.observe.table import TABLE  # noqa: E402
-from gpu_worker.sidecar.metric_table import TABLE as WORKERS  # noqa: E402
+from gpu_worker.sidecar.metrics import TABLE as WORKERS  # noqa: E402
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"

@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-from ctxcache.knobs import reference
+from ctxcache.settings.knobs import reference
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 

@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("ctxcache", "gpu_worker")
+PACKAGES = ("ctxcache", "gpu_worker", "lab")
 
 Law = dict[str, dict[str, list[str]]]
 

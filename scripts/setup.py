@@ -20,21 +20,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = (3, 11), (3, 13)
 TORCH_VERSION = "2.13.0"
+FILES = ("pyproject.toml", "lab/pyproject.toml", "scripts/setup.py")
+"""An environment is as these say."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What one virtual environment holds: extras of the project, dependency groups, torch or not."""
+    """What one virtual environment holds: extras of the project and of its lab, dependency groups, torch or not."""
 
     directory: str
     extras: tuple[str, ...]
+    lab_extras: tuple[str, ...]
     groups: tuple[str, ...]
     has_torch: bool
 
 
 ENVIRONMENTS = {
-    "worker": Environment(".venv", extras=("worker", "demo"), groups=("dev",), has_torch=True),
-    "store": Environment(".venv-store", extras=(), groups=("test",), has_torch=False),
+    "worker": Environment(".venv", extras=("worker",), lab_extras=("demo",), groups=("dev",), has_torch=True),
+    "store": Environment(".venv-store", extras=(), lab_extras=(), groups=("test",), has_torch=False),
 }
 
 
@@ -59,7 +62,9 @@ def main() -> None:
 def _set_up(environment: Environment) -> None:
     python = _virtual_environment(environment.directory)
     uv, settings = _uv(), _uv_settings()
-    requirements = ["--editable", _editable(environment), *_group_requirements(environment.groups)]
+    projects = _editable(ROOT, environment.extras), _editable(ROOT / "lab", environment.lab_extras)
+    requirements = [word for project in projects for word in ("--editable", project)]
+    requirements += _group_requirements(environment.groups)
     if environment.has_torch:
         requirements.append(_torch_requirement(uv, settings, python))
     _say(f"{environment.directory}: installing the project and what it needs")
@@ -91,8 +96,8 @@ def _uv() -> Path:
     return uv
 
 
-def _editable(environment: Environment) -> str:
-    return f"{ROOT}[{','.join(environment.extras)}]" if environment.extras else str(ROOT)
+def _editable(project: Path, extras: tuple[str, ...]) -> str:
+    return f"{project}[{','.join(extras)}]" if extras else str(project)
 
 
 def _group_requirements(groups: tuple[str, ...]) -> list[str]:
@@ -194,7 +199,7 @@ def _fingerprint(environment: Environment) -> str:
     """Sum up all that the environment depends on, without running anything."""
     choices = [os.environ.get(name, "") for name in ("TORCH_SPEC", "TORCH_INDEX_URL", "UV_TORCH_BACKEND")]
     facts = (sys.version, environment, choices, _has_gpu() and environment.has_torch)
-    files = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "scripts/setup.py"))
+    files = b"".join((ROOT / name).read_bytes() for name in FILES)
     return hashlib.sha256(repr(facts).encode() + files).hexdigest()
 
 

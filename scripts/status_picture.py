@@ -20,15 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ctxcache.client import CallerModel, Client, QueuedJob  # noqa: E402
-from ctxcache.config import Settings  # noqa: E402
-from ctxcache.core.identity import Grant  # noqa: E402
 from ctxcache.core.placement.shares import Share  # noqa: E402
 from ctxcache.errors import CacheError  # noqa: E402
 from ctxcache.format.model import ModelSpec  # noqa: E402
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec  # noqa: E402
+from ctxcache.identity.grants import Grant  # noqa: E402
+from ctxcache.identity.tokens import Token, digest_of, new_secret  # noqa: E402
 from ctxcache.observe import recording  # noqa: E402
-from ctxcache.server import Server  # noqa: E402
-from ctxcache.tokens import Token, digest_of, new_secret  # noqa: E402
+from ctxcache.server.server import Server  # noqa: E402
+from ctxcache.settings.config import Settings  # noqa: E402
 
 MIB = 1 << 20
 ROW_BYTES, LAYERS = 1024, 4

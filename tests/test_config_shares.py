@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.config import load
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.settings.config import load
 
 SHARES = {"a": Share(0.5), "team b": Share(0.2, 0.4), "c": Share(0, 0.1)}
 

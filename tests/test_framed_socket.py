@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from ctxcache import framed_socket
-from ctxcache.framed_socket import (
+from ctxcache.wire import framed_socket
+from ctxcache.wire.framed_socket import (
     PARTS_LIMIT,
     PIECE_BYTES,
     PIECE_TIMEOUT_S,

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ctxcache.malloc import KEPT_BYTES
+from ctxcache.runtime.malloc import KEPT_BYTES
 
 REUSE = """
 import resource
-from ctxcache.malloc import keep_freed_memory
+from ctxcache.runtime.malloc import keep_freed_memory
 is_kept = keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -59,10 +59,11 @@ def test_somebody_elses_settings_are_left_alone(setting: dict[str, str]) -> None
 
 GIVE_BACK = """
 import asyncio, json
-from ctxcache import malloc
-from ctxcache.malloc import give_back_unused, keep_freed_memory, own_bytes
+from ctxcache.runtime import malloc
+from ctxcache.runtime.malloc import give_back_unused, keep_freed_memory, own_bytes
 keep_freed_memory()
 malloc.LOOK_INTERVAL_S = 0.01
+LOOKS = 20
 async def main():
     task = asyncio.create_task(give_back_unused())
     await asyncio.sleep(0)
@@ -70,6 +71,10 @@ async def main():
     crowd = [bytearray(b"x" * 100_000) for _ in range(4000)]
     kept = crowd[-1]
     during = own_bytes()
+    # While the crowd is there nothing can be given back, and that is not what the process needs for ever.
+    await asyncio.sleep(LOOKS * malloc.LOOK_INTERVAL_S)
+    del crowd[2000:]
+    await asyncio.sleep(LOOKS * malloc.LOOK_INTERVAL_S)
     del crowd
     freed = own_bytes()
     while own_bytes() > before + malloc.KEPT_BYTES:
@@ -92,3 +97,46 @@ def test_what_a_crowd_has_left_is_given_back() -> None:
     assert during > before + 400_000_000
     assert freed > before + KEPT_BYTES
     assert after <= before + KEPT_BYTES
+
+
+CIRCLES = """
+import gc, sys
+from ctxcache.runtime import malloc
+malloc.GROWTH_OBJECTS, malloc.COLLECTIONS_PER_COUNT = 1000, int(sys.argv[1])
+malloc.look_seldom_at_what_stays()
+class Circle:
+    count = most = 0
+    def __init__(self):
+        self.me = self
+        Circle.count += 1
+        Circle.most = max(Circle.most, Circle.count)
+    def __del__(self):
+        Circle.count -= 1
+gc.collect()
+for _ in range(200):
+    under_way = [Circle() for _ in range(1000)]
+    gc.collect()
+print(Circle.most, gc.get_freeze_count() > 0)
+"""
+
+
+def most_circles(collections_per_count: int) -> int:
+    """The most objects in circles that were there at once, of a thousand new ones for each of 200 full collections."""
+    printed = subprocess.run(
+        [sys.executable, "-c", CIRCLES, str(collections_per_count)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert printed[1] == "True"
+    return int(printed[0])
+
+
+def test_circles_that_outlive_a_collection_go_in_the_end() -> None:
+    """What stays is not looked at each time, and does not grow without bound: a look at all comes when it has doubled."""
+    assert most_circles(4) < 50_000
+
+
+def test_without_a_look_at_all_circles_would_stay() -> None:
+    """Or the test above means nothing."""
+    assert most_circles(1000) > 150_000

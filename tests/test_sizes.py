@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache import sizes
+from ctxcache.settings import sizes
 
 
 @pytest.mark.parametrize(("present_bytes", "expected_bytes"), [(8192, 8192), (8193, 12288), (1, 4096)])

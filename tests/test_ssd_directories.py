@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
-from ctxcache.ssd_directories import in_order, instance_id_of, look, write_down
+from ctxcache.storage.ssd_directories import in_order, instance_id_of, look, write_down
 
 
 def numbered(data_directory: Path, directories: Sequence[Path]) -> tuple[Path, ...]:

@@ -11,8 +11,9 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache import errors, status
+from ctxcache import errors
 from ctxcache.errors import CacheError, Fact
+from ctxcache.wire import status
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 TARGET = "cache.example:7420"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.clock import boot_ns
-from ctxcache.facts_file import write_facts
-from ctxcache.store_clock import BOOT_ID, CLOCK, LONGEST_STOP_NS, StoreClock
+from ctxcache.runtime.clock import boot_ns
+from ctxcache.runtime.facts_file import write_facts
+from ctxcache.runtime.store_clock import BOOT_ID, CLOCK, LONGEST_STOP_NS, StoreClock
 
 SECOND_NS = 10**9
 HOUR_NS = 3600 * SECOND_NS

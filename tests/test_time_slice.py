@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ctxcache.time_slice import SLICE_NS, shorten_time_slices
+from ctxcache.runtime.time_slice import SLICE_NS, shorten_time_slices
 
 ASK = """
 import json, os, sys, threading
-from ctxcache import time_slice
-from ctxcache.time_slice import shorten_time_slices
+from ctxcache.runtime import time_slice
+from ctxcache.runtime.time_slice import shorten_time_slices
 
 # Whatever started this process may have a short slice already, which it passes on; none asked for is the usual one.
 time_slice.SLICE_NS, short_ns = 0, time_slice.SLICE_NS

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from server_process import write_secret
 
-from ctxcache.core.identity import Grant, Role
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.tokens import Token, digest_of, new_secret, read_tokens
+from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
 
 
 def test_a_token_is_found_by_all_of_its_text(tmp_path: Path) -> None:

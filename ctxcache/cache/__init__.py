@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ctxcache.cache.backup import Backup
 from ctxcache.cache.devices import Devices
+from ctxcache.cache.flushing import PARALLEL_FLUSHES, WriteBehind
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
@@ -21,28 +22,23 @@ from ctxcache.cache.scrubbing import Scrubbing
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.cache.write_behind import WriteBehind
 from ctxcache.cache.writing import Writing
-from ctxcache.clock import Clock
 from ctxcache.core.budget import Budget
-from ctxcache.core.expiry import Expiration
-from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_QUEUE_LIMITS, Limits, QueueLimits
-from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.metadata.base import MetadataStore
-from ctxcache.spans import NO_SPANS, Spans
-from ctxcache.tiers.base import Devices as DeviceTier
-from ctxcache.tiers.base import MappedTier
-
-PARALLEL_FLUSHES = 8
-"""Sessions that are flushed at a time when the cache is closed: they share syncs."""
+from ctxcache.runtime.clock import Clock
+from ctxcache.runtime.spans import NO_SPANS, Spans
+from ctxcache.storage.metadata.base import MetadataStore
+from ctxcache.storage.tiers.base import Devices as DeviceTier
+from ctxcache.storage.tiers.base import MappedTier
 
 
 class Cache:
@@ -57,16 +53,24 @@ class Cache:
     ) -> None:  # fmt: skip
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
         # The arena's first page says which arena it is.
-        dram_slots = SlotAllocator(arena.capacities_bytes, first_offset=ALIGN_BYTES)
-        ssd_slots = SlotAllocator(ssd.capacities_bytes)
-        capacities = Capacities(dram_slots.capacity_bytes, ssd_slots.capacity_bytes)
-        self.state = State(
-            clock, policy, capacities, crash_count=crash_count, limits=limits, shares=shares, spans=spans
-        )
+        memory = Shelf(arena.capacities_bytes, first_offset=ALIGN_BYTES)
         self._io = io = SegmentIO(arena, ssd)
-        self.residency = Residency(self.state, io, metadata, dram_slots, ssd_slots, watermarks)
-        self.write_behind = WriteBehind(self.state, self.residency)
-        self.placement = self.state.placement
+        self.state = State(
+            clock,
+            policy,
+            memory,
+            Shelf(ssd.capacities_bytes),
+            io,
+            crash_count=crash_count,
+            limits=limits,
+            shares=shares,
+            watermarks=watermarks,
+            spans=spans,
+        )
+        self.ledger = self.state.ledger
+        self.residency = Residency(self.state, io, metadata)
+        self.write_behind = WriteBehind(self.state, self.residency.flushing, self.residency.staging)
+        self.placement = self.ledger.placement
         self.models = Models(self.state, metadata)
         self.sessions = Sessions(self.state, self.residency, metadata, default_expiration)
         self.prefetching = Prefetching(self.state, self.residency, self.sessions)
@@ -78,10 +82,10 @@ class Cache:
         self.reading = Reading(self.state, self.residency, self.sessions, io, leased)
         self.scrubbing = Scrubbing(self.state, self.residency, self.sessions, io, metadata)
         self.devices = Devices(self.state, self.residency, self.sessions, ssd)
-        self.backup = Backup(self.state, self.residency, self.sessions, io)
+        self.backup = Backup(self.state, self.residency, io)
 
     def _pins(self, what: str, share: float) -> Pins:
-        capacity_bytes, limits = self.residency.dram.capacity_bytes, self.state.limits
+        capacity_bytes, limits = self.ledger.memory.capacity_bytes, self.state.limits
         budget = Budget(
             limit_bytes=int(capacity_bytes * share),
             client_limit_bytes=int(capacity_bytes * limits.client_share),
@@ -127,23 +131,19 @@ class Cache:
 
     def _worth_keeping(self) -> list[Session]:
         """Sessions with rows that only DRAM has; others of these are given up."""
-        uids = sorted(
-            self.state.unwritten.uids(), key=lambda uid: self.placement.rank(uid) or (), reverse=True
-        )
         kept: list[Session] = []
         kept_bytes = 0
-        for session in map(self.state.by_uid.__getitem__, uids):
-            if self.residency.spares(session, kept_bytes):
+        for session in self.ledger.unwritten_sessions():
+            if self.residency.staging.spares(session, kept_bytes):
                 self.residency.ssd_room.give_up(session)
             else:
                 kept.append(session)
-                kept_bytes += len(self.state.unwritten.segments(session.uid)) * session.layout.size_bytes
+                kept_bytes += self.ledger.unwritten_bytes(session)
         return kept
 
     async def flush_due(self) -> None:
         """Write what SSD is to have; others go on. Raises the first failure when the rest is done."""
-        unwritten = self.state.unwritten
-        due = [self.state.by_uid[uid] for uid in unwritten.uids() if not unwritten.is_spared(uid)]
+        due = [s for s in self.ledger.unwritten_sessions() if not self.ledger.is_spared(s)]
         results = await self._flush_all(due, at_a_time=PARALLEL_FLUSHES, is_last=False)
         for result in results.values():
             if result is not None and not isinstance(result, SessionNotFound):
@@ -160,22 +160,22 @@ class Cache:
 
     def _check_paths(self) -> None:
         """Refuse what would cost every session its tokens on a path that nobody has named."""
-        number = max((s.ssd.path_index for s in self.state.segments.values() if s.ssd), default=0)
+        number = max((s.durable.path_index for s in self.ledger.segments() if s.durable), default=0)
         if number >= len(self.ssd.paths):
             problem = f"records name SSD directory number {number}, which is missing: name it with --ssd-directories"
             raise DataDirectoryUnusable(path=self.ssd.paths[0], problem=problem)
 
     def _adopt(self) -> set[Segment]:
         """Take the segments' slots; returns the segments whose slot is not theirs to have."""
-        segments = self.state.segments.values()
-        slots = [(s.ssd, s) for s in segments if s.ssd and s.ssd.size_bytes == s.layout.size_bytes]
-        misplaced = {s for s in segments if not s.ssd or s.ssd.size_bytes != s.layout.size_bytes}
+        segments, below = self.ledger.segments(), self.ledger.below
+        slots = [(s.durable, s) for s in segments if s.durable and s.durable.size_bytes == s.size_bytes]
+        misplaced = {s for s in segments if not s.durable or s.durable.size_bytes != s.size_bytes}
         kept_from_use = sorted(set(self._metadata.quarantined()) - {slot for slot, _ in slots})
-        refused = self.residency.ssd.adopt([*(slot for slot, _ in slots), *kept_from_use])
+        refused = below.adopt([*(slot for slot, _ in slots), *kept_from_use])
         misplaced |= {slots[i][1] for i in refused if i < len(slots)}
-        self.residency.quarantined = set(kept_from_use) - {
+        below.quarantined = set(kept_from_use) - {
             kept_from_use[i - len(slots)] for i in refused if i >= len(slots)
         }
         for segment in misplaced:
-            segment.ssd = None
+            self.ledger.misplaced(segment)
         return misplaced

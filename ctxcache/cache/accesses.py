@@ -5,14 +5,14 @@ memory of the history and of what is listened to, both bounded.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ctxcache.cache.heard import Call, Fact, Heard, Listening
-from ctxcache.clock import Clock
 from ctxcache.core.history import ENDS, Event, History, Miss, Requests
-from ctxcache.core.session import Session, SessionView
+from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.errors import CacheError
-from ctxcache.trace_context import current_trace_id
+from ctxcache.runtime.clock import Clock
+from ctxcache.runtime.trace_context import current_trace_id
 
 LOOKUP, READ = "lookup", "read"
 """How it was asked."""
@@ -48,9 +48,9 @@ _ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}
 class Accesses:
     """Counts of results, and the history behind them. Owned by the event loop."""
 
-    def __init__(self, clock: Clock, sessions: Mapping[tuple[str, str], Session]) -> None:
-        """`sessions`: those that are there, by tenant and id."""
-        self._clock, self._sessions = clock, sessions
+    def __init__(self, clock: Clock, find: Callable[[str, str], Session | None]) -> None:
+        """`find` returns a tenant's session by its id, expired or not."""
+        self._clock, self._find = clock, find
         self.history = History()
         self.requests = Requests()
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -79,7 +79,7 @@ class Accesses:
             self.listening.hear(
                 Heard(call or _ASKED[by], at_ns, tenant, name, 0, None, b"", {"reason": error.reason})
             )
-        session, event = self._sessions.get((tenant, session_id)), EVENTS.get(error.reason)
+        session, event = self._find(tenant, session_id), EVENTS.get(error.reason)
         if event is not None:
             result = event.value
             # Corruption is told once, by who ends the session before it.

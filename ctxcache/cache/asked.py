@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Budget, Client
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Piece, Session
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.format.slot import Slot
 
 
@@ -50,7 +50,7 @@ class Asked:
     def look(self) -> dict[int, int]:
         """Bytes to be pinned, by segment id. Raises what is wrong with the request."""
         request = self.request
-        session = self._state.session(request.tenant, request.session_id)
+        session = self._state.ledger.find(request.tenant, request.session_id)
         session.check_fingerprint(request.fingerprint)
         session.check_generation(request.generation)
         self.end = session.token_count if request.end is None else request.end
@@ -61,20 +61,22 @@ class Asked:
         return self.sizes_bytes
 
     def _stays(self, segment: Segment) -> bool:
-        return self.request.leaves_on_ssd and segment.dram is None and segment.ssd is not None
+        return self.request.leaves_on_ssd and segment.memory is None and segment.durable is not None
 
     def left_on_ssd(self) -> dict[int, Slot]:
         """Where what stays on SSD lies, by segment id. Of the moment of the last `look`."""
         if not self.request.leaves_on_ssd:
             return {}
         segments = (piece.segment for piece in self.pieces)
-        return {s.segment_id: s.ssd for s in segments if s.segment_id not in self.sizes_bytes and s.ssd}
+        return {
+            s.segment_id: s.durable for s in segments if s.segment_id not in self.sizes_bytes and s.durable
+        }
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
         """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""
         if not budget.has_room(self.request.owner, self.look()):
             size_bytes = self.session.layout.size_bytes
-            resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.dram)
+            resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.memory)
             kept = list(resident)[: budget.limit_of(self.request.owner) // size_bytes]
             self.sizes_bytes = dict.fromkeys(kept, size_bytes)
         return self.sizes_bytes

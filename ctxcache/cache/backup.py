@@ -1,33 +1,59 @@
-"""Backup: every session as SSD has it, as the bytes of an archive, while others go on.
+"""Backup: every session as SSD has it, as the bytes of an archive, while requests go on.
 
-Each session is as it was durable at one moment of the backup. No slot is held while bytes are on their way to whoever
-takes them: one segment at a time is held while it is read, so that nobody slow keeps room from others. What went
-meanwhile is not in it; of what was truncated meanwhile the rest is. A growing tail is read first, while no flush may
-write it elsewhere. Worst case: a session that is cut faster than it is copied is left out, and counted.
+Each session is as it was durable at one moment of the backup. No slot is held while bytes are on their way to the client:
+one segment at a time is held while it is read, so that a slow client keeps no room from others. Sessions that went
+meanwhile are not in it; of a session that was truncated meanwhile the rest is. A growing tail is read first, while no
+flush may write it elsewhere. Worst case: a session that is cut faster than it is copied is left out, and counted.
 """
 
 import asyncio
-import json
 import mmap
+import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from ctxcache.archive.contents import (
+    FRAME_NUMBER,
+    STRETCH,
+    TOTALS,
+    ArchivedModel,
+    ArchivedSession,
+    Origin,
+)
+from ctxcache.archive.frames import (
+    END,
+    FILE_ID_BYTES,
+    MADE,
+    MODEL,
+    PAYLOAD_LIMIT_BYTES,
+    ROWS,
+    SAME,
+    SESSION,
+    VOID,
+    FrameMaker,
+)
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
-from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import GENERATION_BITS, State, record_of
 from ctxcache.core import ranges
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
-from ctxcache.format.archive import FRAME_BYTES, FrameMaker, Kind, cut, image_ranges, pack_record
-from ctxcache.format.layout import SegmentLayout
-from ctxcache.metadata import records
-from ctxcache.metadata.base import SessionRecord
+from ctxcache.storage.metadata.base import SessionRecord
 
 MESSAGE_BYTES = 2 << 20
+AT_ONCE_BYTES = 1 << 20
+"""So many bytes are made without a turn for others in between, and gathered for a message."""
+ROWS_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES - STRETCH.size
+"""Rows of one frame: all of a segment, unless its tokens are wider than those of any known model."""
 PASSES = 64
 """How often a session may lose segments before they were copied."""
+
+
+Part = tuple[int, int]
+"""Rows of a segment that one frame takes: the segment's id, and the first row."""
+InArchive = Mapping[Part, tuple[int, int]]
+"""Rows that are in the archive: the number of their frame, and how many rows SSD had of the segment."""
 
 
 @dataclass(slots=True)
@@ -47,8 +73,8 @@ class Copied:
 class Backup:
     """Makes backups, one at a time. Owned by the event loop."""
 
-    def __init__(self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO) -> None:
-        self._state, self._residency, self._sessions, self._io = state, residency, sessions, io
+    def __init__(self, state: State, residency: Residency, io: SegmentIO) -> None:
+        self._state, self._residency, self._io = state, residency, io
         self._is_running = False
 
     async def run(self, created_by: str) -> AsyncGenerator[tuple[bytes, Copied]]:
@@ -60,10 +86,10 @@ class Backup:
             raise TooManyRequests(what="backups", limit=1)
         self._is_running = True
         try:
-            one = _Backup(self._state, self._residency, self._sessions, self._io)
+            one = _Backup(self._state, self._residency, self._io)
             async with aclosing(one.steps(created_by)) as steps:
                 async for _ in steps:
-                    for data in one.take(at_least=FRAME_BYTES):
+                    for data in one.take(at_least=AT_ONCE_BYTES):
                         yield data, one.copied
                 for data in one.take():
                     yield data, one.copied
@@ -72,16 +98,20 @@ class Backup:
 
 
 class _Backup:
-    """One backup, and what of it nobody has taken yet."""
+    """One backup, and the bytes of it that were made and not yet taken."""
 
-    def __init__(self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO) -> None:
-        self._state, self._residency, self._sessions, self._io = state, residency, sessions, io
-        self._frames = FrameMaker()
-        self._shared: dict[int, int] = {}
-        """Rows that were copied of segments that several sessions list, by their ids."""
-        self._memory = memoryview(b"")
-        self._made, self._made_bytes = [self._frames.preamble], len(self._frames.preamble)
-        self.copied = Copied(len(state.by_uid), sum(residency.ssd.used_bytes_by_path))
+    def __init__(self, state: State, residency: Residency, io: SegmentIO) -> None:
+        self._state, self._residency, self._io = state, residency, io
+        self._frames = FrameMaker(os.urandom(FILE_ID_BYTES), state.clock.wall_ns())
+        self._models: dict[tuple[str, str], tuple[int, ArchivedModel]] = {}
+        """Models of the archive and their numbers, by tenant and id."""
+        self._shared: dict[Part, tuple[int, int]] = {}
+        """Segments in the archive that several sessions list."""
+        self._memory = self._tail_memory = memoryview(b"")
+        self._made: list[bytes] = []
+        self._made_bytes = 0
+        self._keep(self._frames.header)
+        self.copied = Copied(len(state.ledger.sessions()), sum(state.ledger.below.used_bytes_by_path))
 
     def take(self, *, at_least: int = 0) -> Iterator[bytes]:
         """What was made, in pieces for messages; nothing while it is less than that."""
@@ -92,70 +122,80 @@ class _Backup:
                 yield data[begin : begin + MESSAGE_BYTES]
 
     async def steps(self, created_by: str) -> AsyncGenerator[None]:
-        """Make one frame after the other."""
-        # Who comes later is left to the next backup: so nothing that was copied as shared grows behind its copy.
-        uids = list(self._state.by_uid)
-        facts = {
-            "created_by": created_by, "create_time_ns": self._state.clock.wall_ns(),
-            "crash_count": self._state.least_generation >> GENERATION_BITS,
-        }  # fmt: skip
-        self._add(Kind.FACTS, [json.dumps(facts).encode()])
-        for model in list(self._state.models.values()):
-            key = records.model_key(model.tenant, model.spec.model_id)
-            self._add(Kind.MODEL, pack_record(key, records.encode_model(model)))
+        """Make one part of the archive after the other."""
+        # Sessions that come later are left to the next backup: nothing that was copied as shared grows behind its copy.
+        uids = [session.uid for session in self._state.ledger.sessions()]
+        crash_count = self._state.least_generation >> GENERATION_BITS
+        self._add(MADE, Origin(created_by, crash_count).encode())
+        for record in list(self._state.models.values()):
+            model = ArchivedModel(record.tenant, record.spec, record.create_time_ns, record.probe)
+            self._models[record.tenant, record.spec.model_id] = len(self._models), model
+            self._add(MODEL, model.encode())
             yield
         for uid in uids:
             async with aclosing(self._copy(uid)) as steps:
                 async for _ in steps:
                     yield
-        counts = {"session_count": self.copied.session_count, "segment_count": self.copied.segment_count}
-        self._add(Kind.END, [json.dumps(counts).encode()])
+        self._add(END, TOTALS.pack(self.copied.session_count, self.copied.token_count))
         yield
 
     async def _copy(self, uid: bytes) -> AsyncGenerator[None]:
-        done: dict[int, int] = {}
+        done: dict[Part, tuple[int, int]] = {}
         for _ in range(PASSES):
             captured = await self._capture(uid, done)
             if captured is None:
                 return
-            # The newest first, whose bytes are at hand; who drops tokens mostly drops the oldest.
-            for segment, row_count in reversed(captured.segments):
-                if self._has(segment, row_count, done):
-                    continue
-                if not captured.is_last_read and not await self._read(segment, row_count):
-                    break
-                captured.is_last_read = False
-                for kind, parts in self._image(segment.layout, row_count):
-                    self._add(kind, parts)
+            self._add(SESSION, captured.described.encode(captured.model_number))
+            for one in captured.stretches:
+                stretch = STRETCH.pack(one.begin, one.end - one.begin)
+                number = self._number(one, done)
+                if number is not None:
+                    self._add(SAME, stretch, FRAME_NUMBER.pack(number))
                     yield
-                self._note(segment, row_count, done)
+                    continue
+                is_tail = one is captured.stretches[-1] and captured.is_tail_read
+                if not is_tail:
+                    self._memory = _room(self._memory, one.segment)
+                    if not await self._read(one.segment, one.row_count, self._memory):
+                        # The session changed: what it is now begins with rows that are in the archive by now.
+                        self._add(VOID)
+                        yield
+                        break
+                memory = self._tail_memory if is_tail else self._memory
+                self._note(one, done)
+                for part in self._frames.frame(ROWS, stretch, *_rows(one, memory)):
+                    self._keep(part)
+                    yield
             else:
-                self._finish(captured.record, captured.unwritten_token_count)
-                yield
+                self._count(captured)
                 return
         self.copied.left_out_session_count += 1
 
-    async def _capture(self, uid: bytes, done: Mapping[int, int]) -> "_Captured | None":
+    async def _capture(self, uid: bytes, done: InArchive) -> "_Captured | None":
         """What SSD has of a session now; None when the session is gone."""
-        # Of many small ones too, others have their turn in between.
+        # Among many small sessions, too, others have their turn.
         await asyncio.sleep(0)
-        session = self._state.by_uid.get(uid)
+        session = self._state.ledger.get(uid)
         if session is None:
             return None
-        # A flush would write the tail elsewhere, and give back what is being read.
-        async with self._residency.flush_lock(session):
-            if session.is_gone or session.expire_time_ns <= self._state.clock.now_ns():
+        # A flush would write the tail elsewhere, and give back the slot that is being read.
+        async with self._residency.flushing.lock(session):
+            is_over = session.is_gone or session.expire_time_ns <= self._state.clock.now_ns()
+            model = self._models.get((session.tenant, session.model_id))
+            if is_over or model is None:
                 return None
-            record = record_of(session)
+            record = self._by_wall_clock(record_of(session))
             listed = [s for s in session.shown if s.begin < session.recorded_end]
             if session.withheld:
-                live = ranges.clip(session.live, 0, session.recorded_end)
-                record = replace(record, live=live, segment_ids=tuple(s.segment_id for s in listed))
-            segments = [(s, s.ssd_row_count) for s in listed]
-            record = self._by_wall_clock(record)
-            found = _Captured(record, segments, session.token_count - ranges.count(record.live))
-            if segments and not self._has(*segments[-1], done):
-                found.is_last_read = await self._read(*segments[-1])
+                record = replace(record, live=ranges.clip(session.live, 0, session.recorded_end))
+            described = _described(record, model[1])
+            found = _Captured(described, model[0], list(_stretches(listed, described)))
+            found.unwritten_token_count = session.token_count - described.token_count
+            if found.stretches:
+                tail = found.stretches[-1]
+                if self._number(tail, done) is None:
+                    self._tail_memory = _room(self._tail_memory, tail.segment)
+                    found.is_tail_read = await self._read(tail.segment, tail.row_count, self._tail_memory)
         return found
 
     def _by_wall_clock(self, record: SessionRecord) -> SessionRecord:
@@ -166,55 +206,119 @@ class _Backup:
             access_time_ns=record.access_time_ns + ahead_ns, expire_time_ns=record.expire_time_ns + ahead_ns,
         )  # fmt: skip
 
-    async def _read(self, segment: Segment, row_count: int) -> bool:
-        """Read a segment into our memory; False when it is there no more, or has more rows. Raises TierFailure."""
-        if segment.is_discarded or not segment.ssd or segment.ssd_row_count != row_count:
+    async def _read(self, segment: Segment, row_count: int, memory: memoryview) -> bool:
+        """Read a segment; False when it is no longer there, or has more rows. Raises TierFailure."""
+        if not segment.is_listed or not segment.durable or segment.durable_row_count != row_count:
             return False
-        if len(self._memory) < segment.layout.size_bytes:
-            self._memory = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
-        self._residency.hold(segment, is_past=True)
+        self._state.ledger.held(segment, is_past=True)
         try:
-            await self._io.check(segment, self._memory)
+            await self._io.check(segment, memory)
         except CorruptSegment:
-            if segment.ssd and segment.ssd_row_count == row_count:
+            if segment.durable and segment.durable_row_count == row_count:
                 await self._residency.mending.quarantine({segment})
             return False
         finally:
-            self._residency.release(segment, is_past=True)
-        return segment.ssd_row_count == row_count
+            self._state.ledger.released(segment, is_past=True)
+        return segment.durable_row_count == row_count
 
-    def _has(self, segment: Segment, row_count: int, done: Mapping[int, int]) -> bool:
-        return row_count in (self._shared.get(segment.segment_id), done.get(segment.segment_id))
+    def _number(self, one: "_OnSsd", done: InArchive) -> int | None:
+        """The frame that has these rows; None when there is none yet."""
+        for known in (done, self._shared):
+            number, row_count = known.get(one.part, (0, 0))
+            if row_count == one.row_count:
+                return number
+        return None
 
-    def _note(self, segment: Segment, row_count: int, done: dict[int, int]) -> None:
-        (self._shared if segment.session_count > 1 else done)[segment.segment_id] = row_count
-        self.copied.segment_count += 1
-        self.copied.bytes += segment.layout.size_bytes
+    def _note(self, one: "_OnSsd", done: dict[Part, tuple[int, int]]) -> None:
+        known = self._shared if one.segment.reference_count > 1 else done
+        known[one.part] = self._frames.frame_count, one.row_count
+        if not one.row_begin:
+            self.copied.segment_count += 1
+            self.copied.bytes += one.segment.layout.size_bytes
 
-    def _image(self, layout: SegmentLayout, row_count: int) -> Iterator[tuple[Kind, list[memoryview]]]:
-        head, *rows = (self._memory[slice(*found)] for found in image_ranges(layout, row_count))
-        yield Kind.SEGMENT, [head]
-        for parts in cut(rows):
-            yield Kind.ROWS, parts
-
-    def _finish(self, record: SessionRecord, unwritten_count: int) -> None:
-        key, value = records.session_key(record.uid), records.encode_session(record)
-        self._add(Kind.SESSION, pack_record(key, value))
+    def _count(self, captured: "_Captured") -> None:
         self.copied.session_count += 1
-        self.copied.token_count += ranges.count(record.live)
-        self.copied.unwritten_token_count += unwritten_count
+        self.copied.token_count += captured.described.token_count
+        self.copied.unwritten_token_count += captured.unwritten_token_count
 
-    def _add(self, kind: Kind, parts: Sequence[bytes | memoryview]) -> None:
-        self._made.append(self._frames.frame(kind, parts))
-        self._made_bytes += len(self._made[-1])
+    def _add(self, tag: bytes, *payload: bytes) -> None:
+        for part in self._frames.frame(tag, *payload):
+            self._keep(part)
+
+    def _keep(self, part: bytes | memoryview) -> None:
+        # The memory of a segment is used again for the next one.
+        self._made.append(bytes(part))
+        self._made_bytes += len(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnSsd:
+    """Positions `[begin, end)` of a session: the first of a segment's rows `[row_begin, row_end)`.
+
+    `row_count` rows of the segment are on SSD.
+    """
+
+    segment: Segment
+    row_count: int
+    row_begin: int
+    row_end: int
+    end: int
+
+    @property
+    def begin(self) -> int:
+        """The first position."""
+        return self.segment.begin + self.row_begin
+
+    @property
+    def part(self) -> Part:
+        """Which rows of which segment."""
+        return self.segment.segment_id, self.row_begin
 
 
 @dataclass(slots=True)
 class _Captured:
-    """A session at one moment: its record, and its segments with the rows of each that SSD had."""
+    """A session at one moment, and where its rows were on SSD."""
 
-    record: SessionRecord
-    segments: list[tuple[Segment, int]]
-    unwritten_token_count: int
-    is_last_read: bool = False
-    """Whether the last segment is what was read last."""
+    described: ArchivedSession
+    model_number: int
+    stretches: list[_OnSsd]
+    unwritten_token_count: int = 0
+    is_tail_read: bool = False
+    """Whether the rows of the last segment are in memory."""
+
+
+def _described(record: SessionRecord, model: ArchivedModel) -> ArchivedSession:
+    return ArchivedSession(
+        session_id=record.session_id, model=model, layout=record.layout, uid=record.uid,
+        generation=record.generation, live=record.live, log_end=record.log_end,
+        create_time_ns=record.create_time_ns, access_time_ns=record.access_time_ns,
+        expire_time_ns=record.expire_time_ns, ttl_ns=record.ttl_ns or 0, is_pinned=record.is_pinned,
+    )  # fmt: skip
+
+
+def _stretches(listed: Sequence[Segment], described: ArchivedSession) -> Iterator[_OnSsd]:
+    """The segments that hold tokens of the session. A position is in the last segment that begins at or before it."""
+    begins = [*(segment.begin for segment in listed), described.log_end]
+    rows_at_once = max(1, ROWS_LIMIT_BYTES // described.token_bytes)
+    for segment, next_begin in zip(listed, begins[1:], strict=True):
+        row_count = segment.durable_row_count
+        for row_begin in range(0, row_count, rows_at_once):
+            row_end = min(row_begin + rows_at_once, row_count)
+            end = min(segment.begin + row_end, next_begin)
+            if ranges.clip(described.live, segment.begin + row_begin, end):
+                yield _OnSsd(segment, row_count, row_begin, row_end, end)
+
+
+def _room(memory: memoryview, segment: Segment) -> memoryview:
+    """Page-aligned memory that takes a segment: this one, where it is large enough."""
+    size_bytes = segment.layout.size_bytes
+    return memory if len(memory) >= size_bytes else memoryview(mmap.mmap(-1, size_bytes))
+
+
+def _rows(one: _OnSsd, memory: memoryview) -> Iterator[memoryview]:
+    """The rows of each stream without padding, in parts of at most AT_ONCE_BYTES."""
+    layout = one.segment.layout
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        begin, end = (offset + spec.row_bytes * row for row in (one.row_begin, one.row_end))
+        for at in range(begin, end, AT_ONCE_BYTES):
+            yield memory[at : min(at + AT_ONCE_BYTES, end)]

@@ -4,9 +4,9 @@ Each stands in the merged queue as if a job of the session were about to start. 
 """
 
 from ctxcache.cache.queues import Queue, Queues
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.order import Keyed
 from ctxcache.core.placement.schedule import Job
-from ctxcache.core.session import Session
 
 NOBODY = ""
 """Stands for whoever gives hints without a queue: no engine has that name."""

@@ -14,9 +14,9 @@ from itertools import islice
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
-from ctxcache.tiers.base import Devices as Tier
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.storage.tiers.base import Devices as Tier
 
 SEGMENTS_PER_TURN = 256
 """Of sessions that are reckoned before others have their turn: a few milliseconds."""
@@ -29,67 +29,73 @@ class Devices:
     """Looks after the devices of the SSD tier. Owned by the event loop."""
 
     def __init__(self, state: State, residency: Residency, sessions: Sessions, ssd: Tier) -> None:
-        self._state, self._residency, self._sessions, self._ssd = state, residency, sessions, ssd
+        self._residency, self._sessions, self._ssd = residency, sessions, ssd
+        self._ledger = state.ledger
+        self._is_reckoned = True
+        """Whether every session was looked at since a path was lost or came back."""
+
+    async def give_up_overdue(self) -> None:
+        """Lose the paths whose devices hang: waiting callers are answered now, look-ups are right from now on.
+
+        Waits for nothing, and so never for a device.
+        """
+        self._ssd.give_up_overdue()
+        self.note()
 
     async def look(self) -> None:
         """Find out which paths are lost or back, and act on it. Raises the first failure to write elsewhere."""
         await self._ssd.probe()
-        if self.note():
+        self.note()
+        if not self._is_reckoned:
             await self._reckon_all()
-        if self._residency.takes_writes:
+        if len(self._ssd.refusals) < len(self._ssd.paths):
             await self._write_elsewhere()
 
     def note(self) -> bool:
         """Take over what the tier says; whether that is news. Sessions are reckoned when they are looked at."""
         refusals = self._ssd.refusals
         lost = {i: path for i, path in enumerate(self._ssd.paths) if i in refusals and refusals[i].is_lost}
-        if lost == self._state.lost:
-            return False
-        self._state.lose(lost)
-        return True
+        is_news = self._ledger.paths_lost(lost)
+        self._is_reckoned = self._is_reckoned and not is_news
+        return is_news
 
     async def give_up(self, path_indexes: Iterable[int]) -> None:
         """Cut the sessions that have segments on these paths, for good: their files are new and empty."""
         emptied = {i: self._ssd.paths[i] for i in path_indexes}
-        gone = [s for s in self._state.segments.values() if s.ssd and s.ssd.path_index in emptied]
+        gone = [s for s in self._ledger.segments() if s.durable and s.durable.path_index in emptied]
         if gone:
             log.error("device_emptied paths=%s segments=%d", list(emptied.values()), len(gone))
             await self._sessions.lose(gone, ", ".join(emptied.values()))
 
     async def _reckon_all(self) -> None:
+        self._is_reckoned = True
         count = 0
-        for uid in list(self._state.by_uid):
-            session = self._state.by_uid.get(uid)
-            if session is not None:
-                self._state.reckon(session)
+        for session in list(self._ledger.sessions()):
+            if not session.is_gone:
+                self._ledger.reckon(session)
                 count += 1 + len(session.segments)
             if count >= SEGMENTS_PER_TURN:
                 count = 0
                 await asyncio.sleep(0)
-        withheld = self._state.withheld
+        withheld = self._ledger.withheld
         log.log(
             logging.ERROR if withheld else logging.WARNING, "sessions_reckoned lost=%s withheld_sessions=%d withheld_tokens=%d",
-            list(self._state.lost.values()), len(withheld), sum(withheld.values()),
+            list(self._ledger.lost.values()), len(withheld), sum(withheld.values()),
         )  # fmt: skip
 
     async def _write_elsewhere(self) -> None:
         """Write what only DRAM and a lost path have to another path, a session at a time."""
-        for uid in list(self._state.exposed):
+        for session in self._ledger.exposed():
             await asyncio.sleep(0)
-            session = self._state.by_uid.get(uid)
-            if session is None:
-                continue
             while not session.is_gone and (some := list(islice(self._exposed(session), SEGMENTS_PER_MOVE))):
-                if not await self._residency.write_elsewhere(session, some):
+                if not await self._residency.flushing.write_elsewhere(session, some):
                     break
-            if not session.is_gone:
-                session.reckoned = -1
-                self._state.reckon(session)
+            self._ledger.rescued(session)
 
     def _exposed(self, session: Session) -> Iterator[Segment]:
         """Its segments that lie on lost paths and in DRAM, but for those that a flush will move."""
         tail = session.growing_tail if session.is_writing else None
         for segment in session.segments:
-            is_exposed = segment.dram and self._state.is_on_lost_path(segment)
-            if is_exposed and not segment.is_dirty and segment is not tail:
+            is_exposed = segment.memory and self._ledger.is_on_lost_path(segment)
+            if is_exposed and not segment.is_unwritten and segment is not tail:
                 yield segment

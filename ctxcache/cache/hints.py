@@ -17,8 +17,8 @@ from ctxcache.cache.readiness import missing_bytes
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State
 from ctxcache.core import ranges
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.policy import Policy
-from ctxcache.core.session import Session
 from ctxcache.errors import CacheError, SessionNotFound, TooManyRequests, WriteInProgress
 
 SECOND_NS = 10**9
@@ -86,6 +86,7 @@ class Hints:
 
     def __init__(self, state: State, residency: Residency, prefetching: Prefetching, queues: Queues) -> None:
         self._state = state
+        self._ledger = state.ledger
         self._residency = residency
         self._prefetching = prefetching
         self.deferred = Deferred(queues)
@@ -97,7 +98,7 @@ class Hints:
     async def carry_out(self, hint: Hint, deadline_s: float) -> Answer:
         """Do what one hint asks for, as far as it goes; a promotion until then, on the event loop's clock."""
         try:
-            session = self._state.session(hint.tenant, hint.session_id)
+            session = self._ledger.find(hint.tenant, hint.session_id)
             session.check_range(hint.begin, session.token_count if hint.end is None else hint.end)
             self._state.accesses.did(Call.HINT, session, **_facts(hint))
             return await self._do(hint, session, deadline_s)
@@ -132,11 +133,10 @@ class Hints:
         return Answer(Outcome.ACCEPTED)
 
     def _keep(self, hint: Hint, session: Session) -> Answer:
-        retention = self._state.placement.retention
-        ask = retention.pin if hint.action is Action.PIN else retention.retain
-        size_bytes = len(session.segments) * session.layout.size_bytes
+        retaining = self._ledger.placement.retaining
+        ask = retaining.pin if hint.action is Action.PIN else retaining.retain
         until_s = (self._state.clock.monotonic_ns() + hint.ttl_ns) / SECOND_NS
-        grant = ask(session.uid, hint.budget_bytes or size_bytes, until_s, hint.priority)
+        grant = ask(session.uid, hint.budget_bytes or session.size_bytes, until_s, hint.priority)
         if grant is None:
             return Answer(Outcome.REJECTED, BUDGET_EXHAUSTED)
         until_ns = int(grant.until_s * SECOND_NS)
@@ -151,13 +151,12 @@ class Hints:
             if session.durable_end >= session.log_end:
                 break
             await self._residency.flush(session)
-            session = self._state.session(hint.tenant, hint.session_id)
+            session = self._ledger.find(hint.tenant, hint.session_id)
         end = session.token_count if hint.end is None else hint.end
         session.check_range(0, end)
         shared = session.segments_of(ranges.select(session.live, 0, end))
-        for segment in shared:
-            # As a fork would: what is appended from here on is nobody else's.
-            segment.is_open = False
+        # As a fork would do.
+        self._ledger.closed(shared)
         return Answer(Outcome.ACCEPTED, granted_bytes=len(shared) * session.layout.size_bytes)
 
     async def _prefetch(self, hint: Hint, session: Session, deadline_s: float) -> Answer:
@@ -178,13 +177,12 @@ class Hints:
 
     def _defer(self, hint: Hint, session: Session, came_bytes: int) -> Answer:
         """There was no room for all of it, or somebody uses it."""
-        is_idle = self._state.placement.is_idle(session)
-        reason = NO_ROOM if is_idle else IN_USE
+        reason = NO_ROOM if session.is_idle else IN_USE
         now_ns = self._state.clock.monotonic_ns()
         until_ns = now_ns + min(hint.ttl_ns, DEFERRED_LIMIT_NS)
         # What waits comes as a whole, and whoever uses a session brings it himself.
         is_for_all = hint.budget_bytes is None and hint.end is None and self._has_place(session)
-        if is_idle and is_for_all and _promotes_ahead(self._state.placement.policy):
+        if session.is_idle and is_for_all and _promotes_ahead(self._ledger.placement.policy):
             try:
                 self.deferred.put(session, now_ns, until_ns, hint.priority)
             except TooManyRequests as error:
@@ -195,14 +193,14 @@ class Hints:
 
     def _has_place(self, session: Session) -> bool:
         """Whether all of it could be in DRAM; what could not would keep everyone behind it waiting."""
-        filled_bytes = self._residency.watermarks.filled_bytes(self._residency.dram.capacity_bytes)
-        return len(session.segments) * session.layout.size_bytes <= filled_bytes
+        filled_bytes = self._ledger.watermarks.filled_bytes(self._ledger.memory.capacity_bytes)
+        return session.size_bytes <= filled_bytes
 
     async def _demote(self, session: Session) -> Answer:
         self.deferred.discard(session.uid)
-        before_bytes = session.amounts().dram_bytes
+        before_bytes = session.amounts().memory_bytes
         await self._residency.demote(session)
-        left_bytes = session.amounts().dram_bytes
+        left_bytes = session.amounts().memory_bytes
         given_bytes = max(before_bytes - left_bytes, 0)
         if not left_bytes:
             return Answer(Outcome.ACCEPTED, granted_bytes=given_bytes)
@@ -211,13 +209,13 @@ class Hints:
     def _expect(self, hint: Hint, session: Session) -> None:
         if hint.return_in_ns is None:
             self._release(session)
-            self._state.placement.expected(session, None)
+            self._ledger.placement.expected(session, None)
             return
         return_ns = self._state.clock.monotonic_ns() + hint.return_in_ns
-        self._state.placement.expected(session, return_ns / SECOND_NS)
+        self._ledger.placement.expected(session, return_ns / SECOND_NS)
 
     def _release(self, session: Session) -> None:
-        self._state.placement.retention.release(session.uid)
+        self._ledger.placement.retaining.release(session.uid)
         self.deferred.discard(session.uid)
 
 
@@ -239,4 +237,4 @@ def _missing_bytes(session: Session, end: int | None) -> int:
     if end is None:
         return missing_bytes(session)
     held = session.segments_of(ranges.select(session.live, 0, end))
-    return sum(segment.layout.size_bytes for segment in held if not segment.dram)
+    return sum(segment.layout.size_bytes for segment in held if not segment.memory)

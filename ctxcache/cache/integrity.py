@@ -10,107 +10,74 @@ from itertools import pairwise
 
 from ctxcache.cache import Cache
 from ctxcache.core import ranges
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.format.sums import covers
 
 
 def check_integrity(cache: Cache) -> list[str]:
     """What does not add up, one sentence each; empty when all is well."""
     holders = Counter(s for holder in (cache.reading, cache.writing) for s in holder.held())
-    known = {*cache.state.segments.values(), *holders}
+    known = {*cache.ledger.segments(), *holders}
     return [
         *_sessions(cache),
         *_references(cache),
         *_holds(known, holders),
         *_pins(cache),
         *_claims(cache),
-        *_placement(cache),
+        *_uses(cache),
+        *cache.ledger.faults(),
         *_space(cache, known),
         *_usage(cache, known),
     ]
 
 
 def _sessions(cache: Cache) -> Iterator[str]:
-    state = cache.state
-    if set(state.sessions.values()) != set(state.by_uid.values()):
-        yield "sessions by name and by uid differ"
-    listed = {(tenant, name) for tenant, names in state.names.items() for name in names}
-    if listed != set(state.sessions) or any(names != sorted(names) for names in state.names.values()):
-        yield "sessions and the list of their names differ"
-    for session in state.by_uid.values():
+    for session in cache.ledger.sessions():
         yield from _session(session)
-        clean = (
-            s for s in session.segments
-            if s.dram and not (s.is_dirty or s.hold_count or state.is_on_lost_path(s))
-        )  # fmt: skip
-        if not all(map(state.resident.knows, clean)):
-            yield f"{session.name} has segments in DRAM that nobody would let leave"
-        yield from _unwritten(cache, session)
-
-
-def _unwritten(cache: Cache, session: Session) -> Iterator[str]:
-    unwritten = cache.state.unwritten
-    dirty = [segment for segment in session.segments if segment.is_dirty]
-    if list(unwritten.segments(session.uid)) != dirty:
-        yield f"{session.name}: not all that is dirty is known, or more is"
-    if (session.uid in unwritten) != (session.durable_end < session.log_end):
-        yield f"{session.name}: known to be unwritten, or not, and the reverse is true"
-    is_looked_at = session.uid in unwritten.changed or unwritten.is_spared(session.uid)
-    if unwritten.has_full(session) and not is_looked_at:
-        yield f"{session.name} is dirty and nobody would look at it"
-    if session.uid in unwritten and not unwritten.is_queued(session.uid):
-        yield f"{session.name} is dirty and would never become old"
-    if unwritten.is_spared(session.uid) and (session.amounts().ssd_bytes or session.recorded_end):
-        yield f"{session.name} is spared, and SSD has some of it"
 
 
 def _claims(cache: Cache) -> Iterator[str]:
-    unwritten = cache.state.unwritten
-    dirty = {s for s in cache.state.segments.values() if s.is_dirty}
-    spared = {s for uid in cache.state.by_uid if unwritten.is_spared(uid) for s in unwritten.segments(uid)}
+    ledger = cache.ledger
+    dirty = {s for s in ledger.segments() if s.is_unwritten}
+    spared = {
+        segment
+        for session in ledger.sessions()
+        if ledger.is_spared(session)
+        for segment in ledger.unwritten_segments(session)
+    }
     reserved = {run.segment for r in cache.writing.reservations() for run in r.runs}
     for what, known_bytes, segments in (
-        ("dirty", unwritten.dirty_bytes, dirty),
-        ("due", unwritten.due_bytes, dirty - spared),
-        ("claimed", unwritten.claimed_bytes, (dirty | reserved) - spared),
+        ("dirty", ledger.dirty_bytes, dirty),
+        ("due", ledger.due_bytes, dirty - spared),
+        ("claimed", ledger.claimed_bytes, (dirty | reserved) - spared),
     ):
-        if known_bytes != sum(segment.layout.size_bytes for segment in segments):
+        if known_bytes != sum(segment.size_bytes for segment in segments):
             yield f"{known_bytes} B are counted as {what}, and are not"
+    claimed_by: Counter[str] = Counter()
+    for segment in (dirty | reserved) - spared:
+        claimed_by[segment.tenant] += segment.size_bytes
+    if ledger.claimed_by != claimed_by:
+        yield f"{ledger.claimed_by} B are counted as claimed by tenants, and {claimed_by} B are"
 
 
-def _placement(cache: Cache) -> Iterator[str]:
-    placement, by_uid = cache.placement, cache.state.by_uid
+def _uses(cache: Cache) -> Iterator[str]:
     uses = Counter(lease.view.uid for lease in cache.reading.leases())
     uses.update(reservation.session.uid for reservation in cache.writing.reservations())
-    if placement.use_counts() != {uid: uses[uid] for uid in by_uid}:
-        yield "sessions in use, as placement knows them, are not those that are leased or written"
-    for session in by_uid.values():
-        is_in_dram = all(segment.dram for segment in session.shown)
-        if placement.is_in_dram(session) and not is_in_dram:
-            yield f"{session.name} is taken to be in DRAM and is not"
-    unwritten = cache.state.unwritten
-    rankings = (cache.state.resident, cache.state.evictable, unwritten.ranking, unwritten.spared)
-    late = {uid for ranking in rankings for uid in ranking.overtaken()}
-    # One without a segment has nothing that could leave, and is placed nowhere.
-    if any(uid not in by_uid or by_uid[uid].segments for uid in late):
-        yield "sessions leave too late: nobody told that their ranks fell"
-    if any(not segment.dram or segment.is_discarded for segment in placement.unread()):
-        yield "something promoted ahead of need is not there, and may still be used"
+    if any(session.use_count != uses[session.uid] for session in cache.ledger.sessions()):
+        yield "sessions in use, as the ledger knows them, are not those that are leased or written"
 
 
 def _session(session: Session) -> Iterator[str]:
-    if session.is_gone:
-        yield f"{session.name} is gone and still known"
     if not session.durable_end <= session.recorded_end <= session.log_end:
         yield f"{session.name}: durable {session.durable_end}, recorded {session.recorded_end}, log {session.log_end}"
     if any(a.begin >= b.begin for a, b in pairwise(session.segments)):
         yield f"{session.name}: segments are out of order"
     if session.token_count != ranges.count(session.live):
         yield f"{session.name}: {session.token_count} tokens are counted, {ranges.count(session.live)} are live"
-    dram = [s.dram.size_bytes for s in session.segments if s.dram]
-    ssd = [s.ssd.size_bytes for s in session.segments if s.ssd]
-    if session.amounts() != (len(dram), sum(dram), sum(ssd)):
+    memory = [s.memory.size_bytes for s in session.segments if s.memory]
+    durable = [s.durable.size_bytes for s in session.segments if s.durable]
+    if session.amounts() != (len(memory), sum(memory), sum(durable)):
         yield f"{session.name}: what it has in DRAM and on SSD is miscounted"
     covered = sum(p.row_end - p.row_begin for p in session.pieces(0, session.token_count))
     if covered != session.token_count:
@@ -118,17 +85,17 @@ def _session(session: Session) -> Iterator[str]:
 
 
 def _references(cache: Cache) -> Iterator[str]:
-    counts = Counter(segment for session in cache.state.by_uid.values() for segment in session.segments)
-    if set(counts) != set(cache.state.segments.values()):
+    counts = Counter(segment for session in cache.ledger.sessions() for segment in session.segments)
+    if set(counts) != set(cache.ledger.segments()):
         yield "segments known and segments listed differ"
     for segment, count in counts.items():
-        if segment.session_count != count or segment.is_discarded:
-            yield f"segment {segment.segment_id}: {count} sessions list it, {segment.session_count} counted"
-        if len(cache.state.listers(segment)) != count:
+        if segment.reference_count != count or not segment.is_listed:
+            yield f"segment {segment.segment_id}: {count} sessions list it, {segment.reference_count} counted"
+        if len(cache.ledger.listers(segment)) != count:
             yield f"segment {segment.segment_id}: not all that list it are found"
-        if not segment.dram and (not segment.ssd or segment.is_dirty):
+        if not segment.memory and (not segment.durable or segment.is_unwritten):
             yield f"segment {segment.segment_id}: rows that are nowhere"
-        if segment.dram and not covers(segment.sums, segment.row_count):
+        if segment.memory and not covers(segment.sums, segment.row_count):
             yield f"segment {segment.segment_id}: nobody said what its rows are"
 
 
@@ -152,13 +119,15 @@ def _pins(cache: Cache) -> Iterator[str]:
 
 
 def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
-    dram = [*(segment.dram for segment in known if segment.dram), *cache.residency.spoiled]
-    recorded = {segment.ssd for segment in known if segment.ssd}
+    memory, below = cache.ledger.memory, cache.ledger.below
+    kept = memory.spoiled | cache.residency.promotions.owed
+    dram = [*(segment.memory for segment in known if segment.memory), *kept]
+    recorded = {segment.durable for segment in known if segment.durable}
     ssd = [
-        *(recorded | cache.residency.stranded | cache.residency.quarantined),
-        *(written.slot for written in cache.residency.staged),
+        *(recorded | below.stranded | below.quarantined),
+        *(written.slot for written in cache.residency.staging.written),
     ]
-    for name, allocator, slots in (("DRAM", cache.residency.dram, dram), ("SSD", cache.residency.ssd, ssd)):
+    for name, allocator, slots in (("DRAM", memory, dram), ("SSD", below, ssd)):
         used_bytes = sum(slot.size_bytes for slot in slots)
         if allocator.used_bytes != used_bytes:
             yield f"{name}: {allocator.used_bytes} B taken, segments have {used_bytes} B"
@@ -171,19 +140,23 @@ def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
 
 
 def _usage(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
-    usage = cache.state.usage
+    usage = cache.ledger.usage
     counted: Counter[tuple[str, str]] = Counter()
     for segment in known:
         sizes = {
-            "DRAM": segment.dram.size_bytes if segment.dram else 0,
-            "SSD": segment.ssd.size_bytes if segment.ssd else 0,
-            "all": segment.layout.size_bytes if segment.dram or segment.ssd else 0,
+            "DRAM": segment.memory.size_bytes if segment.memory else 0,
+            "SSD": segment.durable.size_bytes if segment.durable else 0,
+            "all": segment.size_bytes if segment.memory or segment.durable else 0,
         }
         counted.update({(segment.tenant, where): size_bytes for where, size_bytes in sizes.items()})
-    for staged in cache.residency.staged:
+    for staged in cache.residency.staging.written:
         counted[staged.segment.tenant, "SSD"] += staged.slot.size_bytes
     for tenant in usage.tenants():
         use = usage.of(tenant)
-        for where, size_bytes in (("DRAM", use.dram_bytes), ("SSD", use.ssd_bytes), ("all", use.kept_bytes)):
+        for where, size_bytes in (
+            ("DRAM", use.memory_bytes),
+            ("SSD", use.durable_bytes),
+            ("all", use.kept_bytes),
+        ):
             if size_bytes != counted[tenant, where]:
                 yield f"{tenant}: {size_bytes} B counted ({where}), {counted[tenant, where]} B are there"

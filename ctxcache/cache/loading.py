@@ -8,15 +8,15 @@ same, layouts, names and identities, is made once.
 import logging
 from collections.abc import Iterator, Mapping
 
-from ctxcache.cache.placement import SECOND_NS
 from ctxcache.cache.state import State, record_of
-from ctxcache.core.expiry import Expiration
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
-from ctxcache.core.usage import Use
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.ledger import SECOND_NS
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream, ranges_of
-from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, SegmentRecord, SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ def load(state: State, metadata: MetadataStore) -> Changes:
 class _Loader:
     def __init__(self, state: State, metadata: MetadataStore) -> None:
         self._state = state
+        self._ledger = state.ledger
         self._metadata = metadata
         self._repairs = Changes()
         self._layouts: dict[tuple[bytes, tuple[Stream, ...]], SegmentLayout] = {}
@@ -45,7 +46,8 @@ class _Loader:
         self._load_segments({i: session for session, segment_ids in listings for i in segment_ids})
         # In the order of their accesses, as policies hear of them.
         for session, segment_ids in sorted(listings, key=lambda listing: listing[0].access_time_ns):
-            session.segments = [state.segments[i] for i in segment_ids if i in state.segments]
+            segments = map(self._ledger.segment, segment_ids)
+            session.segments = [segment for segment in segments if segment]
             self._add(session)
         if self._repairs.sessions:
             self._forget_unlisted()
@@ -69,27 +71,25 @@ class _Loader:
             if session is None:
                 self._repairs.deleted_segment_ids.append(last)
             else:
-                use = self._state.usage.of(session.tenant)
-                self._state.segments[last] = _segment(record, session, use)
+                use = self._ledger.usage.of(session.tenant)
+                self._ledger.recorded_segment(_segment(record, session, use))
         if self._repairs.deleted_segment_ids:
             # A session and its segments are recorded and removed in one commit.
             log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))
-        self._state.skip_segment_ids(last)
+        self._ledger.skip_segment_ids(last)
 
     def _add(self, session: Session) -> None:
         gap = session.first_gap()
         if gap is not None:
             self._cut(session, gap)
-        last = session.segments[-1].ssd if session.segments else None
-        session.ssd_path = last.path_index if last else None
         idle_ns = max(self._state.clock.now_ns() - session.access_time_ns, 0)
-        self._state.add(session, idle_s=idle_ns / SECOND_NS)
+        self._ledger.recalled(session, idle_ns / SECOND_NS)
 
     def _forget_unlisted(self) -> None:
-        unlisted = [i for i, segment in self._state.segments.items() if not segment.session_count]
-        for segment_id in unlisted:
-            self._state.segments.pop(segment_id).ssd = None
-        self._repairs.deleted_segment_ids += unlisted
+        unlisted = [segment for segment in self._ledger.segments() if not segment.reference_count]
+        for segment in unlisted:
+            self._ledger.unrecorded_segment(segment)
+        self._repairs.deleted_segment_ids += [segment.segment_id for segment in unlisted]
 
     def _cut(self, session: Session, gap: int) -> None:
         log.error("tokens_without_segment session=%s position=%d", session.name, gap)
@@ -116,16 +116,19 @@ class _Loader:
         return self._layouts[key]
 
 
-def _segment(record: SegmentRecord, session: Session, use: Use) -> Segment:
+def _segment(record: SegmentRecord, session: Session, use: TenantUse) -> Segment:
     identity = record.identity
     is_writer = identity.session_uid == session.uid
     is_same_model = identity.model_fingerprint == session.model_fingerprint
-    return Segment(
+    segment = Segment(
         segment_id=record.segment_id,
         tenant=session.tenant if identity.tenant == session.tenant else identity.tenant,
         writer_uid=session.uid if is_writer else identity.session_uid,
-        generation=identity.generation, begin=identity.begin,
+        generation=identity.generation,
+        begin=identity.begin,
         model_fingerprint=session.model_fingerprint if is_same_model else identity.model_fingerprint,
-        layout=session.layout, row_count=identity.token_count, is_open=False, ssd=record.slot,
-        header_checksum=record.header_checksum, use=use,
-    )  # fmt: skip
+        layout=session.layout,
+        use=use,
+    )
+    segment.recorded(record.slot, identity.token_count, record.header_checksum)
+    return segment

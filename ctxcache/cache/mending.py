@@ -10,15 +10,15 @@ import asyncio
 import logging
 import mmap
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.moves import Moves
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
+from ctxcache.core import ranges
 from ctxcache.core.history import Event
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.sums import Sums
 
@@ -28,43 +28,28 @@ TRIES = 3
 log = logging.getLogger(__name__)
 
 
-class Places(Protocol):
-    """Who has the slots."""
-
-    def hold(self, segment: Segment) -> None:
-        """Keep the segment's slots until `release`."""
-
-    def release(self, segment: Segment) -> None:
-        """End one hold."""
-
-    def spoil(self, segment: Segment) -> None:
-        """Take a segment out of a DRAM slot that does not keep what is written, for good, once nobody uses it."""
-
-
 class Mending:
     """Verifies what DRAM has, and mends it. Segments are held by who asks. Owned by the event loop."""
 
-    def __init__(
-        self, state: State, io: SegmentIO, places: Places, departures: Departures, moves: Moves
-    ) -> None:
-        self._state, self._io, self._places = state, io, places
+    def __init__(self, state: State, io: SegmentIO, departures: Departures, moves: Moves) -> None:
+        self._state, self._io, self._ledger = state, io, state.ledger
         self._departures, self._moves = departures, moves
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def settle(self, segment: Segment, row_count: int) -> None:
         """Have so many committed rows of a segment in DRAM, or more, covered by one sum per stream. Raises as `mend`."""
         for _ in range(TRIES):
-            if segment.dram is None or segment.is_settled(row_count):
+            if segment.memory is None or segment.is_settled(row_count):
                 return
             problem = await self._io.settle(segment)
             if problem:
                 await self.mend(segment, problem)
-        if segment.dram and not segment.is_settled(row_count):
+        if segment.memory and not segment.is_settled(row_count):
             raise CorruptSegment(segment_id=segment.segment_id, problem="memory does not keep its rows")
 
     async def verify(self, segment: Segment) -> str:
         """Verify what DRAM has of a segment, and mend it; what was wrong, or nothing. Raises as `mend`."""
-        if segment.dram is None or not segment.row_count:
+        if segment.memory is None or not segment.row_count:
             return ""
         problem = await self._io.verify(segment)
         if problem:
@@ -88,11 +73,9 @@ class Mending:
         from use. Raises TierFailure; the sessions have ended there all the same.
         """
         self._state.counters.corrupt_segment_count += len(bad)
-        slots = [segment.ssd for segment in bad if segment.ssd]
         cut, dead = self.cut(bad, Event.CORRUPT, FAILED)
-        for segment in bad:
-            # Not its own any more: by the time that the last one lets go of it, the slot may be another's.
-            segment.ssd = None
+        # Not its own any more: when the last hold of the segment ends, the slot may be another's.
+        slots = [slot for segment in bad if (slot := self._ledger.corrupt(segment))]
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     def cut(
@@ -101,7 +84,7 @@ class Mending:
         """End sessions before these segments' tokens; returns the sessions, and the segments that no session lists now."""
         cut: list[Session] = []
         dead: list[Segment] = []
-        for session in {s.uid: s for segment in bad for s in self._state.listers(segment)}.values():
+        for session in {s.uid: s for segment in bad for s in self._ledger.listers(segment)}.values():
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)
@@ -111,19 +94,20 @@ class Mending:
     def _end_at(self, session: Session, position: int, event: Event, why: str) -> list[Segment]:
         """Drop a session's tokens from there on; returns the segments that no session lists any more."""
         before_count = session.token_count
-        dead = self._state.unlist(session, session.drop_positions(((position, session.log_end),)))
+        live = ranges.subtract(session.live, ((position, session.log_end),))
+        dead = self._ledger.truncated(session, live)
         self._state.accesses.happened(
             session, event, detail=why, token_count=before_count - session.token_count
         )
         return dead
 
     async def _mend(self, segment: Segment, problem: str) -> None:
-        self._places.hold(segment)
+        self._ledger.held(segment)
         try:
             found, restored = problem, None
             for _ in range(TRIES):
                 restored = await self._restore(segment)
-                found = await self._io.verify(segment) if segment.dram else ""
+                found = await self._io.verify(segment) if segment.memory else ""
                 if not found or restored is None or segment.row_count > restored.row_end:
                     break
             if not found:
@@ -138,26 +122,26 @@ class Mending:
                 raise CorruptSegment(segment_id=segment.segment_id, problem=found)
             else:
                 # What SSD has is right, and served as soon as this slot is out of use.
-                self._places.spoil(segment)
+                self._ledger.spoiled(segment)
                 problem = f"{found}, and memory does not keep it"
                 raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
         finally:
             del self._tasks[segment.segment_id]
-            self._places.release(segment)
+            self._ledger.released(segment)
 
     async def _restore(self, segment: Segment) -> Sums | None:
         """Put what SSD has in the place of what DRAM has; which rows that were. None where SSD has none."""
         image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
-        while segment.dram and segment.ssd:
-            slot, row_count = segment.ssd, segment.ssd_row_count
+        while segment.memory and segment.durable:
+            slot, row_count = segment.durable, segment.durable_row_count
             try:
                 values = await self._io.check(segment, image)
             except CorruptSegment:
                 # A flush may have moved it meanwhile.
-                if segment.ssd is slot:
+                if segment.durable is slot:
                     return None
                 continue
-            if segment.ssd is slot:
+            if segment.durable is slot:
                 await self._io.restore_rows(segment, image, row_count)
                 return Sums(0, row_count, values)
         return None
@@ -165,17 +149,15 @@ class Mending:
     def _mended(self, segment: Segment, problem: str) -> None:
         self._state.counters.mended_segment_count += 1
         log.error("dram_rows_mended segment=%d problem=%r", segment.segment_id, problem)
-        for session in self._state.listers(segment):
+        for session in self._ledger.listers(segment):
             detail = "memory had other bytes than were written; what SSD has took their place"
             self._state.accesses.happened(session, Event.MENDED, detail=detail)
 
     async def _shorten(self, segment: Segment, durable: Sums) -> None:
         """End a segment's sessions behind the rows that SSD has of it."""
         self._state.counters.corrupt_segment_count += 1
-        sessions = self._state.listers(segment)
-        segment.row_count, segment.is_open, segment.sums = durable.row_end, False, [durable]
+        sessions = self._ledger.shortened(segment, durable)
         dead = []
         for session in sessions:
-            self._state.unwritten.drop(session.uid, segment)
             dead += self._end_at(session, segment.begin + durable.row_end, Event.CORRUPT, FAILED)
         await self._departures.write_down(sessions, dead=dead)

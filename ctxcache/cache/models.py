@@ -1,14 +1,15 @@
 """Models: registered once, never changed, but that a probe is added once."""
 
-import asyncio
+import hashlib
 from bisect import bisect_right
 from dataclasses import replace
 
+from ctxcache.cache.pace import STEP_BY_STEP, Pace
 from ctxcache.cache.state import State
 from ctxcache.errors import InvalidArgument, TooManyRequests
 from ctxcache.format.model import ModelSpec, mismatch
 from ctxcache.format.probe import ModelProbe
-from ctxcache.metadata.base import Changes, MetadataStore, ModelRecord
+from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord
 
 Registered = ModelRecord
 """A model, as services see it."""
@@ -20,16 +21,23 @@ class Models:
     def __init__(self, state: State, metadata: MetadataStore) -> None:
         self._state = state
         self._metadata = metadata
+        self._unrecorded: set[tuple[str, str]] = set()
+        """Models whose record is being written, or could not be."""
 
-    async def register(self, tenant: str, spec: ModelSpec, probe: ModelProbe | None = None) -> ModelRecord:
+    async def register(
+        self, tenant: str, spec: ModelSpec, probe: ModelProbe | None = None, *, pace: Pace = STEP_BY_STEP
+    ) -> ModelRecord:
         """Register a model, or return it when it is the same, with the probe that was sent first.
 
         Raises ModelFingerprintMismatch, CapacityExceeded, TierFailure.
         """
         made = ModelRecord(tenant, spec, self._state.clock.wall_ns(), probe)
-        fingerprint = made.fingerprint
-        # To make that of a large model took as long as others should wait.
-        await asyncio.sleep(0)
+        digest = hashlib.sha256()
+        for part in spec.encoded_parts():
+            digest.update(part)
+            if pace.is_over:
+                await pace.rest()
+        made.keep_fingerprint(fingerprint := digest.digest())
         known = self._state.models.get((tenant, spec.model_id))
         if known is None:
             limit = self._state.limits.model_count
@@ -40,14 +48,19 @@ class Models:
             self._metadata.check()
             known = made
             self._state.add_model(known)
+            self._unrecorded.add((tenant, spec.model_id))
         elif known.fingerprint != fingerprint:
             raise mismatch(known.spec, spec, f"models/{spec.model_id} is registered as another model")
         elif known.probe is None and probe is not None:
             self._metadata.check()
             known = replace(known, probe=probe)
             self._state.models[tenant, spec.model_id] = known
-        # Also when it was known: another call may still be waiting for its commit.
-        await self._metadata.commit(Changes(models=[known]), is_durable=True)
+            self._unrecorded.add((tenant, spec.model_id))
+        # Also when it was known: another call may still be waiting for its commit, or have waited in vain.
+        if (tenant, spec.model_id) in self._unrecorded:
+            await self._metadata.commit(Changes(models=[known]), is_durable=True)
+            if self._state.models.get((tenant, spec.model_id)) is known:
+                self._unrecorded.discard((tenant, spec.model_id))
         return known
 
     def _check_streams(self, tenant: str, more: int) -> None:
@@ -64,10 +77,11 @@ class Models:
     async def delete(self, tenant: str, model_id: str) -> None:
         """Forget a model that no session is of. Raises ModelNotFound, InvalidArgument, TierFailure."""
         self._state.model(tenant, model_id)
-        if count := self._state.model_sessions[tenant, model_id]:
+        if count := self._state.ledger.model_session_count(tenant, model_id):
             raise InvalidArgument(field="name", problem=f"{count} sessions are of models/{model_id}")
         self._metadata.check(is_growing=False)
         self._state.remove_model(tenant, model_id)
+        self._unrecorded.discard((tenant, model_id))
         await self._metadata.commit(Changes(deleted_models=[(tenant, model_id)]), is_durable=True)
 
     def list(self, tenant: str, *, after: str, limit: int) -> list[ModelRecord]:

@@ -9,12 +9,11 @@ import enum
 from collections import deque
 from collections.abc import Iterable
 
-from ctxcache.cache.placement import Placement
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CorruptSegment
 
 SESSIONS_AT_A_TIME = 2
@@ -32,7 +31,7 @@ class Prefetching:
     """Promotes ahead of need. Owned by the event loop."""
 
     def __init__(self, state: State, residency: Residency, sessions: Sessions) -> None:
-        self._placement: Placement = state.placement
+        self._ledger, self._placement = state.ledger, state.ledger.placement
         self._state, self._residency, self._sessions = state, residency, sessions
         self._turns = asyncio.Semaphore(SESSIONS_AT_A_TIME)
 
@@ -41,7 +40,7 @@ class Prefetching:
 
         Raises the first failure at the end; who failed is left aside until its next hint or rest.
         """
-        self._placement.is_wanted.clear()
+        self._state.is_prefetch_wanted.clear()
         under_way: dict[asyncio.Task[Outcome], Session] = {}
         is_going_on, failure = True, None
         try:
@@ -68,14 +67,14 @@ class Prefetching:
         Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment, TierFailure.
         """
         size_bytes = session.layout.size_bytes
-        missing = [segment for segment in session.shown if not segment.dram][: budget_bytes // size_bytes]
-        if missing and self._placement.is_idle(session):
+        missing = [segment for segment in session.shown if not segment.memory][: budget_bytes // size_bytes]
+        if missing and session.is_idle:
             self._placement.coming(session)
             try:
                 await self._promote(session, missing)
             finally:
                 self._placement.came(session)
-        return size_bytes * sum(segment.dram is not None for segment in missing)
+        return size_bytes * sum(segment.memory is not None for segment in missing)
 
     def _next(self) -> Session | None:
         session = self._placement.next_ahead()
@@ -84,7 +83,7 @@ class Prefetching:
         return session
 
     def _begin(self, session: Session) -> "asyncio.Task[Outcome]":
-        missing = [segment for segment in session.shown if not segment.dram]
+        missing = [segment for segment in session.shown if not segment.memory]
         return asyncio.get_running_loop().create_task(self._promote(session, missing))
 
     def _end(self, task: "asyncio.Task[Outcome]", session: Session) -> bool:
@@ -94,14 +93,14 @@ class Prefetching:
         if has_failed or task.result() is Outcome.NO_ROOM:
             return False
         # Some of it may have had to leave meanwhile, for what is needed sooner.
-        return task.result() is Outcome.NOT_WANTED or self._placement.is_in_dram(session)
+        return task.result() is Outcome.NOT_WANTED or self._placement.is_in_memory(session)
 
     async def _promote(self, session: Session, segments: Iterable[Segment]) -> Outcome:
         try:
             async with self._turns:
                 return await self._promote_in_turn(session, deque(segments))
         except CorruptSegment as error:
-            segment = self._state.segments.get(int(error.facts["segment_id"]))
+            segment = self._ledger.segment(int(error.facts["segment_id"]))
             if segment is not None:
                 await self._residency.mending.quarantine({segment})
             raise
@@ -109,12 +108,12 @@ class Prefetching:
     async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> Outcome:
         while segments:
             await self._residency.promotions.wait_for_others()
-            if not self._placement.is_idle(session):
+            if not session.is_idle:
                 return Outcome.NOT_WANTED
             has_room = await self._residency.promotions.promote_ahead(
                 segments,
                 may_give=lambda uid: not self._placement.is_needed_soon(uid, session.uid),
-                is_wanted=lambda: self._placement.is_idle(session),
+                is_wanted=lambda: session.is_idle,
             )
             if not has_room:
                 return Outcome.NO_ROOM

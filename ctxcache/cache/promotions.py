@@ -1,8 +1,8 @@
 """Promotions: segments on their way from SSD into DRAM, for who waits for them and ahead of need.
 
 A segment is promoted once, whoever wants it; its promotion runs to its end, whoever stops waiting. What comes
-ahead of need gives way to callers that wait. Worst case: a device that does not answer, for which a slot and
-a hold are kept.
+ahead of need gives way to callers that wait. Worst case: a device that does not answer, for which a slot is
+kept until it does.
 """
 
 import asyncio
@@ -10,49 +10,32 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
+from ctxcache.cache.memory_room import MemoryRoom
 from ctxcache.cache.moves import Moves, in_window
 from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.staging import window
 from ctxcache.cache.state import State
-from ctxcache.core.extents import SlotAllocator
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.places import Place
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.throughput import Throughput
+from ctxcache.errors import TierFailure
 from ctxcache.format.slot import Slot
 
 SECOND_NS = 10**9
 MayGive = Callable[[bytes], bool]
 
 
-class Places(Protocol):
-    """Who has the slots."""
-
-    dram: SlotAllocator
-
-    def hold(self, segment: Segment) -> None:
-        """Keep the segment's slots until `release`."""
-
-    def release(self, segment: Segment) -> None:
-        """End one hold."""
-
-    def window(self, size_bytes: int) -> int:
-        """How many segments of that size one move has in flight."""
-
-    async def place(self, size_bytes: int, tenant: str) -> Slot:
-        """A DRAM slot, made free if need be. Raises CapacityExceeded, TierFailure."""
-
-    def take_ahead(self, segment: Segment, may_give: MayGive) -> Slot | None:
-        """A DRAM slot that costs nobody but whom `may_give` takes. None when there is none."""
-
-
 class Promotions:
     """Promotions under way. Owned by the event loop."""
 
-    def __init__(self, state: State, io: SegmentIO, places: Places, moves: Moves) -> None:
-        self._state, self._io = state, io
-        self._places, self._moves = places, moves
+    def __init__(self, state: State, io: SegmentIO, room: MemoryRoom, moves: Moves) -> None:
+        self._state, self._io, self._ledger = state, io, state.ledger
+        self._room, self._moves = room, moves
         self.throughput = Throughput()
         """How fast segments come from SSD."""
+        self.owed: set[Slot] = set()
+        """DRAM slots that belong to nobody and that a device may still write to: reads that were given up."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._awaited_count = 0
         """Promotions of several segments that callers wait for."""
@@ -66,9 +49,9 @@ class Promotions:
 
     async def promote(self, segments: Sequence[Segment]) -> None:
         """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
-        missing = [s for s in segments if not s.dram]
+        missing = [s for s in segments if not s.memory]
         if missing:
-            count = self._places.window(missing[0].layout.size_bytes)
+            count = window(missing[0].size_bytes)
             self._awaited_count += 1
             self._is_none_awaited.clear()
             try:
@@ -97,26 +80,26 @@ class Promotions:
             nonlocal has_room
             while segments and not self._awaited_count and is_wanted():
                 segment = segments.popleft()
-                if segment.dram or not segment.ssd or segment.is_discarded:
+                if segment.place is not Place.BELOW:
                     continue
                 slot = None
                 if segment.segment_id not in self._tasks:
-                    slot = self._places.take_ahead(segment, may_give)
+                    slot = self._room.take_ahead(segment, may_give)
                     if slot is None:
                         has_room = False
                         return
-                    self._state.placement.promoting(segment)
+                    self._ledger.placement.promoting(segment)
                 yield partial(self._promotion, segment, slot)
 
         if segments:
-            await in_window(moves(), self._places.window(segments[0].layout.size_bytes))
+            await in_window(moves(), window(segments[0].size_bytes))
         return has_room
 
     def _promotion(self, segment: Segment, slot: Slot | None = None) -> "asyncio.Task[None]":
         """The promotion of a segment, begun now if need be: into that slot, or one that is made free."""
         task = self._tasks.get(segment.segment_id)
         if task is None:
-            self._places.hold(segment)
+            self._ledger.held(segment)
             task = self._moves.start(self._promote(segment, slot))
             self._tasks[segment.segment_id] = task
         return task
@@ -125,21 +108,36 @@ class Promotions:
         is_ahead = slot is not None
         try:
             # Two readers may have found it missing, one after the other.
-            if not segment.dram:
-                slot = slot or await self._places.place(segment.layout.size_bytes, segment.tenant)
-                with self._measured(segment.layout.size_bytes):
+            if not segment.memory:
+                slot = slot or await self._room.place(segment.size_bytes, segment.tenant)
+                with self._measured(segment.size_bytes), self._kept(slot):
                     values = await self._io.read(segment, slot)
-                    segment.settle(segment.row_count, values)
-                segment.dram, slot = slot, None
+                self._ledger.promoted(segment, slot, values)
+                slot = None
                 self._state.counters.promoted_segment_count += 1
         finally:
             # Now, not when the loop calls back: what comes to DRAM now may leave it in this very turn.
             del self._tasks[segment.segment_id]
-            if slot:
-                self._places.dram.give(slot)
+            if slot and slot not in self.owed:
+                self._ledger.memory.give(slot)
             if is_ahead:
-                self._state.placement.promoted(segment, is_there=segment.dram is not None)
-            self._places.release(segment)
+                self._ledger.placement.promoted(segment)
+            self._ledger.released(segment)
+
+    @contextmanager
+    def _kept(self, slot: Slot) -> Iterator[None]:
+        """Keep a slot that a device may still write to, until the device has let go of it."""
+        try:
+            yield
+        except TierFailure as failure:
+            if failure.returned is not None and not failure.returned.done():
+                self.owed.add(slot)
+                failure.returned.add_done_callback(lambda _: self._give_owed(slot))
+            raise
+
+    def _give_owed(self, slot: Slot) -> None:
+        self.owed.remove(slot)
+        self._ledger.memory.give(slot)
 
     @contextmanager
     def _measured(self, size_bytes: int) -> Iterator[None]:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ctxcache.cache.state import State
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Bound, QueueLimits
 from ctxcache.core.placement.schedule import Job, Schedule
-from ctxcache.core.session import Session
 from ctxcache.errors import CacheError, EngineTakenOver, TooManyRequests
 
 SECOND_NS = 10**9
@@ -255,7 +255,7 @@ class Queues:
 
     def _find(self, queue: Queue, session_id: str) -> tuple[Session | None, str]:
         try:
-            session = self._state.session(queue.tenant, session_id)
+            session = self._state.ledger.find(queue.tenant, session_id)
             if queue.fingerprint:
                 session.check_fingerprint(queue.fingerprint)
         except CacheError as error:
@@ -266,7 +266,7 @@ class Queues:
         queue.job_counts[session.uid] += 1
         if session.uid not in queue.names:
             queue.names[session.uid] = session.name
-            self._state.placement.watch(session.uid, queue)
+            self._state.ledger.placement.watch(session.uid, queue)
 
     def _discount(self, queue: Queue, uid: bytes | None) -> None:
         if uid is None:
@@ -275,17 +275,17 @@ class Queues:
         if not queue.job_counts[uid]:
             del queue.job_counts[uid]
             queue.forget(uid)
-            self._state.placement.unwatch(uid, queue)
+            self._state.ledger.placement.unwatch(uid, queue)
 
     def _reordered(self, uid: bytes, order: float | None) -> None:
-        session = self._state.by_uid.get(uid)
+        session = self._state.ledger.get(uid)
         if session is None:
             return
         if order is not None:
             self._starting.pop(uid, None)
-            self._state.placement.hinted(session, order)
+            self._state.ledger.placement.hinted(session, order)
         elif uid in self._starting:
             # The access that follows must find the job in the queue.
-            self._state.placement.starting(session)
+            self._state.ledger.placement.starting(session)
         else:
-            self._state.placement.withdrawn(session)
+            self._state.ledger.placement.withdrawn(session)

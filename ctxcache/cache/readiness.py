@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from ctxcache.cache.state import State
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.throughput import Throughput
 from ctxcache.format.streams import StreamRange
 
@@ -50,8 +50,8 @@ class Readiness:
 def missing_bytes(session: Session) -> int:
     """Bytes of slots that are on SSD alone."""
     if session.withheld:
-        return sum(s.layout.size_bytes for s in session.shown if not s.dram)
-    return len(session.segments) * session.layout.size_bytes - session.amounts().dram_bytes
+        return sum(s.layout.size_bytes for s in session.shown if not s.memory)
+    return session.size_bytes - session.amounts().memory_bytes
 
 
 def readiness_of(session: Session, state: State, promotions: Throughput) -> Readiness:

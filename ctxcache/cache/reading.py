@@ -23,8 +23,8 @@ from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Client
 from ctxcache.core.history import Event
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Piece, SessionView
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Piece, SessionView
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -137,6 +137,7 @@ class Reading:
         self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO, pins: Pins
     ) -> None:
         self._state = state
+        self._ledger = state.ledger
         self._residency = residency
         self._sessions = sessions
         self._io = io
@@ -196,12 +197,33 @@ class Reading:
         self._found(lease)
         return lease
 
+    def acquire_resident(self, request: Request) -> Lease | None:
+        """`acquire` where nothing has to be waited for: all rows are in DRAM, and the answer needs no sums of them.
+
+        None, and nothing is changed, where that is not so. Raises as `acquire`, except CorruptSegment and TierFailure.
+        """
+        if request.is_summed or request.is_rechecked:
+            return None
+        try:
+            self._check_count(request)
+            asked = Asked(self._state, request)
+            has_room = self.pins.has_room(request.owner, asked.look())
+        except CacheError as error:
+            self._missed(request, error)
+            raise
+        if not has_room or not all(piece.segment.memory for piece in asked.pieces):
+            return None
+        lease = self._begin(asked)
+        self._renew(lease)
+        self._found(lease)
+        return lease
+
     async def recheck(self, lease_id: int) -> None:
         """Verify what a lease holds in DRAM, since its reader found other bytes. Raises LeaseNotFound, CorruptSegment, TierFailure."""
         lease = self.lease(lease_id)
         try:
             for piece in lease.pieces:
-                if piece.segment.dram and not lease.is_past(piece.segment):
+                if piece.segment.memory and not lease.is_past(piece.segment):
                     await self._mending.verify(piece.segment)
                 _check_there(piece)
         except CorruptSegment as error:
@@ -225,10 +247,7 @@ class Reading:
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
         self._count_down(lease.view.tenant)
-        session = self._state.by_uid.get(lease.view.uid)
-        if session is not None:
-            self._state.placement.rested(session)
-            self._state.unwritten.look_again(session)
+        self._ledger.read_ended(lease.view.uid)
         self._let_go(lease)
         self._state.accesses.did(Call.RELEASE, lease.view, lease=lease_id)
         self.pins.unpin(lease.client, lease.pinned)
@@ -239,7 +258,7 @@ class Reading:
         now_ns = self._state.clock.monotonic_ns()
         for lease in [held for held in self._leases.values() if held.deadline_ns <= now_ns]:
             self.release(lease.lease_id)
-            session = self._state.by_uid.get(lease.view.uid)
+            session = self._ledger.get(lease.view.uid)
             if session is not None:
                 detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // 10**9} s"
                 self._state.accesses.happened(session, Event.TIMEOUT, detail=detail)
@@ -309,15 +328,15 @@ class Reading:
 
     def _keep(self, lease: Lease) -> None:
         for piece in lease.pieces:
-            self._residency.hold(piece.segment, is_past=lease.is_past(piece.segment))
+            self._ledger.held(piece.segment, is_past=lease.is_past(piece.segment))
 
     def _let_go(self, lease: Lease) -> None:
         for piece in lease.pieces:
-            self._residency.release(piece.segment, is_past=lease.is_past(piece.segment))
+            self._ledger.released(piece.segment, is_past=lease.is_past(piece.segment))
 
     def _lent(self, lease: Lease, piece: Piece) -> Lent:
         segment = piece.segment
-        if lease.is_past(segment) or not segment.dram:
+        if lease.is_past(segment) or not segment.memory:
             return Lent(piece, None, None)
         return Lent(piece, self._io.view(segment), _check_there(piece))
 
@@ -332,14 +351,21 @@ class Reading:
         self._state.accesses.missed(READ, request.tenant, request.session_id, error)
 
     async def _hold_what_is_there(self, request: Request, *, is_stream: bool) -> Lease:
-        bound = self._state.limits.bound(self._state.limits.lease_count)
-        if bound.is_reached(len(self._leases), self._counts[request.tenant]):
-            raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
+        self._check_count(request)
         asked = Asked(self._state, request)
         look = partial(asked.look_for_stream, self.pins.budget) if is_stream else asked.look
         await self.pins.wait_for_room(request.owner, look)
-        session = asked.session
-        self._state.touch(session)
+        return self._begin(asked)
+
+    def _check_count(self, request: Request) -> None:
+        bound = self._state.limits.bound(self._state.limits.lease_count)
+        if bound.is_reached(len(self._leases), self._counts[request.tenant]):
+            raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
+
+    def _begin(self, asked: Asked) -> Lease:
+        """Hold what is asked for, for which there is room."""
+        session, request = asked.session, asked.request
+        self._ledger.touched(session)
         dram_token_count = self._count(asked)
         self.pins.pin(request.owner, asked.sizes_bytes)
         self._last_id += 1
@@ -351,7 +377,7 @@ class Reading:
         self._keep(lease)
         self._leases[lease.lease_id] = lease
         self._counts[lease.view.tenant] += 1
-        self._state.placement.accessed(session)
+        self._ledger.read_began(session, asked.pieces)
         return lease
 
     def _renew(self, lease: Lease) -> None:
@@ -359,10 +385,9 @@ class Reading:
 
     def _count(self, asked: "Asked") -> int:
         """Return how many of the tokens are in DRAM."""
-        in_dram = sum(p.row_end - p.row_begin for p in asked.pieces if p.segment.dram)
+        in_dram = sum(p.row_end - p.row_begin for p in asked.pieces if p.segment.memory)
         self._state.counters.read_token_count += asked.end - asked.request.begin
         self._state.counters.dram_hit_token_count += in_dram
-        self._state.placement.used(asked.pieces)
         return in_dram
 
     def _found(self, lease: Lease) -> None:
@@ -384,7 +409,7 @@ class Reading:
         """Have what is in DRAM covered by the sums that its reader gets, and verified where that is asked for."""
         for piece in lease.pieces:
             segment = piece.segment
-            if not segment.dram or lease.is_past(segment):
+            if not segment.memory or lease.is_past(segment):
                 continue
             if request.is_rechecked:
                 await self._mending.verify(segment)
@@ -392,7 +417,7 @@ class Reading:
                 await self._mending.settle(segment, piece.row_end)
 
     async def _bad(self, error: CorruptSegment) -> None:
-        segment = self._state.segments.get(int(error.facts["segment_id"]))
+        segment = self._ledger.segment(int(error.facts["segment_id"]))
         if segment is not None:
             await self._mending.quarantine({segment})
 
@@ -404,7 +429,7 @@ class Reading:
             for piece in lease.pieces:
                 self.renew(lease)
                 segment = piece.segment
-                if segment.dram and not lease.is_past(segment):
+                if segment.memory and not lease.is_past(segment):
                     view = views.get(segment.segment_id)
                     if view is None:
                         view = views[segment.segment_id] = self._io.view(segment)
@@ -428,9 +453,9 @@ class Reading:
         segment = piece.segment
         place = bounce.of(segment.layout.size_bytes)
         # The device may take longer than the lease lasts.
-        self._residency.hold(segment)
+        self._ledger.held(segment)
         try:
-            while segment.dram:
+            while segment.memory:
                 await self._mending.settle(segment, piece.row_end)
                 data, checksum = await self._summed(self._io.view(segment), piece, stream)
                 place[: len(data)] = data
@@ -439,7 +464,7 @@ class Reading:
                 await self._mending.verify(segment)
             return await self._chunk(piece, stream, place)
         finally:
-            self._residency.release(segment)
+            self._ledger.released(segment)
 
     async def _chunk(self, piece: Piece, stream: Stream, place: memoryview) -> Summed:
         wanted = piece.row_begin, piece.row_end

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ctxcache.core.budget import Client
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
@@ -116,7 +116,7 @@ class Reservation:
             segment, row = self.runs[-1].segment, self.runs[-1].row_end
             return (segment, row) if row < segment.layout.segment_tokens else (None, 0)
         tail = self.session.growing_tail
-        return (tail, tail.row_count) if tail and tail.dram else (None, 0)
+        return (tail, tail.row_count) if tail and tail.memory else (None, 0)
 
     def needed(self, token_count: int) -> dict[int, int]:
         """Slot bytes by segment of what is pinned with so many tokens more; below 0 what is not made yet."""

@@ -14,10 +14,11 @@ from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.places import Place
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
 from ctxcache.format.slot import Slot
-from ctxcache.metadata.base import Changes, MetadataStore
+from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 SEGMENTS_PER_REPORT = 32
 RECORDS_PER_TURN = 256
@@ -60,6 +61,7 @@ class Scrubbing:
         self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO, metadata: MetadataStore
     ) -> None:
         self._state, self._residency, self._sessions = state, residency, sessions
+        self._ledger = state.ledger
         self._io, self._metadata = io, metadata
         self._is_running = self._is_releasing = False
 
@@ -73,7 +75,7 @@ class Scrubbing:
         self._is_running = True
         try:
             record_count = await self._records()
-            segments = sorted(self._state.segments.values(), key=lambda segment: -segment.begin)
+            segments = sorted(self._ledger.segments(), key=lambda segment: -segment.begin)
             began_ns, done_bytes = self._state.clock.monotonic_ns(), 0
             bad: list[Bad] = []
             bounce = memoryview(mmap.mmap(-1, max((s.layout.size_bytes for s in segments), default=4096)))
@@ -81,11 +83,11 @@ class Scrubbing:
                 if i % SEGMENTS_PER_REPORT == 0:
                     yield Scrubbed(len(segments), i, done_bytes, record_count, tuple(bad))
                     bad.clear()
-                if segment.dram and not segment.is_discarded:
-                    done_bytes += segment.dram.size_bytes
+                if segment.memory and segment.place is not Place.HELD:
+                    done_bytes += segment.memory.size_bytes
                     bad += await self._check_dram(segment)
-                if segment.ssd and not segment.is_discarded and not self._state.is_on_lost_path(segment):
-                    done_bytes += segment.ssd.size_bytes
+                if segment.durable and segment.is_listed and not self._ledger.is_on_lost_path(segment):
+                    done_bytes += segment.durable.size_bytes
                     bad += await self._check(segment, bounce)
                 await self._pause(began_ns, done_bytes, bytes_per_second)
             yield Scrubbed(len(segments), len(segments), done_bytes, record_count, tuple(bad))
@@ -102,7 +104,7 @@ class Scrubbing:
             raise TooManyRequests(what="releases", limit=1)
         self._is_releasing = True
         try:
-            slots = sorted(self._residency.quarantined)
+            slots = sorted(self._ledger.below.quarantined)
             released = [await self._release(slot) for slot in slots].count(True)
             return released, len(slots) - released
         finally:
@@ -112,8 +114,7 @@ class Scrubbing:
         if not await self._io.keeps_bytes(slot):
             return False
         await self._metadata.commit(Changes(released=[slot]), is_durable=True)
-        self._residency.quarantined.discard(slot)
-        self._residency.ssd.give(slot)
+        self._ledger.unquarantined(slot)
         return True
 
     async def _records(self) -> int:
@@ -131,18 +132,18 @@ class Scrubbing:
 
     async def _check_dram(self, segment: Segment) -> list[Bad]:
         """Before SSD's copy: where that is bad as well, nothing can be mended by it."""
-        slot, end = segment.dram, segment.end
+        slot, end = segment.memory, segment.end
         if slot is None:
             return []
-        names = sorted(session.session_id for session in self._state.listers(segment))
-        self._residency.hold(segment)
+        names = sorted(session.session_id for session in self._ledger.listers(segment))
+        self._ledger.held(segment)
         is_mended = True
         try:
             problem = await self._residency.mending.verify(segment)
         except CorruptSegment as error:
             problem, is_mended = str(error.facts["problem"]), False
         finally:
-            self._residency.release(segment)
+            self._ledger.released(segment)
         if not problem:
             return []
         return [
@@ -153,29 +154,29 @@ class Scrubbing:
         ]  # fmt: skip
 
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
-        while segment.ssd and not segment.is_discarded:
-            row_count = segment.ssd_row_count
-            self._residency.hold(segment)
+        while segment.durable and segment.is_listed:
+            row_count = segment.durable_row_count
+            self._ledger.held(segment)
             try:
                 await self._io.check(segment, bounce)
             except CorruptSegment as error:
-                if segment.ssd_row_count != row_count or not segment.ssd:
+                if segment.durable_row_count != row_count or not segment.durable:
                     # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
                     continue
                 bad = self._describe(segment, str(error.facts["problem"]))
                 await self._residency.mending.quarantine({segment})
                 return [bad]
             finally:
-                self._residency.release(segment)
+                self._ledger.released(segment)
             return []
         return []
 
     def _describe(self, segment: Segment, problem: str) -> Bad:
-        assert segment.ssd is not None  # noqa: S101  # it has just been read
-        names = sorted(session.session_id for session in self._state.listers(segment))
+        assert segment.durable is not None  # noqa: S101  # it has just been read
+        names = sorted(session.session_id for session in self._ledger.listers(segment))
         return Bad(
             segment.segment_id, segment.tenant, tuple(names), segment.begin,
-            segment.begin + segment.ssd_row_count, self._io.path_of(segment.ssd), segment.ssd.offset_bytes, problem,
+            segment.begin + segment.durable_row_count, self._io.path_of(segment.durable), segment.durable.offset_bytes, problem,
         )  # fmt: skip
 
     async def _pause(self, began_ns: int, done_bytes: int, bytes_per_second: int) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.ledger import Flushed
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.format.header import SegmentHeader, decode_header, header_checksum
 from ctxcache.format.identity import bound_checksum, rows_checksum
@@ -23,8 +24,8 @@ from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
 from ctxcache.format.sums import Sums, covers, difference, settled
-from ctxcache.pools import started_pool
-from ctxcache.tiers.base import MappedTier, Range, Refusal, Tier
+from ctxcache.runtime.pools import started_pool
+from ctxcache.storage.tiers.base import MappedTier, Range, Refusal, Tier
 
 PIECE_BYTES = 1 << 20
 """Whole chunks up to this size, or one larger chunk, are moved by one device operation."""
@@ -45,13 +46,10 @@ class Written:
     values: tuple[int, ...] = ()
     header_checksum: int = 0
 
-    def adopt(self) -> None:
-        """Make the slot the segment's place on SSD."""
-        segment = self.segment
-        segment.stage(-self.slot.size_bytes)
-        segment.ssd, segment.ssd_row_count = self.slot, self.row_count
-        segment.bound_checksums, segment.header_checksum = (), self.header_checksum
-        segment.settle(self.row_count, self.values)
+    @property
+    def flushed(self) -> Flushed:
+        """The event for the ledger, once the rows are written."""
+        return Flushed(self.segment, self.slot, self.row_count, self.header_checksum, self.values)
 
 
 class SegmentIO:
@@ -73,6 +71,11 @@ class SegmentIO:
         return self._ssd.refusals
 
     @property
+    def closed_paths(self) -> Collection[int]:
+        """SSD paths that take no writes now."""
+        return self._ssd.refusals.keys()
+
+    @property
     def has_open_path(self) -> bool:
         """Whether an SSD path takes writes."""
         return len(self.refusals) < len(self._ssd.paths)
@@ -90,9 +93,9 @@ class SegmentIO:
 
     def view(self, segment: Segment) -> memoryview:
         """The bytes of a segment that is in DRAM."""
-        if segment.dram is None:
+        if segment.memory is None:
             raise RuntimeError(f"segment {segment.segment_id} is not in DRAM")
-        return self._arena.view(segment.dram)
+        return self._arena.view(segment.memory)
 
     async def write(self, item: Written) -> None:
         """Write a segment with its header to the slot; not durable before `sync`.
@@ -114,7 +117,7 @@ class SegmentIO:
         Raises CorruptSegment when the bytes are not those of this segment, TierFailure.
         """
         arrival = _Arrival(segment, self._arena.view(slot))
-        pieces = _pieces(segment.layout, segment.ssd_row_count)
+        pieces = _pieces(segment.layout, segment.durable_row_count)
         await self._ssd.read(_on_ssd(segment), 0, arrival.view, pieces=pieces, then=arrival.take)
         return arrival.verified()
 
@@ -149,7 +152,7 @@ class SegmentIO:
         Returns one checksum of rows per stream. Raises CorruptSegment, TierFailure.
         """
         arrival = _Arrival(segment, bounce[: segment.layout.size_bytes])
-        pieces = _pieces(segment.layout, segment.ssd_row_count)
+        pieces = _pieces(segment.layout, segment.durable_row_count)
         await self._ssd.read(_on_ssd(segment), 0, arrival.view, pieces=pieces, then=arrival.take)
         return arrival.verified()
 
@@ -184,7 +187,7 @@ class SegmentIO:
             head = bounce[: layout.header_bytes]
             await self._ssd.read(slot, 0, head)
             segment.bound_checksums = _checked_header(segment, head).checksums
-        row_count, row_bytes = segment.ssd_row_count, layout.row_bytes(stream)
+        row_count, row_bytes = segment.durable_row_count, layout.row_bytes(stream)
         rows = layout.rows(stream, 0, row_count)
         chunk = bounce[: align(rows.stop - rows.start)]
         await self._ssd.read(slot, rows.start, chunk)
@@ -216,9 +219,9 @@ def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
 
 
 def _on_ssd(segment: Segment) -> Slot:
-    if segment.ssd is None:
+    if segment.durable is None:
         raise CorruptSegment(segment_id=segment.segment_id, problem="neither in DRAM nor on SSD")
-    return segment.ssd
+    return segment.durable
 
 
 class _Arrival:
@@ -227,7 +230,7 @@ class _Arrival:
     def __init__(self, segment: Segment, view: memoryview) -> None:
         self.view = view
         self._segment = segment
-        self._row_count = segment.ssd_row_count
+        self._row_count = segment.durable_row_count
         self._values = [0] * len(segment.layout.specs)
 
     def take(self, begin: int, end: int) -> None:
@@ -324,7 +327,7 @@ def _checked_header(segment: Segment, data: memoryview) -> SegmentHeader:
     if header_checksum(bytes(data)) != segment.header_checksum:
         problem = "its header is not the one recorded"
     elif header.segment_id != segment.segment_id or header.identity != segment.identity(
-        segment.ssd_row_count
+        segment.durable_row_count
     ):
         problem = "its header names another segment"
     elif header.layout != segment.layout:

@@ -10,18 +10,19 @@ from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 from ctxcache.cache.accesses import EMPTY, LOOKUP
 from ctxcache.cache.heard import Call, Fact
+from ctxcache.cache.pace import STEP_BY_STEP, Pace
 from ctxcache.cache.residency import Residency
 from ctxcache.cache.state import State, record_of
 from ctxcache.core import ranges
-from ctxcache.core.expiry import Expiration
 from ctxcache.core.history import Event
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.kin import Count
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.core.ranges import Ranges
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session, SessionView
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
@@ -34,11 +35,13 @@ from ctxcache.errors import (
 )
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StreamRange
-from ctxcache.metadata.base import Changes, MetadataStore
+from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 NAMES_PER_TURN = 256
 """Sessions that a listing looks at before others have their turn: half a millisecond."""
 SESSIONS_PER_COMMIT = 64
+SEGMENTS_PER_LOOK = 64
+"""Segments that a fork comes to share before it looks whether others should have their turn."""
 PARTS_PER_COMMIT = 4096
 """Sessions, and segments and streams of them, that one commit of upkeep takes at most; one session at least."""
 
@@ -61,6 +64,7 @@ class Sessions:
         self, state: State, residency: Residency, metadata: MetadataStore, default: Expiration
     ) -> None:
         self._state = state
+        self._ledger = state.ledger
         self._residency = residency
         self._departures = residency.departures
         self._metadata = metadata
@@ -90,7 +94,7 @@ class Sessions:
     def get(self, tenant: str, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
         try:
-            view = self._state.session(tenant, session_id).view()
+            view = self._ledger.find(tenant, session_id).view()
         except CacheError as error:
             self._state.accesses.missed(LOOKUP, tenant, session_id, error, Call.GET)
             raise
@@ -104,15 +108,15 @@ class Sessions:
         """
         now_ns = self._state.clock.now_ns()
         while True:
-            names = self._state.names.get(tenant, [])
+            names = self._ledger.names(tenant)
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
             for name in some:
-                session = self._state.sessions.get((tenant, name))
+                session = self._ledger.named(tenant, name)
                 if session is None or session.expire_time_ns <= now_ns:
                     continue
                 if model_id in ("", session.model_id):
-                    self._state.reckon(session)
+                    self._ledger.reckon(session)
                     yield session.view()
             if len(some) < NAMES_PER_TURN:
                 return
@@ -123,17 +127,15 @@ class Sessions:
         self, tenant: str, session_id: str, *, expiration: Expiration | None, is_pinned: bool | None
     ) -> SessionView:
         """Change expiry or pin, and count an access. Raises SessionNotFound."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         self._metadata.check(is_growing=False)
         if expiration is not None:
             session.expiration = expiration
         if is_pinned is not None:
-            session.is_pinned = is_pinned
-            self._state.evictable.add(session.uid)
-        self._state.touch(session)
-        self._state.placement.visited(session)
+            self._ledger.pinned(session, is_pinned=is_pinned)
+        self._ledger.touched(session)
+        self._ledger.visited(session)
         self._state.accesses.did(Call.TOUCH, session, **self._terms(session))
-        self._state.unwritten.look_again(session)
         await self._departures.write_down([session])
         return session.view()
 
@@ -141,7 +143,7 @@ class Sessions:
         self, tenant: str, session_id: str, generation: int | None, *, recent_count: int, sink_count: int
     ) -> SessionView:
         """Drop what lies between the first `sink_count` and the last `recent_count` tokens. See `drop`."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         dropped = ranges.sinks_and_recent(
             session.token_count, sink_count=sink_count, recent_count=recent_count
         )
@@ -151,61 +153,67 @@ class Sessions:
         self, tenant: str, session_id: str, generation: int | None, token_count: int
     ) -> SessionView:
         """Drop every token at or after `token_count`. See `drop`."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         session.check_range(token_count, session.token_count)
         return await self.drop(tenant, session_id, generation, ((token_count, session.token_count),))
 
     async def drop(
-        self, tenant: str, session_id: str, generation: int | None, dropped: Ranges
-    ) -> SessionView:
+        self, tenant: str, session_id: str, generation: int | None, dropped: Ranges,
+        furthest: ranges.Range | None = None,
+    ) -> SessionView:  # fmt: skip
         """Drop tokens by index. What drops nothing changes nothing.
+
+        `furthest`: the range that must lie within the session for all of them to do, where `dropped` are in order.
 
         Raises SessionNotFound, GenerationMismatch, WriteInProgress, TokenRangeOutOfBounds,
         PositionsNotRelocatable, SessionTooFragmented.
         """
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         self._check_change(session, generation)
-        if any(not 0 <= begin <= end <= session.token_count for begin, end in dropped):
-            for begin, end in dropped:
-                session.check_range(begin, end)
-        indexes = ranges.normalise(list(dropped))
+        for begin, end in dropped if furthest is None else (furthest,):
+            session.check_range(begin, end)
+        indexes = ranges.normalise(list(dropped)) if furthest is None else dropped
         self._check_relocatable(session, indexes)
         kept = ranges.subtract(session.live, ranges.select_all(session.live, indexes))
         self._check_fragments(session, kept, session.log_end)
         self._metadata.check(is_growing=False)
-        self._state.touch(session)
+        self._ledger.touched(session)
         if kept != session.live:
             lost_count = session.token_count - ranges.count(kept)
-            dead = self._state.unlist(session, session.keep_positions(kept))
+            dead = self._ledger.truncated(session, kept)
             self._state.accesses.happened(
                 session, Event.TRUNCATED, detail="by request", token_count=lost_count,
                 dropped=[index for begin_end in indexes for index in begin_end],
             )  # fmt: skip
-            self._state.placement.visited(session)
+            self._ledger.visited(session)
             await self._departures.write_down([session], dead=dead)
         return session.view()
 
     async def fork(
         self, tenant: str, session_id: str, new_id: str, generation: int | None,
-        *, token_count: int | None, expiration: Expiration | None,
+        *, token_count: int | None, expiration: Expiration | None, pace: Pace = STEP_BY_STEP,
     ) -> SessionView:  # fmt: skip
         """Create a session that shares the source's first tokens, which are made durable first.
 
-        Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
+        What takes long is done at `pace`, and changes nothing that anybody sees: the fork is of the source as that
+        is at the end. Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
         TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
-        source = self._state.session(tenant, session_id)
+        source, kept = self._forkable(tenant, session_id, generation, token_count)
         self._metadata.check()
         self._check_new(tenant, new_id)
-        self._check_change(source, generation)
-        source.check_range(0, source.token_count if token_count is None else token_count)
-        while source.durable_end < source.log_end:
-            await self._residency.flush(source)
+        counted: Count | None = None
+        gone_through: tuple[bytes, int] | None = None
+        while True:
+            if source.durable_end < source.log_end:
+                await self._residency.flush(source)
+            elif gone_through != (source.uid, source.generation):
+                gone_through = source.uid, source.generation
+                counted = await self._make_shareable(source, ranges.select(source.live, 0, kept), pace)
+            else:
+                break
             # What was checked may have changed, and a writer that goes on would be waited for for ever.
-            source = self._state.session(tenant, session_id)
-            self._check_change(source, generation)
-        kept = source.token_count if token_count is None else token_count
-        source.check_range(0, kept)
+            source, kept = self._forkable(tenant, session_id, generation, token_count)
         fork = self._blank(
             tenant, new_id, source.model_id, source.model_fingerprint, source.layout,
             expiration or source.expiration, live=ranges.select(source.live, 0, kept),
@@ -213,31 +221,66 @@ class Sessions:
         fork.segments = source.segments_of(fork.live)
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
-        fork.ssd_path = source.ssd_path
+        fork.path = source.path
+        if counted is not None:
+            fork.residence.take_count(counted)
+            if len(fork.segments) == len(source.segments):
+                source.residence.take_count(counted)
         self._check_fragments(source, fork.live, fork.log_end)
         # What is shared grows no more: both logs go on behind it.
-        for segment in fork.segments:
-            segment.is_open = False
-        self._state.touch(source)
+        self._ledger.closed(fork.segments)
+        self._ledger.touched(source)
         return await self._admit(fork, source)
+
+    def _forkable(
+        self, tenant: str, session_id: str, generation: int | None, token_count: int | None
+    ) -> tuple[Session, int]:
+        """The session that is to be forked, and how many of its tokens the fork keeps. Raises as `fork`."""
+        source = self._ledger.find(tenant, session_id)
+        self._check_change(source, generation)
+        kept = source.token_count if token_count is None else token_count
+        source.check_range(0, kept)
+        return source, kept
+
+    async def _make_shareable(self, source: Session, positions: Ranges, pace: Pace) -> Count | None:
+        """Count the segments of these positions with the source's kin; to list them once more is then next to nothing.
+
+        Returns what they take; None where there is none, and for a source that is gone meanwhile.
+        """
+        segments = source.segments_of(positions)
+        for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
+            self._ledger.shared(source, segments[begin : begin + SEGMENTS_PER_LOOK])
+            if pace.is_over:
+                await pace.rest()
+                if source.is_gone:
+                    return None
+        kin = source.residence.kin
+        if kin is None:
+            return None
+        counted = Count(kin)
+        for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
+            counted.add(segments[begin : begin + SEGMENTS_PER_LOOK])
+            if pace.is_over:
+                await pace.rest()
+        return counted
 
     async def flush(self, tenant: str, session_id: str) -> SessionView:
         """Make what is committed durable. Raises SessionNotFound, CapacityExceeded, TierFailure."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         self._state.accesses.did(Call.FLUSH, session)
         await self._residency.flush(session)
         return session.view()
 
     async def demote(self, tenant: str, session_id: str) -> SessionView:
         """Flush, and drop from DRAM what nobody holds. Raises SessionNotFound, CapacityExceeded, TierFailure."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         self._state.accesses.did(Call.DEMOTE, session)
         await self._residency.demote(session)
         return session.view()
 
     async def delete(self, tenant: str, session_id: str, generation: int | None) -> None:
         """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         self._check_change(session, generation)
         self._metadata.check(is_growing=False)
         self._state.seen.deleted_session_count += 1
@@ -246,7 +289,7 @@ class Sessions:
 
     async def evict(self, tenant: str, session_id: str) -> None:
         """Give up a session, pinned or not. Raises SessionNotFound, WriteInProgress, TierFailure."""
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         self._check_change(session, None)
         await self._residency.ssd_room.expel(session, "an operator's request")
 
@@ -258,7 +301,7 @@ class Sessions:
         now_ns = self._state.clock.now_ns()
         writing: list[Session] = []
         try:
-            while due := self._due(now_ns):
+            while due := self._ledger.due(now_ns, limit=SESSIONS_PER_COMMIT):
                 writing += [session for session in due if session.is_writing]
                 gone = [session for session in due if not session.is_writing]
                 self._state.counters.expired_session_count += len(gone)
@@ -267,47 +310,36 @@ class Sessions:
                 await self._departures.remove(gone)
         finally:
             for session in writing:
-                if not session.is_gone:
-                    self._state.expiry.schedule(session.uid, now_ns)
-
-    def _due(self, now_ns: int) -> Sequence[Session]:
-        uids = self._state.expiry.due(now_ns, self._expire_time, limit=SESSIONS_PER_COMMIT)
-        return [self._state.by_uid[uid] for uid in uids]
+                self._ledger.still_due(session, now_ns)
 
     async def save_access_times(self, *, is_last: bool = False) -> None:
         """Write down accesses since the last call, so that sliding expiry survives a restart.
 
         `is_last`: the server ends, and may use up the room for records. Raises CapacityExceeded, TierFailure.
         """
-        while self._state.touched:
+        while some := self._ledger.unsaved_accesses(limit=SESSIONS_PER_COMMIT, part_limit=PARTS_PER_COMMIT):
             self._metadata.check(is_growing=not is_last)
-            some = self._some_touched()
             records = [record_of(session) for session in some]
-            await self._metadata.commit(Changes(sessions=records), is_durable=False)
-            self._state.touched -= {session.uid for session in some}
+            # Before the wait: an access during it is a new one.
+            self._ledger.saved(some)
+            try:
+                await self._metadata.commit(Changes(sessions=records), is_durable=False)
+            except TierFailure:
+                self._ledger.unsaved(some)
+                raise
             await asyncio.sleep(0)
-
-    def _some_touched(self) -> Sequence[Session]:
-        some: list[Session] = []
-        part_count = 0
-        for uid in islice(self._state.touched, SESSIONS_PER_COMMIT):
-            some.append(self._state.by_uid[uid])
-            part_count += len(some[-1].segments) + len(some[-1].layout.specs)
-            if part_count >= PARTS_PER_COMMIT:
-                break
-        return some
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Found:
         """What could be restored of a session, without side effects. Never raises."""
         try:
-            session = self._state.session(tenant, session_id)
+            session = self._ledger.find(tenant, session_id)
             session.check_fingerprint(fingerprint)
         except CacheError as error:
             self._state.accesses.missed(LOOKUP, tenant, session_id, error)
             return Found(session_id, reason=error.reason)
         lost = Event.DEVICE_LOST if session.withheld else None
         reason = "" if session.live else lost.name if lost else "EMPTY"
-        in_dram = session.dram_token_count
+        in_dram = session.memory_token_count
         self._state.accesses.found(
             LOOKUP, session, empty=lost.value if lost else EMPTY, tokens=session.token_count,
             dram_tokens=in_dram,
@@ -320,7 +352,7 @@ class Sessions:
         Raises TierFailure.
         """
         for begin in range(0, len(gone), PARTS_PER_COMMIT):
-            some = {s for s in gone[begin : begin + PARTS_PER_COMMIT] if s.session_count}
+            some = {s for s in gone[begin : begin + PARTS_PER_COMMIT] if s.is_listed}
             cut, dead = self._residency.mending.cut(some, Event.DEVICE_LOST, why)
             await self._departures.write_down(cut, dead=dead)
 
@@ -335,10 +367,6 @@ class Sessions:
 
     def _ended(self, session: Session, event: Event) -> None:
         self._state.accesses.happened(session, event, token_count=session.token_count)
-
-    def _expire_time(self, uid: bytes) -> int | None:
-        session = self._state.by_uid.get(uid)
-        return session.expire_time_ns if session else None
 
     def _check_change(self, session: Session, generation: int | None) -> None:
         session.check_generation(generation)
@@ -359,10 +387,10 @@ class Sessions:
 
     def _check_new(self, tenant: str, session_id: str) -> None:
         limit = self._state.limits.session_count
-        own = len(self._state.names.get(tenant, ()))
-        if self._state.limits.bound(limit).is_reached(len(self._state.sessions), own):
+        own = len(self._ledger.names(tenant))
+        if self._state.limits.bound(limit).is_reached(len(self._ledger.sessions()), own):
             raise TooManyRequests(what="sessions", limit=limit)
-        known = self._state.sessions.get((tenant, session_id))
+        known = self._ledger.named(tenant, session_id)
         if known and known.expire_time_ns > self._state.clock.now_ns():
             raise SessionAlreadyExists(session=known.name)
 
@@ -379,22 +407,19 @@ class Sessions:
 
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
         self._check_new(session.tenant, session.session_id)
-        expired = self._state.sessions.get((session.tenant, session.session_id))
+        expired = self._ledger.named(session.tenant, session.session_id)
         if expired:
             self._ended(expired, Event.EXPIRED)
-        dead = self._state.forget(expired) if expired else []
-        self._state.add(session)
+        dead = self._ledger.ended(expired) if expired else []
+        self._ledger.opened(session)
         self._heard_of(session, source)
         if source:
-            self._state.placement.visited(source)
-            # It may be in use, and go on in DRAM as kin to the new one.
-            self._state.placement.settled(source)
-            self._state.placement.visited(session)
+            self._ledger.forked(source, session)
         try:
             await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)
         except TierFailure:
             if not session.is_gone:
-                self._departures.strand(self._state.forget(session))
+                self._departures.strand(self._ledger.ended(session))
                 # Its record may be there, or be owed: it goes when changes are taken again.
                 with suppress(TierFailure):
                     changes = Changes(deleted_session_uids=[session.uid])

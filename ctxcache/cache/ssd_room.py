@@ -1,8 +1,9 @@
 """SSD room: slots for what is written, made free by giving up whole sessions.
 
-One session goes at a time, and those who wait look again: what goes for one may be room for them too. What
-was written ahead of need goes before what somebody was promised, and nobody loses anything for a path that
-would not take what comes in its place. Worst case: nobody may go, and what wanted room is refused.
+The ledger says which session goes next; this carries it out. One session goes at a time, and callers that wait look
+again: what goes for one may be room for another too. What was written ahead of need goes before what a caller was
+promised, and no session is given up for a path that would not take what comes in its place. Worst case: no session
+may go, and what wanted room is refused.
 """
 
 import asyncio
@@ -11,25 +12,26 @@ from collections.abc import Awaitable, Callable
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.cache.victims import Victims
-from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CapacityExceeded
 from ctxcache.format.slot import Slot
-from ctxcache.metadata.base import MetadataStore
+from ctxcache.storage.metadata.base import MetadataStore
 
 
 class SsdRoom:
     """Who makes room on SSD. Owned by the event loop."""
 
     def __init__(
-        self, state: State, io: SegmentIO, metadata: MetadataStore, ssd: SlotAllocator, victims: Victims,
-        departures: Departures, unstage_something: Callable[[], Awaitable[bool]],
-    ) -> None:  # fmt: skip
+        self,
+        state: State,
+        io: SegmentIO,
+        metadata: MetadataStore,
+        departures: Departures,
+        unstage_something: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._state, self._io, self._metadata = state, io, metadata
-        self._ssd = ssd
-        self._victims = victims
+        self._ledger = state.ledger
         self._departures = departures
         self._unstage_something = unstage_something
         self._turn = asyncio.Lock()
@@ -45,9 +47,9 @@ class SsdRoom:
 
     def take(self, size_bytes: int, for_session: Session) -> Slot | None:
         """A slot that is free: on the session's path, or on another one, which is its path from then on."""
-        slot = self._ssd.take(size_bytes, closed=self._io.refusals, on_path=for_session.ssd_path)
+        slot = self._ledger.below.take(size_bytes, closed=self._io.refusals, on_path=for_session.path)
         if slot is not None:
-            for_session.ssd_path = slot.path_index
+            for_session.path = slot.path_index
         return slot
 
     async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
@@ -55,14 +57,12 @@ class SsdRoom:
 
         Never waits when it may already.
         """
-        quotas = self._victims.quotas
+        quotas = self._ledger.quotas
         while quotas.excess_bytes(session.tenant, size_bytes) > 0:
-            # A caller may have been begun without a task of its own; what waits needs one.
-            await asyncio.sleep(0)
             async with self._turn:
                 if quotas.excess_bytes(session.tenant, size_bytes) <= 0:
                     continue
-                victim = self._victims.of_tenant(session)
+                victim = self._ledger.next_of_tenant(session)
                 if victim is None:
                     raise quotas.refusal(session.tenant, size_bytes)
                 await self._evict(victim, "its tenant's limit on SSD")
@@ -87,12 +87,14 @@ class SsdRoom:
             return
         if await self._departures.wait_for_one():
             return
-        victim = self._victims.on_ssd(for_session, size_bytes)
+        victim = self._ledger.next_from_below(for_session, size_bytes)
         if victim is None:
             raise CapacityExceeded(
-                tier="SSD", needed_bytes=size_bytes, limit_bytes=self._ssd.capacity_bytes,
-                free_bytes=self._ssd.free_bytes_outside(self._io.refusals),
-            )  # fmt: skip
+                tier="SSD",
+                needed_bytes=size_bytes,
+                limit_bytes=self._ledger.below.capacity_bytes,
+                free_bytes=self._ledger.below.free_bytes_outside(self._io.refusals),
+            )
         whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"
         await self._evict(victim, f"room on SSD for {for_session.name}{whose}")
 
@@ -109,7 +111,7 @@ class SsdRoom:
     async def _evict(self, victim: Session, why: str) -> None:
         self._metadata.check(is_growing=False)
         self._note(victim, why)
-        await self._departures.remove([victim])
+        await self._departures.remove([victim], is_evicted=True)
 
     def _note(self, victim: Session, why: str) -> None:
         self._state.counters.evicted_session_count += 1
@@ -118,4 +120,3 @@ class SsdRoom:
             seen.evicted_age_s.observe((now_ns - victim.create_time_ns) / 10**9)
             seen.evicted_idle_s.observe((now_ns - victim.access_time_ns) / 10**9)
             self._state.accesses.happened(victim, Event.EVICTED, detail=why, token_count=victim.token_count)
-            self._state.placement.evicted(victim)

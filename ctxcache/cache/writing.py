@@ -20,9 +20,15 @@ from ctxcache.cache.residency import Residency
 from ctxcache.cache.segment_io import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Client
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session, SessionView
-from ctxcache.errors import CacheError, ReservationNotFound, WriteInProgress, WriteOffsetMismatch
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session, SessionView
+from ctxcache.errors import (
+    CacheError,
+    ReservationNotFound,
+    SessionNotFound,
+    WriteInProgress,
+    WriteOffsetMismatch,
+)
 from ctxcache.format.streams import Stream
 from ctxcache.format.sums import Sums, covers
 
@@ -36,6 +42,7 @@ class Writing:
 
     def __init__(self, state: State, residency: Residency, io: SegmentIO, pins: Pins) -> None:
         self._state = state
+        self._ledger = state.ledger
         self._residency = residency
         self._io = io
         self.pins = pins
@@ -73,7 +80,7 @@ class Writing:
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
         WriteOffsetMismatch, CapacityExceeded, TooManyRequests, TierFailure.
         """
-        session = self._state.session(tenant, session_id)
+        session = self._ledger.find(tenant, session_id)
         session.check_fingerprint(fingerprint)
         session.check_generation(generation)
         if session.is_writing:
@@ -82,7 +89,7 @@ class Writing:
             raise WriteOffsetMismatch(
                 session=session.name, token_count=session.token_count, write_offset=write_offset
             )
-        self._state.touch(session)
+        self._ledger.touched(session)
         reservation = self._begin(session, write_offset, Client(tenant, client))
         try:
             await self._give_up_withheld(session)
@@ -96,10 +103,11 @@ class Writing:
     async def extend(self, reservation: Reservation, token_count: int) -> None:
         """Make room for `token_count` more tokens.
 
-        Raises ReservationNotFound, CapacityExceeded, TooManyRequests, TierFailure; what came before
-        that is kept.
+        Raises ReservationNotFound, SessionNotFound, CapacityExceeded, TooManyRequests, TierFailure; what came
+        before that is kept.
         """
         self._check_open(reservation)
+        self._ledger.check_expiry(reservation.session)
         try:
             await self._admit(reservation, token_count)
             await self._extend(reservation, token_count)
@@ -107,7 +115,7 @@ class Writing:
             self._state.accesses.write_failed(reservation.session, error)
             raise
         finally:
-            self._state.unwritten.promise(-reservation.promised_bytes)
+            self._ledger.promised(reservation.session.tenant, -reservation.promised_bytes)
             reservation.promised_bytes = 0
 
     def renew(self, reservation: Reservation) -> None:
@@ -122,8 +130,9 @@ class Writing:
         """Make tokens visible up to the session's `token_count` afterwards.
 
         `checksums`: what their writer says of them, one per run and stream; None for rows that were placed here. Raises
-        ReservationNotFound, InvalidArgument, ChecksumMismatch, and with `is_durable` CapacityExceeded and TierFailure:
-        the tokens are then committed in memory all the same. Also CorruptSegment: then the session ends before them.
+        ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch, and with `is_durable` CapacityExceeded
+        and TierFailure: the tokens are then committed in memory all the same. Also CorruptSegment: then the session
+        ends before them.
         """
         self.commit_in_memory(reservation, token_count, keep_open=keep_open, checksums=checksums)
         if is_durable:
@@ -136,7 +145,8 @@ class Writing:
     ) -> None:  # fmt: skip
         """Make tokens visible. `checksums` as in `commit`; `is_joint`: one for each token.
 
-        Raises ReservationNotFound, InvalidArgument, ChecksumMismatch.
+        Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch. An expired session is not
+        there for its writer either: a commit would bring back what others were told is gone.
         """
         session = reservation.session
         self._check_open(reservation)
@@ -144,6 +154,11 @@ class Writing:
             # A segment before it was found bad, or all of it has expired: there is nothing to follow.
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
+        try:
+            self._ledger.check_expiry(session)
+        except SessionNotFound:
+            self.release(reservation, is_abandoned=True)
+            raise
         reservation.check(token_count)
         begin = reservation.committed
         if is_joint:
@@ -153,7 +168,7 @@ class Writing:
         for segment, sums in said:
             segment.note(sums)
         if keep_open:
-            self._residency.stage(session, reservation.mark(token_count))
+            self._residency.staging.stage(session, reservation.mark(token_count))
         self._attach(reservation, token_count)
         if not keep_open:
             self.release(reservation)
@@ -179,7 +194,7 @@ class Writing:
             full = reservation.mark(token_count)
             # After a commit that took back some of what was marked there is a gap: its own commit will say.
             full = [s for s in full if covers(s.sums, s.layout.segment_tokens)]
-            self._residency.stage(reservation.session, full)
+            self._residency.staging.stage(reservation.session, full)
 
     def is_open(self, reservation_id: int) -> bool:
         """Whether a reservation has not ended yet."""
@@ -196,25 +211,22 @@ class Writing:
         """Give back what was not committed. `is_abandoned`: nobody can say that the writer has stopped."""
         if self._open.pop(reservation.reservation_id, None) is None:
             return
-        reservation.session.is_writing = False
-        self._state.accesses.did(Call.FINISH, reservation.session)
-        self._state.placement.rested(reservation.session)
-        self._state.evictable.add(reservation.session.uid)
-        now_ns, client = self._state.clock.monotonic_ns(), reservation.client
+        session, client = reservation.session, reservation.client
+        self._state.accesses.did(Call.FINISH, session)
+        now_ns = self._state.clock.monotonic_ns()
         for segment in (run.segment for run in reservation.runs):
-            self._state.unwritten.release(segment)
+            self._ledger.unclaimed(segment)
             segment.forget_sums(segment.row_count)
-            # No row of it was ever committed, so no record was ever made of it.
             if not segment.row_count:
-                segment.is_discarded = True
-            if segment.row_count < segment.layout.segment_tokens:
-                self._residency.unstage(segment)
+                self._ledger.abandoned(segment)
+            if not segment.is_full:
+                self._residency.staging.unstage(segment)
             if is_abandoned:
-                segment.is_open = False
+                self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
                 self._release(segment, client)
-        self._state.unwritten.look_again(reservation.session)
+        self._ledger.write_ended(session)
 
     def expire_due(self) -> None:
         """End reservations past their deadline, and give back slots whose grace has passed."""
@@ -246,20 +258,20 @@ class Writing:
         """Hold a reservation's slots for another thread, whatever becomes of the reservation meanwhile."""
         runs = tuple(reservation.runs)
         for run in runs:
-            self._residency.hold(run.segment)
+            self._ledger.held(run.segment)
         try:
             views = tuple((run, self._io.view(run.segment)) for run in runs)
             yield Room(reservation.session.layout, views, reservation.tally)
         finally:
             for run in runs:
-                self._residency.release(run.segment)
+                self._ledger.released(run.segment)
 
     # -- parts -----------------------------------------------------------------------------------------
 
     async def _give_up_withheld(self, session: Session) -> None:
         """Its writer goes on behind what it shows: what it does not show is not to come back behind that."""
         if session.withheld:
-            dead = self._state.unlist(session, session.keep_positions(session.live))
+            dead = self._ledger.truncated(session, session.live)
             await self._residency.departures.write_down([session], dead=dead)
 
     def _said(
@@ -282,9 +294,7 @@ class Writing:
         return self._io.view(run.segment)[rows]
 
     def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
-        session.is_writing = True
-        self._state.placement.accessed(session)
-        self._state.unwritten.unspare(session.uid)
+        self._ledger.write_began(session)
         self._last_id += 1
         deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
         reservation = Reservation(
@@ -297,7 +307,7 @@ class Writing:
         """Numbers for the segments that `extend` has to make, and their sizes."""
         new_count = sum(segment_id < 0 for segment_id in reservation.needed(token_count))
         size_bytes = reservation.session.layout.size_bytes
-        return {self._state.new_segment_id(): size_bytes for _ in range(new_count)}
+        return {self._ledger.new_segment_id(): size_bytes for _ in range(new_count)}
 
     def _new_bytes(self, reservation: Reservation, token_count: int) -> int:
         """What room for so many more tokens adds to what may become dirty. Raises ReservationNotFound."""
@@ -305,7 +315,7 @@ class Writing:
         needed = reservation.needed(token_count)
         last, _ = reservation.last()
         new_bytes = sum(size_bytes for segment_id, size_bytes in needed.items() if segment_id < 0)
-        return new_bytes + (self._state.unwritten.new_bytes(last) if last and needed else 0)
+        return new_bytes + (self._ledger.claim_bytes(last) if last and needed else 0)
 
     async def _admit(self, reservation: Reservation, token_count: int) -> None:
         """Wait until so many more tokens may be kept and become dirty, and promise it. Never waits at its end."""
@@ -318,12 +328,14 @@ class Writing:
             return len(reservation.runs) * slot_bytes + reservation.promised_bytes
 
         # First: what can never fit makes nothing leave.
-        if self._residency.quotas.is_limited(reservation.session.tenant):
+        if self._ledger.quotas.is_limited(reservation.session.tenant):
             new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
-            self._residency.quotas.check(reservation.session, new_bytes)
+            self._ledger.quotas.check(reservation.session, new_bytes)
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
-            reservation.promised_bytes += await self._residency.dirty_bound.admit(missing_bytes, own_bytes)
+            reservation.promised_bytes += await self._residency.dirty_bound.admit(
+                reservation.session.tenant, missing_bytes, own_bytes
+            )
             # Meanwhile others may have come, or the tail gone that was to be continued.
             await self._wait_for_room(reservation, token_count)
 
@@ -345,30 +357,23 @@ class Writing:
             self.pins.unpin(reservation.client, new)
 
     def _release(self, segment: Segment, client: Client) -> None:
-        self._residency.release(segment)
+        self._ledger.released(segment)
         self.pins.unpin(client, {segment.segment_id: segment.layout.size_bytes})
 
     async def _new_segment(self, reservation: Reservation, segment_id: int) -> Segment:
-        session = reservation.session
-        offset = reservation.end - reservation.committed
-        segment = Segment(
-            segment_id=segment_id, tenant=session.tenant, writer_uid=session.uid,
-            generation=session.generation, begin=session.log_end + offset,
-            model_fingerprint=session.model_fingerprint, layout=session.layout,
-            use=self._state.usage.of(session.tenant),
-        )  # fmt: skip
-        size_bytes = session.layout.size_bytes
-        slot = await self._residency.place(size_bytes, session.tenant)
+        session, size_bytes = reservation.session, reservation.session.layout.size_bytes
+        segment = self._ledger.blank(
+            session, segment_id, session.log_end + reservation.end - reservation.committed
+        )
+        slot = await self._residency.memory_room.place(size_bytes, session.tenant)
         try:
             await self._residency.ssd_room.keep_within_limit(session, size_bytes)
+            # Its time may have come while room was made.
+            self._check_open(reservation)
         except BaseException:
-            self._residency.dram.give(slot)
+            self._ledger.memory.give(slot)
             raise
-        segment.dram = slot
-        if reservation.reservation_id not in self._open:
-            # Its time came while room was made.
-            self._residency.free(segment)
-            raise ReservationNotFound(reservation_id=reservation.reservation_id)
+        self._ledger.reserved(segment, slot)
         return segment
 
     def _check_open(self, reservation: Reservation) -> None:
@@ -381,7 +386,7 @@ class Writing:
         if last and last.segment is segment:
             reservation.runs[-1] = replace(last, row_end=row_end)
         else:
-            self._residency.hold(segment)
+            self._ledger.held(segment)
             self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
             self._claim(reservation, segment)
             reservation.runs.append(Run(segment, row, row_end, reservation.end))
@@ -389,34 +394,27 @@ class Writing:
 
     def _claim(self, reservation: Reservation, segment: Segment) -> None:
         """What was promised is taken."""
-        taken_bytes = self._state.unwritten.new_bytes(segment)
-        self._state.unwritten.reserve(segment)
-        self._state.unwritten.promise(-taken_bytes)
+        taken_bytes = self._ledger.claimed(segment)
+        self._ledger.promised(reservation.session.tenant, -taken_bytes)
         reservation.promised_bytes -= taken_bytes
 
     def _attach(self, reservation: Reservation, token_count: int) -> None:
         session = reservation.session
         added = token_count - reservation.committed
         for run in reservation.runs_of(reservation.committed, token_count):
-            if not run.segment.session_count:
-                session.is_tail_apart = run.segment.begin == session.log_end
-                self._state.attach(session, run.segment)
-            run.segment.row_count = min(run.row_end, run.row_begin + token_count - run.token_begin)
-            if run.segment.is_dirty:
-                self._residency.committed(session, run.segment)
-        if added:
-            session.append_rows(session.log_end + added)
+            row_count = min(run.row_end, run.row_begin + token_count - run.token_begin)
+            self._ledger.committed(session, run.segment, row_count)
+        self._ledger.appended(session, added)
         reservation.committed = token_count
         reservation.tally.forget(token_count)
         self._let_go(reservation)
         self._state.counters.appended_token_count += added
         self._state.accesses.did(Call.APPEND, session, tokens=added)
-        self._state.touch(session)
 
     def _let_go(self, reservation: Reservation) -> None:
         """End the holds on segments that are written in full; the last one may be continued."""
         done = bisect_right(reservation.runs[:-1], reservation.committed, key=lambda run: run.token_end)
         for run in reservation.runs[:done]:
-            self._state.unwritten.release(run.segment)
+            self._ledger.unclaimed(run.segment)
             self._release(run.segment, reservation.client)
         del reservation.runs[:done]

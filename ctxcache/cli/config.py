@@ -13,7 +13,7 @@ from ctxcache.cli.signature import option, with_signature
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
-    from ctxcache.config import Settings
+    from ctxcache.settings.config import Settings
 
 EffectiveOption = Annotated[
     bool | None, typer.Option("--effective", help="Those at their default, too.", show_default=False)
@@ -64,7 +64,7 @@ def show(context: typer.Context, *, effective: bool | None, **given: Any) -> Non
 
 def reference() -> None:
     """Print a TOML file of all settings, with what each means, to start from."""
-    from ctxcache.knobs.reference import toml  # noqa: PLC0415  only this command needs it
+    from ctxcache.settings.knobs.reference import toml  # noqa: PLC0415  only this command needs it
 
     typer.echo(toml(), nl=False)
 

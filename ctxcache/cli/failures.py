@@ -41,7 +41,7 @@ def asked_output(words: Sequence[str]) -> Output:
 
 def error_document(error: CacheError, output: Output) -> str:
     """An error of ours."""
-    from ctxcache.status import code_of  # noqa: PLC0415  grpc is half the start time of --help
+    from ctxcache.wire.status import code_of  # noqa: PLC0415  grpc is half the start time of --help
 
     facts = {name: value for name, value in error.facts.items() if name not in ("field", "source", "problem")}
     return _document(

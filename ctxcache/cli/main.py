@@ -28,8 +28,6 @@ from ctxcache.cli import (
     top,
     trace,
 )
-from ctxcache.cli.backup import BACKUP_EXAMPLES, RESTORE_EXAMPLES, backup, restore_command
-from ctxcache.cli.bench import bench
 from ctxcache.cli.call import Call, OutputOption, TargetOption, TimeoutOption, of_tenant, online, watched
 from ctxcache.cli.completion import session_names
 from ctxcache.cli.config import config_app
@@ -68,8 +66,6 @@ app.command(
     "rebuild",
     epilog=examples("ctxcache rebuild --dry-run", "ctxcache rebuild --data-directory /var/lib/ctxcache"),
 )(rebuild_command())
-app.command("backup", epilog=BACKUP_EXAMPLES)(backup)
-app.command("restore", epilog=RESTORE_EXAMPLES)(restore_command())
 app.command(
     "verify",
     epilog=examples(
@@ -79,7 +75,6 @@ app.command(
 app.command(
     "doctor", epilog=examples("ctxcache doctor", "ctxcache doctor --config ctxcache.toml --output json")
 )(doctor_command())
-app.command("bench", epilog=examples("ctxcache bench --list", "ctxcache bench --rows lookup --quick"))(bench)
 app.command(
     "simulate",
     epilog=examples(
@@ -98,7 +93,7 @@ app.add_typer(faults.app, name="fault")
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("drain", epilog=drain.EXAMPLES)(drain.drain)
 app.command("export", epilog=export.EXAMPLES)(export.export)
-app.command("import", epilog=import_.EXAMPLES)(import_.import_sessions)
+app.command("import", epilog=import_.EXAMPLES)(import_.import_command())
 app.add_typer(config_app(), name="config")
 app.add_typer(tokens.app, name="token")
 
@@ -224,7 +219,7 @@ def health(call: Call) -> None:
 
 
 # Last: a plugin's name never hides one of ours, and --help lists it after them.
-add_plugins(app)
+add_plugins(app, groups={"trace": trace.app})
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import typer
 
-from ctxcache.trace_context import trace_id_of
+from ctxcache.runtime.trace_context import trace_id_of
 
 Value = TypeVar("Value")
 
@@ -38,7 +38,7 @@ def parse_trace(text: str) -> str:
 
 def parse_size_bytes(text: str) -> int:
     """Bytes in `100MiB`. Raises ValueError."""
-    from ctxcache.config import parse_size  # noqa: PLC0415  pydantic is slow to import
+    from ctxcache.settings.config import parse_size  # noqa: PLC0415  pydantic is slow to import
 
     return int(str(parse_size(text)))
 

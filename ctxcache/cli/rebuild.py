@@ -15,11 +15,11 @@ from ctxcache.cli.call import CONTEXT, OutputOption, call_of
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.cli.units import human_size
-from ctxcache.privacy import keep_private
+from ctxcache.runtime.privacy import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
-    from ctxcache.rebuild import Rebuilt
+    from ctxcache.storage.rebuild import Rebuilt
 
 _DRY_RUN = Annotated[bool | None, typer.Option("--dry-run", help="Say what would come back; change nothing.")]
 
@@ -36,8 +36,8 @@ def rebuild(context: typer.Context, **given: Any) -> None:
 
     The old metadata is kept beside it. Exits with 0 also when some sessions end earlier than they did.
     """
-    from ctxcache.rebuild import rebuild as make_anew  # noqa: PLC0415  it imports RocksDB
-    from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
+    from ctxcache.storage.opening import ssd_directories_of  # noqa: PLC0415  as above
+    from ctxcache.storage.rebuild import rebuild as make_anew  # noqa: PLC0415  it imports RocksDB
 
     is_dry_run = bool(given.pop("dry_run"))
     settings = load_settings(given)

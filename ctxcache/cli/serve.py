@@ -1,16 +1,19 @@
 """`ctxcache serve`: settings in, a running server out, until a signal ends it.
 
-The one command that builds a server; it imports what that takes only when it runs. Worst case: the
-server cannot start, which `main` turns into one sentence and an exit code.
+The one command that builds a server; it imports what that takes only when it runs. Once the server listens,
+it says so: facts for people, or the same facts as one line of JSON, whose names docs/operations.md has and
+scripts wait for. Worst case: the server cannot start, which `main` turns into one sentence and an exit code.
 """
 
 import asyncio
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +22,68 @@ import typer
 from ctxcache.cli.call import CONTEXT, OutputOption, call_of
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.output import Output
-from ctxcache.cli.ready import Place, Ready
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
-from ctxcache.descriptors import raise_limit
-from ctxcache.log_format import log_to
-from ctxcache.malloc import keep_freed_memory, look_once_at_what_stays
-from ctxcache.privacy import keep_private
-from ctxcache.process_memory import check_address_space
-from ctxcache.time_slice import shorten_time_slices
+from ctxcache.cli.units import human_size
+from ctxcache.runtime.descriptors import raise_limit
+from ctxcache.runtime.log_format import log_to
+from ctxcache.runtime.malloc import keep_freed_memory, look_seldom_at_what_stays
+from ctxcache.runtime.privacy import keep_private
+from ctxcache.runtime.process_memory import check_address_space
+from ctxcache.runtime.time_slice import shorten_time_slices
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A file of a tier. `io_mode` is `memory`, `direct` or `buffered`; `reason` says why, and which pages."""
+
+    path: str
+    size_bytes: int
+    io_mode: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A server that listens. `listen_addresses` are gRPC targets, `bulk_addresses` where the bulk channel is."""
+
+    version: str
+    pid: int
+    listen_addresses: tuple[str, ...]
+    bulk_addresses: tuple[str, ...]
+    data_directory: str
+    control_socket: str
+    metrics_address: str
+    arena: Place
+    ssd: tuple[Place, ...]
+    session_count: int
+
+    def json_line(self) -> str:
+        """One line, its names stable."""
+        return json.dumps({"event": "ready", **asdict(self)}, separators=(",", ":"))
+
+    def text(self) -> str:
+        """A few lines for people."""
+        lines = [f"ctxcache {self.version} is ready (pid {self.pid})"]
+        lines += [f"  listens on  {address}" for address in self.listen_addresses]
+        lines += [f"  bulk        {address}" for address in self.bulk_addresses]
+        lines.append(f"  data        {self.data_directory}, {self.session_count} sessions found")
+        place = f"{human_size(self.arena.size_bytes)} at {self.arena.path}"
+        lines.append(f"  DRAM        {place}, {self.arena.reason}")
+        lines.append(f"  local       {self.control_socket or 'by gRPC: no control socket'}")
+        lines.append(f"  metrics     {self._metrics()}")
+        lines += [
+            f"  SSD         {human_size(place.size_bytes)} at {place.path}, {place.io_mode} I/O"
+            for place in self.ssd
+        ]
+        return "\n".join(lines)
+
+    def _metrics(self) -> str:
+        return f"http://{self.metrics_address}/metrics" if self.metrics_address else "none"
+
 
 if TYPE_CHECKING:
-    from ctxcache.server import Server
+    from ctxcache.server.server import Server
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
 
@@ -55,10 +108,10 @@ def serve(context: typer.Context, **given: Any) -> None:
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
     keep_freed_memory()
     raise_limit()
-    look_once_at_what_stays()
+    look_seldom_at_what_stays()
     # Before any thread is begun.
     shorten_time_slices()
-    from ctxcache import lifecycle  # noqa: PLC0415  see the module's docstring
+    from ctxcache.server import lifecycle  # noqa: PLC0415  see the module's docstring
 
     asyncio.run(
         lifecycle.serve(

@@ -4,16 +4,17 @@ Texts only: `config.load` reads them, as it reads the environment and the file.
 """
 
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ctxcache.cli.signature import option
-from ctxcache.knobs import KNOBS, Kind, Knob
+from ctxcache.settings.knobs import KNOBS, Kind, Knob
 
 if TYPE_CHECKING:
-    from ctxcache.config import Settings, Source
+    from ctxcache.settings.config import Settings, Source
 
 
 _CONFIG = Annotated[
@@ -22,9 +23,12 @@ _CONFIG = Annotated[
 ]
 
 
-def setting_options() -> list[inspect.Parameter]:
-    """Return the parameters of a command that takes settings."""
-    return [option("config", _CONFIG), *(option(knob.name, _annotation(knob)) for knob in KNOBS.values())]
+def setting_options(shown: Collection[str] = KNOBS.keys()) -> list[inspect.Parameter]:
+    """Return the parameters of a command that takes settings; --help has those in `shown`."""
+    knobs = (
+        option(knob.name, _annotation(knob, is_hidden=name not in shown)) for name, knob in KNOBS.items()
+    )
+    return [option("config", _CONFIG), *knobs]
 
 
 def load_settings(given: dict[str, Any]) -> "Settings":
@@ -34,7 +38,7 @@ def load_settings(given: dict[str, Any]) -> "Settings":
 
 def settings_of(given: dict[str, Any]) -> "tuple[Settings, dict[str, Source]]":
     """Take the settings out of what a command was given, and where each comes from. Raises InvalidConfiguration."""
-    from ctxcache.config import load_with_sources  # noqa: PLC0415  pydantic takes longer than all of --help
+    from ctxcache.settings.config import load_with_sources  # noqa: PLC0415  pydantic takes longer than all of --help
 
     file = given.pop("config")
     # An option that may be repeated and was not is an empty list.
@@ -42,9 +46,13 @@ def settings_of(given: dict[str, Any]) -> "tuple[Settings, dict[str, Source]]":
     return load_with_sources(arguments, file=file)
 
 
-def _annotation(knob: Knob) -> object:
+def _annotation(knob: Knob, *, is_hidden: bool) -> object:
     shown = typer.Option(
-        knob.option, metavar=knob.kind.metavar, help=_help(knob), show_default=knob.default_text
+        knob.option,
+        metavar=knob.kind.metavar,
+        help=_help(knob),
+        show_default=knob.default_text,
+        hidden=is_hidden,
     )
     # A list's text is one value per occurrence; every other option is given once.
     return Annotated[list[str] | None if knob.kind is Kind.DIRECTORIES else str | None, shown]

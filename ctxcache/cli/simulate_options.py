@@ -13,7 +13,7 @@ import typer
 
 from ctxcache.cli.simulate_machine import Machine
 from ctxcache.cli.units import parse_duration_s
-from ctxcache.knobs.places import SIZE_LIMIT_BYTES
+from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from ctxcache.simulate.lies import Lie
@@ -210,7 +210,7 @@ def _rate(value: float, option: str) -> float:
 
 
 def _size(text: str, option: str) -> int:
-    from ctxcache.config import parse_size  # noqa: PLC0415  pydantic
+    from ctxcache.settings.config import parse_size  # noqa: PLC0415  pydantic
 
     try:
         size_bytes = parse_size(text)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ctxcache.simulate.census import Census
     from ctxcache.simulate.sweep import Row, Sweep
 
-_NEEDS_PLOT = "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[bench]'\n"
+_NEEDS_PLOT = "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[plot]'\n"
 SUFFIXES = (".png", ".svg")
 Draw = Callable[["Sweep", "Sequence[Row]", "Census"], None]
 

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ctxcache.cli.examples import examples
-from ctxcache.core.identity import Grant, Role, is_tenant
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.tokens import Token, digest_of, new_secret, read_tokens
+from ctxcache.identity.grants import Grant, Role, is_tenant
+from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
 
 app = typer.Typer(no_args_is_help=True, help="Make tokens for clients.")
 

@@ -1,13 +1,12 @@
-"""`ctxcache trace`: what a live store is asked, without content: recorded, played against another, made a trace of.
+"""`ctxcache trace`: what a live store is asked, without content: recorded, and made a trace of.
 
-Thin: files, counts and players are `ctxcache.recordings`, imported when a command runs. Worst case: the file's device
+Thin: files and counts are `ctxcache.recordings`, imported when a command runs. The lab adds `replay`. Worst case: the file's device
 is full or the server goes away; what is recorded up to then stays, and says that it is not whole.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,6 @@ import typer
 from ctxcache.cli.call import Call, online
 from ctxcache.cli.examples import examples
 from ctxcache.cli.names import parsed
-from ctxcache.cli.trace_tables import comparison
 from ctxcache.cli.units import human_duration, parse_duration_s
 
 if TYPE_CHECKING:
@@ -70,40 +68,6 @@ def record(
     call.show_facts(facts, f"{file}: {written.call_count} calls in {human_duration(written.elapsed_s)}{lost}")
 
 
-@app.command(
-    "replay",
-    epilog=examples(
-        "ctxcache trace replay calls.jsonl --speed 0",
-        "ctxcache trace replay calls.jsonl --speed 60 --concurrency 4",
-    ),
-)
-@online
-def replay(
-    call: Call,
-    file: FileArgument,
-    speed: Annotated[
-        float,
-        typer.Option("--speed", metavar="TIMES", min=0, help="As fast as recorded; 0: without a pause."),
-    ] = 1.0,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", metavar="N", min=1, max=64, help="Calls at a time, one a session.")
-    ] = 4,
-) -> None:
-    """Ask another store what was recorded, with rows made up of the same sizes, and compare.
-
-    It is for stores that hold nothing else: sessions and models named `replay-...` stay there. Times to live
-    shrink with --speed. One call at a time is exact in the order of calls; more hold each session's.
-    """
-    from ctxcache.recordings.replay import replay as play  # noqa: PLC0415  it imports numpy
-
-    with _progress() as step:
-        outcome = play(
-            file, lambda: call.client(moves_rows=True), speed=speed, concurrency=concurrency, step=step
-        )
-    figures = outcome.figures()
-    call.show_facts(figures, comparison(figures))
-
-
 @app.command("convert", epilog=examples("ctxcache trace convert calls.jsonl turns.jsonl"))
 @online
 def convert(call: Call, file: FileArgument, trace: NewFileArgument) -> None:
@@ -149,17 +113,3 @@ def _report(written: "Written") -> None:
         line = f"{human_duration(written.elapsed_s)}: {written.call_count} calls{lost}; Ctrl-C ends it"
         sys.stderr.write(f"\r\x1b[K{line}\r")
         sys.stderr.flush()
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    from rich.console import Console  # noqa: PLC0415  --help draws no bars
-    from rich.progress import Progress  # noqa: PLC0415
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
-        task = bars.add_task("reading")
-
-        def step(what: str, done: int, total: int) -> None:
-            bars.update(task, description=what, completed=done, total=total)
-
-        yield step

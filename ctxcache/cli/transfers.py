@@ -1,6 +1,6 @@
-"""What `export` and `import` have in common: a bar while it goes on, and what became of each session.
+"""The parts that `export` and `import` share: a bar of progress, and the report of each session.
 
-Worst case: some failed, which is said of each, and once more as the sentence and the exit code of the first of them.
+Worst case: some sessions failed. Each is reported, and the first gives the sentence and the exit code.
 """
 
 import sys
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ctxcache.archive.outcomes import Outcome, Status
 from ctxcache.cli.call import Call
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError
-from ctxcache.portable.outcomes import Outcome, Status
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -23,7 +23,7 @@ PIPE = "-"
 
 
 class Bar:
-    """A bar of one task after the other; draws nothing where nobody looks."""
+    """A bar of one task after the other; draws nothing where standard error is no terminal."""
 
     def __init__(self, bars: "Progress") -> None:
         self._bars = bars
@@ -31,7 +31,7 @@ class Bar:
         self._size_bytes = 0
 
     def begin(self, what: str, total: int | None) -> None:
-        """Begin a task of so many steps; None where nobody knows."""
+        """Begin a task of so many steps; None where that is not known."""
         if self._task is not None:
             self._bars.remove_task(self._task)
         self._task, self._size_bytes = self._bars.add_task(what, total=total, size=""), 0
@@ -42,17 +42,31 @@ class Bar:
         if self._task is not None:
             self._bars.update(self._task, description=name, advance=count, size=human_size(self._size_bytes))
 
+    def at(self, what: str, done: int, total: int) -> None:
+        """So much of a task is done, of so much in all."""
+        if self._task is not None:
+            self._bars.update(self._task, description=what, completed=min(done, total), total=total)
+
 
 @contextmanager
 def bar() -> Iterator[Bar]:
     """Draw on standard error, if that is a terminal, until the block ends."""
     from rich.console import Console  # noqa: PLC0415  --help draws no bars
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[size]}"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[size]}"),
         TimeRemainingColumn(),
-    )  # fmt: skip
+    )
     with Progress(
         *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
     ) as bars:
@@ -71,7 +85,7 @@ def raise_first(outcomes: Sequence[Outcome]) -> None:
     failed = [one for one in outcomes if one.status is Status.FAILED]
     if not failed:
         return
-    # The file's own failure, if there is one: no session's line has told of it.
+    # The file's own failure, if there is one: no session's line reports it.
     first = next((one for one in failed if not one.session), failed[0])
     error = first.error
     if error is None or len(outcomes) == 1 or not first.session:
@@ -82,8 +96,14 @@ def raise_first(outcomes: Sequence[Outcome]) -> None:
     raise type(error)(f"{told}: {error}")
 
 
+def counted(session_count: int, token_count: int, segment_count: int) -> str:
+    """How much a backup is of, for people."""
+    sessions = f"{session_count} session{'s' * (session_count != 1)}"
+    return f"{sessions} with {token_count} tokens in {segment_count} segments"
+
+
 def no_terminal(stream_name: str) -> typer.BadParameter:
-    """What a terminal in the place of a pipe is."""
+    """The error for a terminal in the place of a pipe."""
     return typer.BadParameter(f"{stream_name} is a terminal: give a file, or a pipe")
 
 

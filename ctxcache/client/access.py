@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 from ctxcache.errors import CacheError, Unavailable
-from ctxcache.status import from_parts
 from ctxcache.v1.arena_pb2 import (
     AccessResponse,
     Operation,
@@ -17,6 +16,7 @@ from ctxcache.v1.arena_pb2 import (
     ReleaseLease,
     ReleaseReservation,
 )
+from ctxcache.wire.status import from_parts
 
 # Ends a lease that never exists: an operation that changes nothing, and whose answer proves the way.
 PROBE = Operation(release_lease=ReleaseLease(lease_id=0))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.ssd_files import SsdFiles
-from ctxcache.populate import Populate
+from ctxcache.runtime.populate import Populate
 from ctxcache.v1 import arena_pb2
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,11 +61,6 @@ class MappedArena:
             if self._ssd_files is None:
                 self._ssd_files = SsdFiles([(file.path, file.size_bytes) for file in self._arena.ssd_files])
             return self._ssd_files
-
-    def wait_until_populated(self, timeout_s: float) -> None:
-        """Wait until what is mapped so far can be touched at no cost, or the time is over."""
-        for item in self._populating:
-            item.wait(timeout_s)
 
 
 def map_arena(arena: arena_pb2.Arena) -> MappedArena | None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.privacy import check_secret
+from ctxcache.runtime.privacy import check_secret
 
 
 class TokenFile:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, TooManyRequests, Unavailable
-from ctxcache.framed_socket import VERSION, FramedSocket, FrameError, Kind
-from ctxcache.status import from_encoded_status
 from ctxcache.v1 import bulk_pb2
+from ctxcache.wire.framed_socket import VERSION, FramedSocket, FrameError, Kind
+from ctxcache.wire.status import from_encoded_status
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_INTERVAL_S = 60.0

@@ -21,8 +21,6 @@ from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, Unavailable
 from ctxcache.format.identity import wire_checksum
 from ctxcache.format.streams import Stream
-from ctxcache.framed_socket import PIECE_BYTES, ConnectionEnded, Frame, Kind, Part
-from ctxcache.status import from_encoded_status
 from ctxcache.v1.bulk_pb2 import BulkChunk
 from ctxcache.v1.session_pb2 import (
     AppendCommit,
@@ -33,6 +31,8 @@ from ctxcache.v1.session_pb2 import (
     ReadSessionRequest,
     Session,
 )
+from ctxcache.wire.framed_socket import PIECE_BYTES, ConnectionEnded, Frame, Kind, Part
+from ctxcache.wire.status import from_encoded_status
 
 CHUNK_BYTES = 2 << 20
 T = TypeVar("T")

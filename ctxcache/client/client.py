@@ -30,8 +30,7 @@ from ctxcache.client.rows import SessionRows
 from ctxcache.client.sessions import SessionCalls
 from ctxcache.client.shapes import check_append
 from ctxcache.client.ssd_files import SsdFiles
-from ctxcache.client.streamed_append import BufferedWriter, append_by_stream
-from ctxcache.client.streamed_rows import StreamedRows
+from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_by_stream
 from ctxcache.client.tls import ClientTls
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter

@@ -17,9 +17,9 @@ from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 from ctxcache.client.socket_access import SocketAccess
 from ctxcache.client.wire import ANSWER_LIMIT_BYTES
 from ctxcache.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from ctxcache.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
-from ctxcache.status import from_status
 from ctxcache.v1.arena_pb2 import Arena, ControlHello, ControlWelcome
+from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
+from ctxcache.wire.status import from_status
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 _READ_BYTES = 1 << 16

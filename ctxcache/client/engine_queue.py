@@ -23,9 +23,9 @@ from ctxcache.errors import (
     InvalidArgument,
     Unavailable,
 )
-from ctxcache.status import from_parts, from_rpc_error
 from ctxcache.v1 import hints_pb2
 from ctxcache.v1.hints_pb2 import JOB_END_CANCELLED, JOB_END_STARTED, ScheduleRequest, SessionEvent
+from ctxcache.wire.status import from_parts, from_rpc_error
 
 UNANSWERED_LIMIT = 4
 """Requests under way; what changes meanwhile goes in the next one."""

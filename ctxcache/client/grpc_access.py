@@ -19,8 +19,8 @@ from ctxcache.client.access import PROBE, AccessStream, again, as_break, release
 from ctxcache.client.tracing import trace_parent
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
-from ctxcache.status import from_rpc_error
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, Operation
+from ctxcache.wire.status import from_rpc_error
 
 _JOIN_TIMEOUT_S = 5.0
 SURE_FOR_NS = 250_000_000

@@ -25,16 +25,6 @@ class Piece(NamedTuple):
     rows: Bytes
 
 
-def checked_out(out: Bytes | None, shape: tuple[int, int]) -> Bytes:
-    """The array to copy into: `out` if it fits, or a fresh one. Raises InvalidArgument."""
-    whole = np.empty(shape, np.uint8) if out is None else out
-    if whole.shape != shape or whole.dtype != np.uint8 or not whole.flags.c_contiguous:
-        raise InvalidArgument(
-            field="out", problem=f"{whole.dtype}{whole.shape} is not contiguous uint8{shape}"
-        )
-    return whole
-
-
 class SessionRows(ABC):
     """Rows of tokens `[begin, end)`. A context manager: leaving it ends the lease or the stream."""
 

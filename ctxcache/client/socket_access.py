@@ -18,9 +18,9 @@ from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 from ctxcache.client.access import AccessStream, again, as_break, releases
 from ctxcache.client.tracing import trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
-from ctxcache.frames import Frame, FrameReader, Kind, encode_frame
-from ctxcache.status import from_status
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, Operation
+from ctxcache.wire.frames import Frame, FrameReader, Kind, encode_frame
+from ctxcache.wire.status import from_status
 
 UNREAD_LIMIT = 64
 """Answers that nobody waits for, at a time: then one is waited for, which brings those before it."""

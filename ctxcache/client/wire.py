@@ -17,7 +17,6 @@ from ctxcache.client.tls import ClientTls, tls_problem
 from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import CacheError, TlsFailed, Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
-from ctxcache.status import from_rpc_error
 from ctxcache.v1 import (
     admin_pb2_grpc,
     arena_pb2_grpc,
@@ -27,6 +26,7 @@ from ctxcache.v1 import (
     session_pb2_grpc,
 )
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
+from ctxcache.wire.status import from_rpc_error
 
 # A chunk is at most 2 MiB; the rest is room for its envelope, and for batches of operations.
 MESSAGE_LIMIT_BYTES = 4 << 20

@@ -26,7 +26,7 @@ class Budget:
     def __init__(self, *, limit_bytes: int, client_limit_bytes: int, is_divided: bool = False) -> None:
         """`is_divided`: no tenant may pin so much that nothing is left for others."""
         self.limit_bytes = limit_bytes
-        self._is_divided = is_divided
+        self.is_divided = is_divided
         self._tenant_bytes: Counter[str] = Counter()
         self.client_limit_bytes = min(client_limit_bytes, limit_bytes)
         self.used_bytes = 0
@@ -38,7 +38,7 @@ class Budget:
         """The most bytes that the client could ever pin."""
         # Alone it may have so much that what is left free is in proportion.
         limit_bytes = self.limit_bytes
-        if self._is_divided:
+        if self.is_divided:
             limit_bytes = limit_bytes * OWN_PER_FREE // (OWN_PER_FREE + 1)
         return limit_bytes if client.number is None else min(limit_bytes, self.client_limit_bytes)
 
@@ -53,7 +53,7 @@ class Budget:
         if free_bytes < 0:
             return False
         own_bytes = self._tenant_bytes[client.tenant] + new_bytes
-        if self._is_divided and new_bytes and own_bytes > OWN_PER_FREE * free_bytes:
+        if self.is_divided and new_bytes and own_bytes > OWN_PER_FREE * free_bytes:
             return False
         if client.number is None:
             return True

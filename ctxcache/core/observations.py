@@ -29,12 +29,12 @@ class Observations:
     """From a session's creation, or its coming back, until its eviction."""
     evicted_idle_s: Histogram = field(default_factory=_long)
     """From its last access until then."""
-    dram_residence_s: Histogram = field(default_factory=_long)
-    """For how long all of a session stayed in DRAM."""
+    memory_residence_s: Histogram = field(default_factory=_long)
+    """For how long all of a session stayed in memory."""
     lease_s: Histogram = field(default_factory=_long)
     """For how long leases were held."""
     promotion_s: Histogram = field(default_factory=_quick)
-    """Of one segment, from SSD to DRAM."""
+    """Of one segment, from the tier below to memory."""
     flush_s: Histogram = field(default_factory=_quick)
     """Of one session, until all of it was durable."""
     operations: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -1,6 +1,6 @@
 """Watermarks: when rows are written behind, when room is made, and when writers wait. Decisions only.
 
-Shares are of the arena. `free` is what no segment has; `dirty` is what only DRAM has; `claimed` is
+Shares are of the arena. `free` is what no segment has; `dirty` is what only memory has; `claimed` is
 what is dirty, or may become so without asking again.
 """
 

@@ -9,7 +9,7 @@ The same layout is used in the arena and on SSD: a flush is one copy-free write.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -24,6 +24,12 @@ HEADER_STREAM_BYTES = struct.calcsize("<iiiiQ")
 def align(size_bytes: int) -> int:
     """The next multiple of 4 KiB at or above `size_bytes`."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def slot_bytes(specs: Sequence[StreamSpec], segment_tokens: int = SEGMENT_TOKENS) -> int:
+    """The size of a slot that holds these streams: `SegmentLayout.size_bytes`, without the layout."""
+    header_bytes = align(HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * len(specs))
+    return header_bytes + sum([align(spec.row_bytes * segment_tokens) for spec in specs])
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ctxcache.observe.table import OWN
 from ctxcache.service.admission import Admissions
 from ctxcache.service.connections import Connections
 from ctxcache.service.rpc_times import RpcTimes
-from ctxcache.status import code_name
+from ctxcache.wire.status import code_name
 
 
 @dataclass(slots=True)

@@ -8,10 +8,9 @@ import asyncio
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 from ctxcache.cache import Cache
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.session import Session
 
 SHOWN = 20
 SESSIONS_LIMIT = 1 << 16
@@ -54,15 +53,14 @@ class Engine:
 
 async def listed_sessions(cache: Cache) -> Sessions:
     """Look through the sessions, taking turns with everybody else."""
-    state = cache.state
-    now_ns = state.clock.now_ns()
+    now_ns = cache.state.clock.now_ns()
     hottest: list[tuple[float, int, Session]] = []
     largest: list[tuple[float, int, Session]] = []
-    sessions = list(islice(reversed(state.sessions.values()), SESSIONS_LIMIT))
+    sessions = cache.ledger.newest(SESSIONS_LIMIT)
     for begin in range(0, len(sessions), SLICE):
         for i, session in enumerate(sessions[begin : begin + SLICE], begin):
             # What forks share counts for each of them, as what it takes to read it does.
-            _keep(largest, (len(session.segments) * session.layout.size_bytes, i, session))
+            _keep(largest, (session.size_bytes, i, session))
             _keep(hottest, (session.heat_at(now_ns), i, session))
         await asyncio.sleep(0)
     return Sessions(_listed(hottest, now_ns), _listed(largest, now_ns), len(sessions))
@@ -84,7 +82,7 @@ def _facts(session: Session, now_ns: int) -> Listed:
     amounts = session.amounts()
     return Listed(
         session.tenant, session.session_id, session.model_id, session.token_count, session.heat_at(now_ns),
-        max(now_ns - session.access_time_ns, 0) / 10**9, amounts.dram_bytes, amounts.ssd_bytes,
+        max(now_ns - session.access_time_ns, 0) / 10**9, amounts.memory_bytes, amounts.durable_bytes,
         session.durable_token_count == session.token_count,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.accesses import LOOKUP, READ, RESULTS
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.observe.samples import Sample, taken
-from ctxcache.tiers.base import Tier
+from ctxcache.storage.tiers.base import Tier
 
 TENANTS_SHOWN = 100
 OTHER = "_other"
@@ -43,13 +43,13 @@ def _hits(cache: Cache) -> Iterator[Sample]:
 
 
 def _stay(cache: Cache) -> Iterator[Sample]:
-    state, counters, seen = cache.state, cache.state.counters, cache.state.seen
-    yield Sample("ctxcache_sessions", len(state.sessions))
+    state, counters, seen, ledger = cache.state, cache.state.counters, cache.state.seen, cache.ledger
+    yield Sample("ctxcache_sessions", len(ledger.sessions()))
     yield Sample("ctxcache_session_limit", state.limits.session_count)
     yield Sample("ctxcache_wall_clock_ahead_seconds", state.clock.wall_ahead_ns() / SECOND_NS)
     yield Sample("ctxcache_models", len(state.models))
     yield Sample("ctxcache_model_limit", state.limits.model_count)
-    yield Sample("ctxcache_segments", len(state.segments))
+    yield Sample("ctxcache_segments", len(ledger.segments()))
     for cause, count in (
         ("expired", counters.expired_session_count),
         ("evicted", counters.evicted_session_count),
@@ -58,20 +58,20 @@ def _stay(cache: Cache) -> Iterator[Sample]:
         yield Sample("ctxcache_ended_sessions_total", count, (cause,))
     yield Sample("ctxcache_evicted_session_age_seconds", taken(seen.evicted_age_s))
     yield Sample("ctxcache_evicted_session_idle_seconds", taken(seen.evicted_idle_s))
-    yield Sample("ctxcache_dram_residence_seconds", taken(seen.dram_residence_s))
+    yield Sample("ctxcache_dram_residence_seconds", taken(seen.memory_residence_s))
 
 
 def _tiers(cache: Cache) -> Iterator[Sample]:
-    residency = cache.residency
-    yield from _tier("dram", cache.arena, residency.dram)
-    yield from _tier("ssd", cache.ssd, residency.ssd)
-    withheld = cache.state.withheld
+    ledger = cache.ledger
+    yield from _tier("dram", cache.arena, ledger.memory)
+    yield from _tier("ssd", cache.ssd, ledger.below)
+    withheld = cache.ledger.withheld
     yield Sample("ctxcache_withheld_sessions", len(withheld))
     yield Sample("ctxcache_withheld_tokens", sum(withheld.values()))
-    yield Sample("ctxcache_quarantined_slots", len(residency.quarantined))
-    yield Sample("ctxcache_quarantined_bytes", sum(slot.size_bytes for slot in residency.quarantined))
-    yield Sample("ctxcache_stranded_slots", len(residency.stranded))
-    marks, capacity_bytes = residency.watermarks, residency.dram.capacity_bytes
+    yield Sample("ctxcache_quarantined_slots", len(ledger.below.quarantined))
+    yield Sample("ctxcache_quarantined_bytes", sum(slot.size_bytes for slot in ledger.below.quarantined))
+    yield Sample("ctxcache_stranded_slots", len(ledger.below.stranded))
+    marks, capacity_bytes = ledger.watermarks, ledger.memory.capacity_bytes
     for mark, share in (
         ("dram_low", marks.low), ("dram_high", marks.high), ("dirty", marks.dirty), ("dirty_limit", marks.dirty_limit),
     ):  # fmt: skip
@@ -96,29 +96,29 @@ def _tier(name: str, tier: Tier, slots: SlotAllocator) -> Iterator[Sample]:
 
 
 def _moves(cache: Cache) -> Iterator[Sample]:
-    state, counters, seen = cache.state, cache.state.counters, cache.state.seen
-    ahead, unwritten = state.placement.prefetched, state.unwritten
+    state, counters, seen, ledger = cache.state, cache.state.counters, cache.state.seen, cache.ledger
+    ahead = ledger.placement.prefetched
     yield Sample("ctxcache_promoted_segments_total", counters.promoted_segment_count)
     yield Sample("ctxcache_promotion_seconds", taken(seen.promotion_s))
     yield Sample("ctxcache_prefetched_segments_total", ahead.prefetched_segment_count)
     yield Sample("ctxcache_prefetch_used_segments_total", ahead.prefetch_used_segment_count)
     yield Sample("ctxcache_prefetch_late_segments_total", ahead.prefetch_late_segment_count)
     yield Sample("ctxcache_prefetch_unused_segments_total", ahead.prefetch_unused_segment_count)
-    yield Sample("ctxcache_prefetch_waiting_segments", state.placement.unread_count)
+    yield Sample("ctxcache_prefetch_waiting_segments", len(ledger.placement.unread))
     yield Sample("ctxcache_flushed_segments_total", counters.flushed_segment_count)
     yield Sample("ctxcache_flush_seconds", taken(seen.flush_s))
-    yield Sample("ctxcache_flushes", cache.residency.flush_count)
-    since_ns, now_ns = unwritten.oldest_ns(), state.clock.monotonic_ns()
+    yield Sample("ctxcache_flushes", cache.residency.flushing.flush_count)
+    since_ns, now_ns = ledger.oldest_unwritten_ns(), state.clock.monotonic_ns()
     yield Sample("ctxcache_flush_lag_seconds", 0 if since_ns is None else (now_ns - since_ns) / SECOND_NS)
-    yield Sample("ctxcache_dirty_bytes", unwritten.due_bytes)
-    yield Sample("ctxcache_spared_bytes", unwritten.dirty_bytes - unwritten.due_bytes)
+    yield Sample("ctxcache_dirty_bytes", ledger.due_bytes)
+    yield Sample("ctxcache_spared_bytes", ledger.dirty_bytes - ledger.due_bytes)
     yield Sample("ctxcache_unadmitted_sessions_total", counters.unadmitted_session_count)
-    yield Sample("ctxcache_claimed_bytes", unwritten.claimed_bytes)
-    yield Sample("ctxcache_unwritten_sessions", len(unwritten))
+    yield Sample("ctxcache_claimed_bytes", ledger.claimed_bytes)
+    yield Sample("ctxcache_unwritten_sessions", ledger.unwritten_session_count)
     yield Sample("ctxcache_delayed_writes_total", counters.delayed_write_count)
     yield Sample("ctxcache_corrupt_segments_total", counters.corrupt_segment_count)
     yield Sample("ctxcache_mended_segments_total", counters.mended_segment_count)
-    yield Sample("ctxcache_spoiled_slots", len(cache.residency.spoiled))
+    yield Sample("ctxcache_spoiled_slots", len(cache.ledger.memory.spoiled))
     for step, count in seen.upkeep_failures.items():
         yield Sample("ctxcache_upkeep_failures_total", count, (step,))
 
@@ -137,19 +137,23 @@ def _leases(cache: Cache) -> Iterator[Sample]:
 
 
 def _tenants(cache: Cache) -> Iterator[Sample]:
-    state, quotas = cache.state, cache.residency.quotas
-    names = {*state.usage.tenants(), *state.names}
+    ledger, quotas = cache.ledger, cache.ledger.quotas
+    names = ledger.tenants()
     yield Sample("ctxcache_tenants", len(names))
     shown = shown_tenants(
-        names, {name: state.usage.of(name).kept_bytes for name in names}, set(state.usage.shares.by_tenant)
+        names, {name: ledger.usage.of(name).kept_bytes for name in names}, set(ledger.usage.shares.by_tenant)
     )
     sums: Counter[tuple[str, str, str]] = Counter()
     for name in names:
-        use, own, as_name = state.usage.of(name), quotas.own(name), name if name in shown else OTHER
-        sums["ctxcache_tenant_sessions", as_name, ""] += len(state.names.get(name, ()))
-        for tier, size_bytes in (("dram", use.dram_bytes), ("ssd", use.ssd_bytes), ("kept", use.kept_bytes)):
+        use, own, as_name = ledger.usage.of(name), quotas.own(name), name if name in shown else OTHER
+        sums["ctxcache_tenant_sessions", as_name, ""] += len(ledger.names(name))
+        for tier, size_bytes in (
+            ("dram", use.memory_bytes),
+            ("ssd", use.durable_bytes),
+            ("kept", use.kept_bytes),
+        ):
             sums["ctxcache_tenant_bytes", as_name, tier] += size_bytes
-        for tier, size_bytes in (("dram", own.dram_bytes), ("ssd", own.ssd_bytes)):
+        for tier, size_bytes in (("dram", own.memory_bytes), ("ssd", own.durable_bytes)):
             sums["ctxcache_tenant_guaranteed_bytes", as_name, tier] += size_bytes
         if as_name == name and own.limit_bytes is not None:
             yield Sample("ctxcache_tenant_limit_bytes", own.limit_bytes, (name,))

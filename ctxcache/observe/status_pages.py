@@ -1,8 +1,8 @@
-"""The status page, its parts and its JSON, for the endpoint.
+"""The pages of the metrics endpoint: metrics for machines; the status page and its JSON for people.
 
-Bounded: a status is made once for all who ask within FRESH_S, sessions are looked through once in SCAN_S, and
-the text is made in a thread. Names of sessions and engines are shown only where that was decided, and to a browser
-only under a name that cannot be another's: a page elsewhere could read them by pointing its own name here.
+Bounded: a status is made at most once in FRESH_S, for all requests of that time. Sessions are looked through
+at most once in SCAN_S, and the text is made in a thread. Names of sessions and engines are shown only where
+the settings say so. A browser sees names only under a host name that no other page can point here.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from http import HTTPStatus
 from importlib.resources import files
 from time import monotonic
 
 from ctxcache.observe.endpoint import Answer, Page
-from ctxcache.observe.exposition import Sources
+from ctxcache.observe.exposition import Exposition, Sources
 from ctxcache.observe.listed import Engine, Sessions, listed_engines, listed_sessions
 from ctxcache.observe.recording import Recording
 from ctxcache.observe.status import Status, status_of
@@ -92,3 +93,24 @@ def is_own_name(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def pages_of(sources: Sources, recording: Recording) -> Mapping[str, Page]:
+    """By path: `/metrics`, `/healthz` (the event loop answers), `/readyz` (it takes work), and the status page's."""
+    exposition = Exposition(sources)
+
+    async def metrics(headers: Mapping[str, str]) -> Answer:
+        body, content_type = await exposition.text(headers.get("accept", ""))
+        return Answer(body, content_type)
+
+    async def is_alive(_: Mapping[str, str]) -> Answer:
+        return Answer(b"ok\n")
+
+    async def is_ready(_: Mapping[str, str]) -> Answer:
+        problem = sources.why_not_ready
+        if not problem:
+            return Answer(b"ready\n")
+        return Answer(f"{problem}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+    machines = {"/metrics": metrics, "/healthz": is_alive, "/readyz": is_ready}
+    return machines | dict(StatusPages(sources, recording).pages())

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from ctxcache.errors import CacheError, InvalidConfiguration
-from ctxcache.spans import Metadata
+from ctxcache.runtime.spans import Metadata
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

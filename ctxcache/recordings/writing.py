@@ -16,10 +16,10 @@ from typing import TextIO
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from ctxcache.archive.files import refusals_of_file
 from ctxcache.errors import FileAlreadyExists, FileUnusable
-from ctxcache.portable.files import refusals_of_file
-from ctxcache.privacy import open_private
-from ctxcache.simulate.recorded import FORMAT, VERSION, Called
+from ctxcache.runtime.privacy import open_private
+from ctxcache.simulate.recorded import FORMAT, VERSION
 from ctxcache.v1 import recording_pb2
 
 PREFIX = "RECORDED_KIND_"
@@ -33,14 +33,6 @@ class Written:
     call_count: int = 0
     lost_count: int = 0
     elapsed_s: float = 0.0
-
-
-def called_of(call: recording_pb2.RecordedCall) -> Called:
-    """A call as a reader of the file finds it."""
-    values = values_of(call)
-    return Called(
-        str(values["call"]), call.at_ns / 10**9, str(values["session"]), call.session_tokens, values
-    )
 
 
 def values_of(call: recording_pb2.RecordedCall) -> dict[str, object]:

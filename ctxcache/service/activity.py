@@ -22,7 +22,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     state, reading = cache.state, cache.reading
     counts = state.accesses.counts
     hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
-    budget, dirty_limit = reading.pins.budget, cache.residency.watermarks.dirty_limit
+    budget, dirty_limit = reading.pins.budget, cache.ledger.watermarks.dirty_limit
     found = Activity(
         time=convert.timestamp(state.clock.wall_ns()),
         is_ready=not admissions.calls.is_draining,
@@ -31,7 +31,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
         tenants=_tenants(cache, limit),
         leased_bytes=budget.used_bytes,
         leased_limit_bytes=budget.limit_bytes,
-        dirty_limit_bytes=int(dirty_limit * cache.residency.dram.capacity_bytes),
+        dirty_limit_bytes=int(dirty_limit * cache.ledger.memory.capacity_bytes),
         hit_count=hit_count,
         miss_count=counts.total() - hit_count,
         refused_rpc_count=sum(
@@ -41,7 +41,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     )
     if reading.lease_count:
         found.oldest_lease_age.FromNanoseconds(int(reading.oldest_lease_s * SECOND_NS))
-    since_ns = state.unwritten.oldest_ns()
+    since_ns = cache.ledger.oldest_unwritten_ns()
     if since_ns is not None:
         found.oldest_dirty_age.FromNanoseconds(max(state.clock.monotonic_ns() - since_ns, 0))
     return found
@@ -69,35 +69,35 @@ def _operations(cache: Cache) -> Iterator[MethodActivity]:
 
 
 def _sessions(cache: Cache, limit: int) -> Iterator[SessionActivity]:
-    for uid, count in cache.state.busiest.first(limit):
-        session = cache.state.by_uid.get(uid)
+    for uid, count in cache.ledger.busiest.first(limit):
+        session = cache.ledger.get(uid)
         if session is not None:
             view = session.view()
             yield SessionActivity(
                 name=session.name, tenant=session.tenant, access_count=count, token_count=view.token_count,
-                dram_bytes=view.dram_bytes, ssd_bytes=view.ssd_bytes,
+                dram_bytes=view.memory_bytes, ssd_bytes=view.durable_bytes,
             )  # fmt: skip
 
 
 def _tenants(cache: Cache, limit: int) -> Iterator[TenantActivity]:
-    state = cache.state
-    for tenant, count in nlargest(limit, state.accesses_by_tenant.items(), key=lambda item: item[1]):
-        use = state.usage.of(tenant)
+    ledger = cache.ledger
+    for tenant, count in nlargest(limit, ledger.accesses_by_tenant.items(), key=lambda item: item[1]):
+        use = ledger.usage.of(tenant)
         yield TenantActivity(
-            tenant=tenant, access_count=count, session_count=len(state.names.get(tenant, ())),
-            dram_bytes=use.dram_bytes, ssd_bytes=use.ssd_bytes,
+            tenant=tenant, access_count=count, session_count=len(ledger.names(tenant)),
+            dram_bytes=use.memory_bytes, ssd_bytes=use.durable_bytes,
         )  # fmt: skip
 
 
 def _problems(cache: Cache, admissions: Admissions) -> Iterator[str]:
     for path, refusal in ((cache.ssd.paths[i], refusal) for i, refusal in cache.ssd.refusals.items()):
         yield f"{path} takes no writes: {refusal}"
-    if cache.residency.quarantined:
-        yield f"{len(cache.residency.quarantined)} places on SSD gave back other bytes than were written"
+    if cache.ledger.below.quarantined:
+        yield f"{len(cache.ledger.below.quarantined)} places on SSD gave back other bytes than were written"
     if admissions.calls.is_draining:
         yield "no new work is taken: it drains"
-    unwritten, capacity_bytes = cache.state.unwritten, cache.residency.dram.capacity_bytes
-    if unwritten.claimed_bytes > cache.residency.watermarks.dirty_limit * capacity_bytes:
+    ledger = cache.ledger
+    if ledger.claimed_bytes > ledger.watermarks.dirty_limit * ledger.memory.capacity_bytes:
         yield "writers wait: too much is not on SSD yet"
     if cache.reading.pins.waiting_count or cache.writing.pins.waiting_count:
         yield "readers or writers wait for room in DRAM"

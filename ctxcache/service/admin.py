@@ -18,7 +18,7 @@ from ctxcache.service.operations import Controls
 from ctxcache.service.recorder import recorded
 from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
-from ctxcache.tiers.base import Refusal, Tier
+from ctxcache.storage.tiers.base import Refusal, Tier
 from ctxcache.v1 import admin_pb2, operations_pb2, recording_pb2, session_pb2
 
 log = logging.getLogger(__name__)
@@ -67,26 +67,26 @@ class AdminService(FaultRpcs):
 
     async def GetStats(self, request: admin_pb2.GetStatsRequest, context: Context) -> admin_pb2.Stats:  # noqa: ARG002, N802
         """See the proto."""
-        state, counters = self._cache.state, self._cache.state.counters
-        quarantined = self._cache.residency.quarantined
+        state, counters, ledger = self._cache.state, self._cache.state.counters, self._cache.ledger
+        quarantined = self._cache.ledger.below.quarantined
         return admin_pb2.Stats(
             version=self._about.version,
             start_time=convert.timestamp(self._about.start_time_ns),
             data_directory=self._about.data_directory,
             listen_addresses=self._about.listen_addresses,
-            session_count=len(state.sessions),
+            session_count=len(ledger.sessions()),
             model_count=len(state.models),
-            segment_count=len(state.segments),
+            segment_count=len(ledger.segments()),
             lease_count=self._cache.reading.lease_count,
             reservation_count=self._cache.writing.reservation_count,
             tiers=self._tiers(),
             quarantined_slot_count=len(quarantined),
             quarantined_bytes=sum(slot.size_bytes for slot in quarantined),
-            dirty_bytes=state.unwritten.due_bytes,
-            spared_bytes=state.unwritten.dirty_bytes - state.unwritten.due_bytes,
+            dirty_bytes=ledger.due_bytes,
+            spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
             arena_prefaulted_bytes=self._about.arena_prefaulted_bytes(),
             **{name: getattr(counters, name) for name in counters.__slots__},
-            **asdict(state.placement.prefetched),
+            **asdict(ledger.placement.prefetched),
         )
 
     async def ListTenants(  # noqa: N802
@@ -97,8 +97,7 @@ class AdminService(FaultRpcs):
         """See the proto."""
         limit = validate.page_size(request.page_size)
         after = validate.page_token(request.page_token)
-        state = self._cache.state
-        names = sorted(name for name in {*state.usage.tenants(), *state.names} if name > after)[: limit + 1]
+        names = sorted(name for name in self._cache.ledger.tenants() if name > after)[: limit + 1]
         return admin_pb2.ListTenantsResponse(
             tenants=[self._tenant(name) for name in names[:limit]],
             next_page_token=validate.next_page_token(names, limit),
@@ -109,6 +108,7 @@ class AdminService(FaultRpcs):
     ) -> admin_pb2.WhyMissResponse:
         """See the proto."""
         tenant, state = request.tenant or tenant_of(context), self._cache.state
+        ledger = self._cache.ledger
         misses: Sequence[Miss] = ()
         if request.trace_id:
             misses = state.accesses.requests.of(
@@ -123,17 +123,17 @@ class AdminService(FaultRpcs):
         session_id = misses[-1].session_id if misses else validate.session_id(request.name)
         happened = state.accesses.history.of(tenant, session_id)
         answer.name = f"sessions/{session_id}"
-        session = state.sessions.get((tenant, session_id))
+        session = ledger.named(tenant, session_id)
         if session is not None and session.expire_time_ns > state.clock.now_ns():
-            state.reckon(session)
+            ledger.reckon(session)
             happened = state.accesses.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count
             answer.durable_token_count = session.durable_token_count
             answer.reason = _EVENTS[happened[-1].event] if happened else admin_pb2.MISS_EVENT_UNSPECIFIED
             if session.withheld:
                 answer.reason = admin_pb2.MISS_EVENT_DEVICE_LOST
-                answer.withheld_token_count = state.withheld[session.uid]
-                answer.lost_paths.extend(state.lost.values())
+                answer.withheld_token_count = ledger.withheld[session.uid]
+                answer.lost_paths.extend(ledger.lost.values())
         else:
             # One that is over is cleared away a moment later.
             end = state.accesses.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
@@ -179,7 +179,7 @@ class AdminService(FaultRpcs):
     ) -> admin_pb2.TierStats:
         """See the proto."""
         index = self._hold_path(request)
-        return list(_tier(session_pb2.TIER_SSD, self._cache.ssd, self._cache.residency.ssd))[index]
+        return list(_tier(session_pb2.TIER_SSD, self._cache.ssd, self._cache.ledger.below))[index]
 
     async def DemoteSession(  # noqa: N802
         self, request: admin_pb2.DemoteSessionRequest, context: Context
@@ -240,8 +240,8 @@ class AdminService(FaultRpcs):
         cache, operators = self._cache, self._controls.doors.admissions.operators
         store = recording_pb2.RecordedStore(
             version=self._about.version, start_time=convert.timestamp(cache.state.clock.wall_ns()),
-            dram_bytes=cache.residency.dram.capacity_bytes, ssd_bytes=cache.residency.ssd.capacity_bytes,
-            session_count=len(cache.state.sessions), placement_policy=self._about.placement_policy,
+            dram_bytes=cache.ledger.memory.capacity_bytes, ssd_bytes=cache.ledger.below.capacity_bytes,
+            session_count=len(cache.ledger.sessions()), placement_policy=self._about.placement_policy,
         )  # fmt: skip
         parts = recorded(cache, store, duration_ns=duration_ns, is_over=lambda: operators.is_draining)
         async with aclosing(parts):
@@ -249,21 +249,21 @@ class AdminService(FaultRpcs):
                 yield part
 
     def _tenant(self, tenant: str) -> admin_pb2.TenantUse:
-        state = self._cache.state
-        use, own = state.usage.of(tenant), self._cache.residency.quotas.own(tenant)
-        retained_bytes, pinned_bytes = self._cache.placement.retention.used_bytes(tenant)
+        ledger = self._cache.ledger
+        use, own = ledger.usage.of(tenant), ledger.quotas.own(tenant)
+        retained_bytes, pinned_bytes = self._cache.placement.retaining.used_bytes(tenant)
         return admin_pb2.TenantUse(
-            tenant=tenant, session_count=len(state.names.get(tenant, ())), dram_bytes=use.dram_bytes,
-            ssd_bytes=use.ssd_bytes, kept_bytes=use.kept_bytes, guaranteed_dram_bytes=own.dram_bytes,
-            guaranteed_ssd_bytes=own.ssd_bytes, limit_bytes=own.limit_bytes, retained_bytes=retained_bytes,
+            tenant=tenant, session_count=len(ledger.names(tenant)), dram_bytes=use.memory_bytes,
+            ssd_bytes=use.durable_bytes, kept_bytes=use.kept_bytes, guaranteed_dram_bytes=own.memory_bytes,
+            guaranteed_ssd_bytes=own.durable_bytes, limit_bytes=own.limit_bytes, retained_bytes=retained_bytes,
             pinned_bytes=pinned_bytes,
         )  # fmt: skip
 
     def _tiers(self) -> list[admin_pb2.TierStats]:
-        cache, residency = self._cache, self._cache.residency
+        cache, ledger = self._cache, self._cache.ledger
         return [
-            *_tier(session_pb2.TIER_DRAM, cache.arena, residency.dram),
-            *_tier(session_pb2.TIER_SSD, cache.ssd, residency.ssd),
+            *_tier(session_pb2.TIER_DRAM, cache.arena, ledger.memory),
+            *_tier(session_pb2.TIER_SSD, cache.ssd, ledger.below),
         ]
 
 

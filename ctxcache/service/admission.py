@@ -15,7 +15,7 @@ from ctxcache.core.limits import Bound
 from ctxcache.errors import CacheError, Draining, TooManyRequests
 from ctxcache.service.rpc import Context, Handler
 from ctxcache.service.turns import Turns
-from ctxcache.status import code_of, message_of, trailing_metadata
+from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
 KEPT_OPEN = ("/ctxcache.v1.ArenaService/Access",)
 SCHEDULES = ("/ctxcache.v1.HintService/Schedule",)

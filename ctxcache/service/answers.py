@@ -11,7 +11,21 @@ from ctxcache.errors import InvalidArgument
 PAGE_SIZE = 50
 PAGE_SIZE_LIMIT = 1000
 ANSWER_LIMIT_BYTES = 3 << 20
-"""The most that a list's answer has: stock clients take 4 MiB."""
+"""The most that an answer has: stock clients take 4 MiB."""
+PAGE_LIMIT_BYTES = 1 << 20
+"""The most that a page of a list has: gRPC takes a millisecond of the event loop to send so much."""
+LENGTH_DELIMITED = 2
+"""How protobuf says that a field has its length before it."""
+
+
+def entry(field: int, encoded: bytes) -> bytes:
+    """A message that has this one as an entry of a field, whose number is below 16."""
+    size, length = bytearray(), len(encoded)
+    while length >= 0x80:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    size.append(length)
+    return bytes((field << 3 | LENGTH_DELIMITED,)) + bytes(size) + encoded
 
 
 class Answer:
@@ -50,8 +64,11 @@ class Page(Answer):
 
     def takes(self, listed_id: str, part: Message) -> bool:
         """Add an answer that has one entry; False, and the page is over, where it belongs to the next one."""
-        encoded = part.SerializeToString()
-        is_full = len(self._parts) == self.limit or self.size_bytes + len(encoded) > ANSWER_LIMIT_BYTES
+        return self.takes_encoded(listed_id, part.SerializeToString())
+
+    def takes_encoded(self, listed_id: str, encoded: bytes) -> bool:
+        """As `takes`, already encoded."""
+        is_full = len(self._parts) == self.limit or self.size_bytes + len(encoded) > PAGE_LIMIT_BYTES
         if self._parts and is_full:
             self.next_page_token = f"after:{self._last_id}"
             return False

@@ -6,7 +6,7 @@ nothing of what its last commit did not cover.
 
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.writing import Writing
-from ctxcache.core.session import SessionView
+from ctxcache.core.ledger.session import SessionView
 from ctxcache.errors import (
     CacheError,
     IncompleteAppend,

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.cache import Cache
-from ctxcache.clock import Clock
 from ctxcache.errors import AddressUnusable
-from ctxcache.framed_socket import PIECE_TIMEOUT_S, FramedSocket
+from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert
 from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import BulkConnection
@@ -27,6 +26,7 @@ from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
 from ctxcache.service.tls import Tls, peer_properties
 from ctxcache.service.unix_path import bound
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
+from ctxcache.wire.framed_socket import PIECE_TIMEOUT_S, FramedSocket
 
 log = logging.getLogger(__name__)
 

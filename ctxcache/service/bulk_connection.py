@@ -19,16 +19,16 @@ from ctxcache.cache.reservation import Room
 from ctxcache.errors import CacheError, ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.streams import Stream
-from ctxcache.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
-from ctxcache.process_memory import refused_memory
+from ctxcache.runtime.process_memory import refused_memory
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import CHUNK_BYTES_LIMIT
 from ctxcache.service.bulk_transfers import AppendTransfer, ReadTransfer, Transfers
 from ctxcache.service.caller import Caller
 from ctxcache.service.identification import Properties
 from ctxcache.service.streams import MESSAGE_BYTES
-from ctxcache.status import to_status
 from ctxcache.v1 import bulk_pb2, session_pb2
+from ctxcache.wire.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
+from ctxcache.wire.status import to_status
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ Worst case: nobody has said it, which is an internal error, never another's tena
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-from ctxcache.core.identity import Grant, Role, is_tenant
 from ctxcache.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from ctxcache.identity.grants import Grant, Role, is_tenant
 
 DEFAULT_TENANT = "default"
 CERTIFIED = ("spiffe://", "dns:", "cn:")

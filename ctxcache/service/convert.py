@@ -1,18 +1,20 @@
 """Between the wire's messages and the cache's facts."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from heapq import merge
+from itertools import islice
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from ctxcache.cache.models import Registered
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation, Run
-from ctxcache.clock import Clock
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Piece, Session, SessionView
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Piece, Session, SessionView
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.layout import SegmentLayout, slot_bytes
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
@@ -26,6 +28,7 @@ from ctxcache.format.streams import (
     StreamSpec,
     ranges_of,
 )
+from ctxcache.runtime.clock import Clock
 from ctxcache.service import validate
 from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
 
@@ -38,8 +41,8 @@ CONSTANTS_LIMIT = 4096
 """Sessions whose unchanging facts are kept ready: a few KiB each."""
 IN_SLOT_LIMIT = 1 << 16
 """Chunks of layouts whose places are kept ready: some hundred bytes each."""
-SPECS_PER_PAUSE = 128
-"""Streams of a model between two pauses: half a millisecond."""
+SPECS_PER_PAUSE = 64
+"""Streams of a model between two pauses: a quarter of a millisecond."""
 RUN_BYTES, SEGMENT_BYTES = 16, 96
 """What a run, and a segment with one run and without checksums, takes in a message at the most."""
 
@@ -130,50 +133,72 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
         raise InvalidArgument(field="model.streams", problem="token ids are int32 rows of 4 bytes")
     if len(found) > limit:
         raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
-    yield
-    ordered = sorted(found.values())
-    yield
-    if SegmentLayout((TOKENS_SPEC, *ordered)).size_bytes > SEGMENT_BYTES_LIMIT:
+    ordered = yield from _in_storage_order(found.values())
+    if slot_bytes((TOKENS_SPEC, *ordered)) > SEGMENT_BYTES_LIMIT:
         raise InvalidArgument(field="model.streams", problem="a segment would be larger than 16 GiB")
     return ordered
 
 
-def fill_model(
-    message: model_pb2.Model,
-    spec: ModelSpec,
-    fingerprint: bytes,
-    create_time_ns: int,
-    probe: ModelProbe | None,
-) -> Generator[None, None, None]:
-    """Say what a registered model is; pauses now and then."""
+def _in_storage_order(specs: Iterable[StreamSpec]) -> Generator[None, None, list[StreamSpec]]:
+    """By layer and kind. Sorted a layer at a time: to compare thousands in one go takes milliseconds."""
+    by_layer: dict[int, list[StreamSpec]] = {}
+    for i, spec in enumerate(specs):
+        if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
+            yield
+        by_layer.setdefault(spec.stream.layer, []).append(spec)
+    ordered: list[StreamSpec] = []
+    for i, layer in enumerate(sorted(by_layer)):
+        if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
+            yield
+        ordered += sorted(by_layer[layer])
+    yield
+    return ordered
+
+
+def encoded_model(record: Registered) -> Generator[None, None, bytes]:
+    """Say what a registered model is, but for its probe; pauses now and then.
+
+    Encoded some streams at a time: such messages one after the other are the message that has them all.
+    """
+    spec = record.spec
     facts = model_pb2.Model(
-        name=f"models/{spec.model_id}", fingerprint=fingerprint, architecture=spec.architecture,
+        name=f"models/{spec.model_id}", fingerprint=record.fingerprint, architecture=spec.architecture,
         revision=spec.revision, weights_digest=spec.weights_digest, tokenizer_digest=spec.tokenizer_digest,
         dtype=model_pb2.Dtype.ValueType(spec.dtype), layer_count=spec.layer_count,
         hidden_size=spec.hidden_size, kv_head_count=spec.kv_head_count, head_size=spec.head_size,
         rope=spec.rope, norm=spec.norm, is_relocatable=spec.is_relocatable,
-        create_time=timestamp(create_time_ns), settings=spec.settings,
-        probe=None if probe is None else model_pb2.ModelProbe(
-            dtype=model_pb2.Dtype.ValueType(probe.dtype), token_ids=probe.token_ids,
-            group_size=probe.group_size, values=probe.values,
-        ),
+        create_time=timestamp(record.create_time_ns), settings=spec.settings,
     )  # fmt: skip
-    message.CopyFrom(facts)
+    parts = [facts.SerializeToString()]
     alike: dict[tuple[StateKind, int, DType], list[Stream]] = {}
-    for stream, row_bytes, dtype in spec.streams:
-        alike.setdefault((stream.kind, row_bytes, dtype), []).append(stream)
-    yield
-    ranges = [
-        (item, row_bytes, dtype)
-        for (_, row_bytes, dtype), streams in alike.items()
-        for item in ranges_of(streams)
-    ]
-    for i, (item, row_bytes, dtype) in enumerate(sorted(ranges)):
+    for i, (stream, row_bytes, dtype) in enumerate(spec.streams):
         if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
             yield
-        message.streams.add(
-            streams=stream_range(item), row_bytes=row_bytes, dtype=model_pb2.Dtype.ValueType(dtype)
+        alike.setdefault((stream.kind, row_bytes, dtype), []).append(stream)
+    ranges: list[list[tuple[StreamRange, int, DType]]] = []
+    for (_, row_bytes, dtype), streams in alike.items():
+        yield
+        ranges.append([(item, row_bytes, dtype) for item in ranges_of(streams)])
+    ordered = merge(*ranges)
+    while some := list(islice(ordered, SPECS_PER_PAUSE)):
+        yield
+        message = model_pb2.Model()
+        for item, row_bytes, dtype in some:
+            message.streams.add(
+                streams=stream_range(item), row_bytes=row_bytes, dtype=model_pb2.Dtype.ValueType(dtype)
+            )
+        parts.append(message.SerializeToString())
+    return b"".join(parts)
+
+
+def encoded_probe(probe: ModelProbe) -> bytes:
+    """What is said of a model's probe, as a message of a model that has nothing else."""
+    return model_pb2.Model(
+        probe=model_pb2.ModelProbe(
+            dtype=model_pb2.Dtype.ValueType(probe.dtype), token_ids=probe.token_ids,
+            group_size=probe.group_size, values=probe.values,
         )
+    ).SerializeToString()  # fmt: skip
 
 
 # -- sessions ---------------------------------------------------------------------------------------
@@ -199,7 +224,7 @@ def _fill_changes(message: session_pb2.Session, view: SessionView, clock: Clock)
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count
     message.is_pinned = view.is_pinned
-    message.dram_bytes, message.ssd_bytes = view.dram_bytes, view.ssd_bytes
+    message.dram_bytes, message.ssd_bytes = view.memory_bytes, view.durable_bytes
     ahead_ns = clock.wall_ahead_ns()
     _fill_time(message.create_time, view.create_time_ns + ahead_ns)
     _fill_time(message.access_time, view.access_time_ns + ahead_ns)
@@ -296,7 +321,7 @@ def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment, on_ssd:
         _fill_identity(message, segment, _slot(segment).offset_bytes, sums.row_end)
         message.checksums.extend(sums.values)
     else:
-        _fill_identity(message, segment, on_ssd.offset_bytes, segment.ssd_row_count)
+        _fill_identity(message, segment, on_ssd.offset_bytes, segment.durable_row_count)
         message.path_index, message.header_checksum = on_ssd.path_index, segment.header_checksum
 
 
@@ -309,9 +334,9 @@ def _fill_identity(
 
 
 def _slot(segment: Segment) -> Slot:
-    if segment.dram is None:
+    if segment.memory is None:
         raise RuntimeError(f"segment {segment.segment_id} is held but not in DRAM")
-    return segment.dram
+    return segment.memory
 
 
 _IN_SLOT: dict[int, tuple[SegmentLayout, arena_pb2.Lease]] = {}

@@ -16,7 +16,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
-from ctxcache.process_memory import refused_memory
+from ctxcache.runtime.process_memory import refused_memory
+from ctxcache.runtime.spans import NO_SPANS, Spans
 from ctxcache.service import caller as callers
 from ctxcache.service.admission import KEPT_OPEN, STREAMS, Admission, Admissions
 from ctxcache.service.arrivals import SMALL_BYTES, Arrivals, Incoming
@@ -26,9 +27,8 @@ from ctxcache.service.guard import FOR_OTHERS, Guard
 from ctxcache.service.rpc import Context, Handler
 from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
 from ctxcache.service.traced import traced_call, traced_stream
-from ctxcache.service.turns import Turns
-from ctxcache.spans import NO_SPANS, Spans
-from ctxcache.status import code_of, message_of, trailing_metadata
+from ctxcache.service.turns import Newcomers, Turns
+from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,11 @@ class Edge(grpc.aio.ServerInterceptor):
     def __init__(
         self, admissions: Admissions, guard: Guard, *, stall_timeout_s: float,
         decoders: Mapping[str, Decoder] | None = None, times: RpcTimes | None = None,
-        spans: Spans = NO_SPANS,
+        spans: Spans = NO_SPANS, newcomers: Newcomers | None = None,
     ) -> None:  # fmt: skip
         """`decoders`, by method, read what the generated code would copy; `times` are told of every rpc's end.
+
+        `newcomers`: among them calls of one message count, that bulk work lets them go first.
 
         `stall_timeout_s`: how long a client may take none of a response that waits for it.
         """
@@ -63,6 +65,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._stall_timeout_s = stall_timeout_s
         self._decoders = decoders or {}
         self._times = times or RpcTimes()
+        self._newcomers = newcomers or Newcomers()
         self._spans = spans
         self._public = Admission("watches of health", PUBLIC_LIMIT)
         self._arrivals, self._public_arrivals = Arrivals(), Arrivals(PUBLIC_ARRIVALS_LIMIT)
@@ -115,7 +118,7 @@ class Edge(grpc.aio.ServerInterceptor):
         rpc = _Rpc(
             behaviour, read, admission, let_in, timer, self._arrivals if is_own else self._public_arrivals,
             self._stall_timeout_s, is_stream=handler.request_streaming, begins_whole=method in STREAMS,
-            is_anybodys=not is_own,
+            is_anybodys=not is_own, newcomers=self._newcomers,
         )  # fmt: skip
         if is_single:
             encode = partial(_encoded, handler.response_serializer)
@@ -159,7 +162,7 @@ class _Rpc:
     def __init__(
         self, behaviour: Callable[..., Any], read: Decoder, admission: Admission,
         let_in: Callable[[Context], Caller], timer: Timer, arrivals: Arrivals, stall_timeout_s: float, *,
-        is_stream: bool, begins_whole: bool, is_anybodys: bool,
+        is_stream: bool, begins_whole: bool, is_anybodys: bool, newcomers: Newcomers,
     ) -> None:  # fmt: skip
         """`begins_whole`: an rpc with a stream of requests is not counted before the first of them is there.
 
@@ -168,10 +171,17 @@ class _Rpc:
         self._behaviour, self._read, self._admission = behaviour, read, admission
         self._let_in, self._timer, self._arrivals = let_in, timer, arrivals
         self._stall_timeout_s = stall_timeout_s
+        self._newcomers = newcomers
         self._is_stream, self._begins_whole, self._is_anybodys = is_stream, begins_whole, is_anybodys
 
-    async def answer_once(self, _: object, context: Context) -> Any:
+    async def answer_once(self, request: object, context: Context) -> Any:
         """With one response."""
+        if self._is_stream:
+            return await self._answer_once(request, context)
+        with self._newcomers.coming():
+            return await self._answer_once(request, context)
+
+    async def _answer_once(self, _: object, context: Context) -> Any:
         begun_s, end, incoming = perf_counter(), CANCELLED, Incoming(context)
         try:
             caller = self._let_in(context)

@@ -3,10 +3,17 @@
 import errno
 
 from ctxcache.errors import FaultsNotEnabled, InvalidArgument
-from ctxcache.injection.faults import COUNT_LIMIT, DELAY_LIMIT_NS, DURATION_LIMIT_NS, Fault, FaultKind, Faults
 from ctxcache.service import convert, validate
 from ctxcache.service.operations import OperationRpcs
 from ctxcache.service.rpc import Context
+from ctxcache.storage.injection.faults import (
+    COUNT_LIMIT,
+    DELAY_LIMIT_NS,
+    DURATION_LIMIT_NS,
+    Fault,
+    FaultKind,
+    Faults,
+)
 from ctxcache.v1 import faults_pb2
 
 _NUMBERS = {kind: faults_pb2.FaultKind.Value(f"FAULT_KIND_{kind.name}") for kind in FaultKind}

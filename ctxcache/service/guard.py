@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from ctxcache import trace_context
 from ctxcache.errors import CacheError
+from ctxcache.runtime import trace_context
 from ctxcache.service import caller as callers
 from ctxcache.service.audit import OPERATORS_ONLY, Refusals
 from ctxcache.service.caller import ANYBODY, TENANT_HEADER, Caller

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from ctxcache.cache import Cache, hints
 from ctxcache.service import hint_messages
 from ctxcache.service.admission import Admission
+from ctxcache.service.answers import Answer
 from ctxcache.service.rpc import Context
 from ctxcache.service.scheduling import Scheduling
 from ctxcache.service.tenant import tenant_of
@@ -32,21 +33,20 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             async for answer in answers:
                 yield answer
 
-    async def Hint(self, request: hints_pb2.HintRequest, context: Context) -> hints_pb2.HintResponse:  # noqa: N802
+    async def Hint(  # type: ignore[override]  # noqa: N802  # it is encoded already
+        self, request: hints_pb2.HintRequest, context: Context
+    ) -> bytes:
         """See the proto."""
-        asked = hint_messages.hints(request, tenant_of(context))
+        answer, part = Answer(), Slice(self._turns)
+        asked = await part.work(hint_messages.hints(request, tenant_of(context)))
+        answer.add(hints_pb2.HintResponse(message_id=request.message_id))
         deadline_s = asyncio.get_running_loop().time() + hints.PATIENCE_S
-        answers, part = [], Slice(self._turns)
-        for hint in asked:
-            answers.append(await self._cache.hints.carry_out(hint, deadline_s))
+        clock = self._cache.state.clock
+        for action, hint in zip(request.actions, asked, strict=True):
+            found = await self._cache.hints.carry_out(hint, deadline_s)
+            offset_ns = clock.wall_ns() - clock.monotonic_ns()
+            result = hint_messages.hint_result(action.action_id, found, wall_offset_ns=offset_ns)
+            answer.add(hints_pb2.HintResponse(results=[result]))
             if part.is_over:
                 await part.rest()
-        clock = self._cache.state.clock
-        offset_ns = clock.wall_ns() - clock.monotonic_ns()
-        return hints_pb2.HintResponse(
-            message_id=request.message_id,
-            results=[
-                hint_messages.hint_result(action.action_id, answer, wall_offset_ns=offset_ns)
-                for action, answer in zip(request.actions, answers, strict=True)
-            ],
-        )
+        return answer.encoded()

@@ -9,9 +9,9 @@ import itertools
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ctxcache import trace_context
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
+from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation
 from ctxcache.errors import (
     CacheError,
@@ -22,13 +22,14 @@ from ctxcache.errors import (
     PermissionDenied,
     ReservationNotFound,
 )
+from ctxcache.runtime import trace_context
 from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.answers import Answer
 from ctxcache.service.rpc_times import OK
 from ctxcache.service.turns import Slice, Turns
-from ctxcache.status import code_of, message_of, wire_facts
 from ctxcache.v1 import arena_pb2
+from ctxcache.wire.status import code_of, message_of, wire_facts
 
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
@@ -60,12 +61,37 @@ class Holder:
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
 
+    def carry_out_at_once(self, request: arena_pb2.AccessRequest) -> bytes | None:
+        """Do a batch of one operation that needs not wait. None, and nothing is done, where it may have to.
+
+        The answer and the errors are those of `carry_out`.
+        """
+        # A span needs a context of its own, which is a task's.
+        if len(request.operations) != 1 or self._cache.state.spans.is_on:
+            return None
+        trace_context.named_by(lambda: request.trace_parent)
+        response, operation = arena_pb2.AccessResponse(request_id=request.request_id), request.operations[0]
+        result = response.results.add()
+        kind = operation.WhichOneof("operation")
+        try:
+            if kind == "acquire_lease":
+                is_done = self._acquire_at_once(operation.acquire_lease, result)
+            else:
+                is_done = self._do_at_once(kind, operation, result)
+        except CacheError as error:
+            self._refuse(kind, result, error)
+        else:
+            if not is_done:
+                return None
+            self._count(kind, OK)
+        return response.SerializeToString()
+
     async def carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
         """Do a batch; an operation's failure is its result. Raises InvalidArgument when it is no batch.
 
         Returns an encoded AccessResponse.
         """
-        # Its own, or none: that of the connection is of another time.
+        # The connection's trace parent belongs to an earlier request.
         trace_context.named_by(lambda: request.trace_parent)
         spans = self._cache.state.spans
         if not (spans.is_on and request.trace_parent):
@@ -99,14 +125,21 @@ class Holder:
     ) -> None:
         """Add the result of an operation to a response, of which so many bytes are made already."""
         result = response.results.add()
-        kind, end = operation.WhichOneof("operation"), OK
+        kind = operation.WhichOneof("operation")
         try:
             self._check_answer(before_bytes)
             await self._do(kind, operation, result, part)
         except CacheError as error:
-            end = error.reason
-            result.Clear()
-            fill_error(result.error, error)
+            self._refuse(kind, result, error)
+        else:
+            self._count(kind, OK)
+
+    def _refuse(self, kind: str | None, result: arena_pb2.OperationResult, error: CacheError) -> None:
+        result.Clear()
+        fill_error(result.error, error)
+        self._count(kind, error.reason)
+
+    def _count(self, kind: str | None, end: str) -> None:
         self._cache.state.seen.operations[kind or "none", end] += 1
 
     def check_empty(self) -> None:
@@ -130,19 +163,31 @@ class Holder:
     async def _do(
         self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, part: Slice
     ) -> None:
+        if self._do_at_once(kind, operation, result):
+            return
         match kind:
             case "acquire_lease":
                 await self._acquire(operation.acquire_lease, result.lease, part)
-            case "release_lease":
-                self._release_lease(operation.release_lease.lease_id)
-                result.released.SetInParent()
             case "recheck_lease":
                 await self._recheck(operation.recheck_lease.lease_id)
                 result.rechecked.SetInParent()
             case "reserve":
                 await self._reserve(operation.reserve, result.reservation)
             case "commit":
-                await self._commit(operation.commit, result)
+                await self._commit_durably(operation.commit, result)
+            case "commit_many":
+                await self._commit_many(operation.commit_many, result.committed_many, part)
+            case _:
+                raise InvalidArgument(field="operation", problem="is required")
+
+    def _do_at_once(
+        self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult
+    ) -> bool:
+        """Do an operation that never waits. False, and nothing is done, for one that may."""
+        match kind:
+            case "release_lease":
+                self._release_lease(operation.release_lease.lease_id)
+                result.released.SetInParent()
             case "release_reservation":
                 self._release_reservation(operation.release_reservation.reservation_id)
                 result.released.SetInParent()
@@ -151,10 +196,11 @@ class Holder:
                 reservation = self._own(mark.reservation_id)
                 self._cache.writing.mark_written(reservation, mark.token_count, mark.checksums)
                 result.marked.SetInParent()
-            case "commit_many":
-                await self._commit_many(operation.commit_many, result.committed_many, part)
+            case "commit" if not validate.is_durable(operation.commit.durability):
+                self._fill_committed(result, self._commit_in_memory(operation.commit))
             case _:
-                raise InvalidArgument(field="operation", problem="is required")
+                return False
+        return True
 
     def _prune(self) -> None:
         """Forget what ended by itself."""
@@ -162,23 +208,40 @@ class Holder:
         self._reservations = {i for i in self._reservations if self._cache.writing.is_open(i)}
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, part: Slice) -> None:
+        lease = await self._cache.reading.acquire(self._asked(request))
+        self._grant(request, lease, message)
+        if not request.is_brief:
+            for _ in convert.fill_segments(message, lease):
+                if part.is_over:
+                    await part.rest()
+
+    def _acquire_at_once(self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult) -> bool:
+        """Lease rows that are in DRAM, briefly: a full answer may take long to make. False where that is not so."""
+        lease = self._cache.reading.acquire_resident(self._asked(request)) if request.is_brief else None
+        if lease is None:
+            return False
+        self._grant(request, lease, result.lease)
+        return True
+
+    def _asked(self, request: arena_pb2.AcquireLease) -> Request:
         self._check_open()
         if request.leave_on_ssd and request.is_brief:
             raise InvalidArgument(field="leave_on_ssd", problem="needs an answer that is not brief")
         has_range = request.HasField("range")
-        lease = await self._cache.reading.acquire(
-            Request(
-                self._tenant,
-                validate.session_id(request.session, "session"),
-                validate.fingerprint(request.model_fingerprint),
-                request.if_generation_match if request.HasField("if_generation_match") else None,
-                request.range.begin if has_range else 0,
-                request.range.end if has_range else None,
-                self.client,
-                leaves_on_ssd=request.leave_on_ssd,
-                is_summed=not request.is_brief,
-            )
+        return Request(
+            self._tenant,
+            validate.session_id(request.session, "session"),
+            validate.fingerprint(request.model_fingerprint),
+            request.if_generation_match if request.HasField("if_generation_match") else None,
+            request.range.begin if has_range else 0,
+            request.range.end if has_range else None,
+            self.client,
+            leaves_on_ssd=request.leave_on_ssd,
+            is_summed=not request.is_brief,
         )
+
+    def _grant(self, request: arena_pb2.AcquireLease, lease: Lease, message: arena_pb2.Lease) -> None:
+        """Own a lease and answer with it. Raises CapacityExceeded, and ends it, where its locations are too many."""
         self._leases.add(lease.lease_id)
         if len(self._leases) > self._cache.reading.lease_count:
             self._prune()
@@ -188,10 +251,6 @@ class Holder:
             self._release_lease(lease.lease_id)
             raise
         convert.fill_lease(message, lease, self._cache.state.clock, is_brief=request.is_brief)
-        if not request.is_brief:
-            for _ in convert.fill_segments(message, lease):
-                if part.is_over:
-                    await part.rest()
 
     def _check_answer(self, size_bytes: int) -> None:
         """Raise CapacityExceeded when an answer has, or would have, more than it may."""
@@ -236,18 +295,25 @@ class Holder:
         expire_time_ns = convert.wall_time_ns(self._cache.state.clock, reservation.deadline_ns)
         convert.fill_reservation(message, reservation, expire_time_ns, is_brief=request.is_brief)
 
-    async def _commit(self, request: arena_pb2.CommitReservation, result: arena_pb2.OperationResult) -> None:
+    def _commit_in_memory(self, request: arena_pb2.CommitReservation) -> Reservation:
+        reservation = self._own(request.reservation_id)
         try:
-            view = await self._cache.writing.commit(
-                self._own(request.reservation_id),
-                request.token_count,
-                is_durable=validate.is_durable(request.durability),
-                keep_open=request.keep_open,
-                checksums=request.checksums,
+            self._cache.writing.commit_in_memory(
+                reservation, request.token_count, keep_open=request.keep_open, checksums=request.checksums
             )
         finally:
             self._forget_if_ended(request.reservation_id)
-        convert.fill_session(result.committed, view, self._cache.state.clock)
+        return reservation
+
+    async def _commit_durably(
+        self, request: arena_pb2.CommitReservation, result: arena_pb2.OperationResult
+    ) -> None:
+        reservation = self._commit_in_memory(request)
+        await self._cache.writing.flush(reservation)
+        self._fill_committed(result, reservation)
+
+    def _fill_committed(self, result: arena_pb2.OperationResult, reservation: Reservation) -> None:
+        convert.fill_session(result.committed, reservation.session.view(), self._cache.state.clock)
 
     async def _commit_many(
         self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations, part: Slice

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ctxcache.core.identity import Rule, find
 from ctxcache.errors import InvalidConfiguration, PermissionDenied, Unauthenticated
+from ctxcache.identity.grants import Rule, find
+from ctxcache.identity.tokens import Token, Tokens, read_tokens
 from ctxcache.service.caller import ANYBODY, EVERYTHING, Caller
-from ctxcache.tokens import Token, Tokens, read_tokens
 
 log = logging.getLogger(__name__)
 

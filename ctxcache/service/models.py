@@ -1,15 +1,17 @@
 """ModelService."""
 
-from collections.abc import Generator
-
 from ctxcache.cache import Cache
 from ctxcache.cache.models import Registered
 from ctxcache.service import convert, validate
-from ctxcache.service.answers import Page
+from ctxcache.service.answers import Page, entry
 from ctxcache.service.rpc import Context
 from ctxcache.service.tenant import tenant_of
 from ctxcache.service.turns import Slice, Turns
 from ctxcache.v1 import model_pb2, model_pb2_grpc
+
+MODELS_FIELD = model_pb2.ListModelsResponse.MODELS_FIELD_NUMBER
+MESSAGES_LIMIT_BYTES = 16 << 20
+"""Messages about models that are kept ready: a large one is a hundred KiB."""
 
 
 class ModelService(model_pb2_grpc.ModelServiceServicer):
@@ -19,18 +21,23 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         """`turns`: in which large messages are read and made."""
         self._models = cache.models
         self._turns = turns
+        self._messages: dict[tuple[str, str], tuple[Registered, bytes]] = {}
+        self._message_bytes = 0
 
-    async def RegisterModel(  # noqa: N802
+    async def RegisterModel(  # type: ignore[override]  # noqa: N802  # it is encoded already
         self, request: model_pb2.RegisterModelRequest, context: Context
-    ) -> model_pb2.Model:
+    ) -> bytes:
         """See the proto."""
-        spec = await Slice(self._turns).work(convert.model_spec(request.model))
+        part = Slice(self._turns)
+        spec = await part.work(convert.model_spec(request.model))
         probe = convert.model_probe(request.model)
-        return await self._message(await self._models.register(tenant_of(context), spec, probe))
+        return await self._answer(await self._models.register(tenant_of(context), spec, probe, pace=part))
 
-    async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.Model:  # noqa: N802
+    async def GetModel(  # type: ignore[override]  # noqa: N802  # it is encoded already
+        self, request: model_pb2.GetModelRequest, context: Context
+    ) -> bytes:
         """See the proto."""
-        return await self._message(self._models.get(tenant_of(context), validate.model_id(request.name)))
+        return await self._answer(self._models.get(tenant_of(context), validate.model_id(request.name)))
 
     async def ListModels(  # type: ignore[override]  # noqa: N802  # it is encoded already
         self, request: model_pb2.ListModelsRequest, context: Context
@@ -39,21 +46,29 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         page, part = Page(request.page_size), Slice(self._turns)
         after = validate.page_token(request.page_token)
         for record in self._models.list(tenant_of(context), after=after, limit=page.limit + 1):
-            listed = model_pb2.ListModelsResponse()
-            await part.work(_filling(listed.models.add(), record, has_probe=False))
-            if not page.takes(record.spec.model_id, listed):
+            listed = entry(MODELS_FIELD, await self._encoded(record, part))
+            if not page.takes_encoded(record.spec.model_id, listed):
                 break
+            if part.is_over:
+                await part.rest()
         page.add(model_pb2.ListModelsResponse(next_page_token=page.next_page_token))
         return page.encoded()
 
-    async def _message(self, record: Registered) -> model_pb2.Model:
-        message = model_pb2.Model()
-        await Slice(self._turns).work(_filling(message, record))
-        return message
+    async def _answer(self, record: Registered) -> bytes:
+        encoded = await self._encoded(record, Slice(self._turns))
+        return encoded if record.probe is None else encoded + convert.encoded_probe(record.probe)
 
-
-def _filling(
-    message: model_pb2.Model, record: Registered, *, has_probe: bool = True
-) -> Generator[None, None, None]:
-    probe = record.probe if has_probe else None
-    return convert.fill_model(message, record.spec, record.fingerprint, record.create_time_ns, probe)
+    async def _encoded(self, record: Registered, part: Slice) -> bytes:
+        """The message about a model, without its probe. It never changes, and takes milliseconds to make."""
+        key = record.tenant, record.spec.model_id
+        known, encoded = self._messages.get(key, (None, b""))
+        # Another one may have its name by now.
+        if known is not record:
+            encoded = await part.work(convert.encoded_model(record))
+            if self._message_bytes + len(encoded) > MESSAGES_LIMIT_BYTES:
+                self._messages.clear()
+                self._message_bytes = 0
+            _, before = self._messages.pop(key, (None, b""))
+            self._messages[key] = record, encoded
+            self._message_bytes += len(encoded) - len(before)
+        return encoded

@@ -10,13 +10,13 @@ from ctxcache.cache import Cache
 from ctxcache.cache.reading import NEVER_NS, Lease
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import CacheError, InvalidArgument
-from ctxcache.injection.faults import Faults
 from ctxcache.service import convert, validate
 from ctxcache.service.activity import activity
 from ctxcache.service.doors import Doors
 from ctxcache.service.rpc import Context
 from ctxcache.service.rpc_times import RpcTimes
 from ctxcache.service.tenant import tenant_of
+from ctxcache.storage.injection.faults import Faults
 from ctxcache.v1 import admin_pb2_grpc, operations_pb2
 
 REPORT_INTERVAL_S = 0.2
@@ -166,7 +166,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
 
     def _change_share(self, request: operations_pb2.UpdateTenantRequest) -> None:
         """Raises InvalidArgument."""
-        shares = self._cache.state.usage.shares
+        shares = self._cache.ledger.usage.shares
         before = shares.by_tenant.get(request.tenant)
         if before is None:
             raise InvalidArgument(field="tenant", problem="has no share of its own by the settings")
@@ -209,12 +209,12 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
 
     def _drained(self, problem: str) -> operations_pb2.DrainStatus:
         cache, admissions = self._cache, self._controls.doors.admissions
-        unwritten = cache.state.unwritten
+        ledger = cache.ledger
         status = operations_pb2.DrainStatus(
             running_rpc_count=admissions.calls.running_count + admissions.streams.running_count,
             local_client_count=admissions.local_clients.running_count,
             lease_count=cache.reading.lease_count, reservation_count=cache.writing.reservation_count,
-            dirty_bytes=unwritten.due_bytes, spared_bytes=unwritten.dirty_bytes - unwritten.due_bytes,
+            dirty_bytes=ledger.due_bytes, spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
             problem=problem,
         )  # fmt: skip
         status.is_done = not (

@@ -176,7 +176,7 @@ class Scheduling:
             if news is None:
                 break
             uid, name, changes = news
-            session = self._cache.state.by_uid.get(uid)
+            session = self._cache.ledger.get(uid)
             stands = None
             if session is not None:
                 stands = readiness_of(session, self._cache.state, self._cache.residency.promotions.throughput)

@@ -6,13 +6,13 @@ from typing import TypeAlias
 
 from ctxcache.cache import Cache
 from ctxcache.cache.sessions import Found
-from ctxcache.clock import Clock
-from ctxcache.core.expiry import Expiration
-from ctxcache.core.ranges import Range, Ranges
-from ctxcache.core.session import SessionView
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import SessionView
+from ctxcache.core.ranges import Range, Ranges, normalise
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
+from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert, validate
 from ctxcache.service.answers import Answer, Page
 from ctxcache.service.caller import current
@@ -25,7 +25,9 @@ from ctxcache.v1 import model_pb2, session_pb2
 DEFAULT_SINK_TOKENS = 4
 LOOKUP_LIMIT = 1000
 DROP_LIMIT = 4096
-RANGES_PER_PAUSE = 1024
+RANGES_PER_PAUSE = 256
+RANGES_KEPT = 1 << 16
+"""Ranges of layouts whose part of a look-up's answer is kept ready: some tens of bytes each."""
 
 _Expiring: TypeAlias = (
     session_pb2.CreateSessionRequest | session_pb2.UpdateSessionRequest | session_pb2.ForkSessionRequest
@@ -117,8 +119,8 @@ class SessionService(StreamRpcs):
                     tenant, session_id, generation, recent_count=recent, sink_count=sinks
                 )
             case "drop":
-                dropped = await Slice(self._turns).work(_dropped(request.drop))
-                return await self._sessions.drop(tenant, session_id, generation, dropped)
+                dropped, furthest = await Slice(self._turns).work(_dropped(request.drop))
+                return await self._sessions.drop(tenant, session_id, generation, dropped, furthest)
             case "keep_first":
                 return await self._sessions.keep_first(tenant, session_id, generation, request.keep_first)
             case None:
@@ -135,6 +137,7 @@ class SessionService(StreamRpcs):
             _generation(request),
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
+            pace=Slice(self._turns),
         )
         return convert.session_message(view, self._clock)
 
@@ -204,17 +207,24 @@ def _keep_recent(kept: session_pb2.KeepRecent) -> tuple[int, int]:
     return recent, validate.within(sinks, 0, 2**62, "keep_recent.sink_token_count")
 
 
-def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, Ranges]:
-    """Ranges to drop as given, validated; pauses now and then."""
+def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges, Range]]:
+    """Ranges to drop, validated and put together, and the one that reaches furthest; pauses now and then."""
     validate.within(len(drop.ranges), 1, DROP_LIMIT, "drop.ranges")
     found: list[Range] = []
+    furthest, lowest = (0, 0), (0, 0)
     for i, item in enumerate(drop.ranges):
-        if item.begin > item.end:
+        begin, end = item.begin, item.end
+        if begin > end:
             raise InvalidArgument(field=f"drop.ranges[{i}]", problem="ends before it begins")
-        found.append((item.begin, item.end))
+        if end > furthest[1]:
+            furthest = begin, end
+        if begin < lowest[0]:
+            lowest = begin, end
+        if begin < end:
+            found.append((begin, end))
         if i % RANGES_PER_PAUSE == RANGES_PER_PAUSE - 1:
             yield
-    return tuple(found)
+    return normalise(found), lowest if lowest[0] < 0 else furthest
 
 
 def _result(found: Found, clock: Clock) -> session_pb2.LookupResult:
@@ -224,23 +234,35 @@ def _result(found: Found, clock: Clock) -> session_pb2.LookupResult:
         return session_pb2.LookupResult(name=name, state=miss, reason=found.reason)
     if found.is_pending:
         miss = session_pb2.LOOKUP_STATE_PENDING
-    return session_pb2.LookupResult(
-        name=name,
-        state=miss if found.reason else session_pb2.LOOKUP_STATE_HIT,
-        reason="" if found.is_pending else found.reason,
-        generation=found.view.generation,
-        token_count=found.view.token_count,
-        dram_token_count=found.dram_token_count,
-        kinds=_kinds(found.view.layout, found.view.token_count),
-        expire_time=convert.timestamp(found.view.expire_time_ns + clock.wall_ahead_ns()),
-    )
+    result = session_pb2.LookupResult()
+    result.CopyFrom(_of_one_token(found.view.layout))
+    for kind in result.kinds:
+        kind.size_bytes *= found.view.token_count
+    result.name = name
+    result.state = miss if found.reason else session_pb2.LOOKUP_STATE_HIT
+    result.reason = "" if found.is_pending else found.reason
+    result.generation, result.token_count = found.view.generation, found.view.token_count
+    result.dram_token_count = found.dram_token_count
+    result.expire_time.CopyFrom(convert.timestamp(found.view.expire_time_ns + clock.wall_ahead_ns()))
+    return result
 
 
-def _kinds(layout: SegmentLayout, token_count: int) -> list[session_pb2.KindAvailability]:
-    by_kind: dict[StateKind, session_pb2.KindAvailability] = {}
-    for kind, size_bytes in layout.outline.kind_bytes.items():
-        name = model_pb2.StateKind.ValueType(kind)
-        by_kind[kind] = session_pb2.KindAvailability(kind=name, size_bytes=size_bytes * token_count)
-    for kind, begin, end in layout.outline.ranges:
-        by_kind[kind].layers.add(begin=begin, end=end)
-    return list(by_kind.values())
+_OF_ONE_TOKEN: dict[int, tuple[SegmentLayout, session_pb2.LookupResult]] = {}
+"""By the layout's identity. What is kept here keeps the layout, so that no other one has its identity."""
+
+
+def _of_one_token(layout: SegmentLayout) -> session_pb2.LookupResult:
+    """What a look-up says of the kinds of a session of one token. Copying it is cheaper than making it."""
+    known = _OF_ONE_TOKEN.get(id(layout))
+    if known is None:
+        if sum(len(kept.outline.ranges) for kept, _ in _OF_ONE_TOKEN.values()) > RANGES_KEPT:
+            _OF_ONE_TOKEN.clear()
+        by_kind: dict[StateKind, session_pb2.KindAvailability] = {}
+        for kind, size_bytes in layout.outline.kind_bytes.items():
+            name = model_pb2.StateKind.ValueType(kind)
+            by_kind[kind] = session_pb2.KindAvailability(kind=name, size_bytes=size_bytes)
+        for kind, begin, end in layout.outline.ranges:
+            by_kind[kind].layers.add(begin=begin, end=end)
+        result = session_pb2.LookupResult(kinds=by_kind.values())
+        known = _OF_ONE_TOKEN[id(layout)] = layout, result
+    return known[1]

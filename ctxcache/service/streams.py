@@ -10,13 +10,13 @@ from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.mending import TRIES
 from ctxcache.cache.reading import Lease, Rows
-from ctxcache.clock import Clock
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import joint_checksum, rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StreamRange
 from ctxcache.format.wire_chunk import WireChunk, encode_chunk, scan_chunk
+from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import Append, begin_append
 from ctxcache.service.rpc import Context

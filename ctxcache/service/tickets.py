@@ -8,9 +8,9 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-from ctxcache.clock import Clock
 from ctxcache.core.limits import Bound
 from ctxcache.errors import TooManyRequests, Unauthenticated
+from ctxcache.runtime.clock import Clock
 from ctxcache.service.caller import Caller
 
 TICKET_LIFETIME_NS = 30 * 10**9

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from ctxcache.spans import Spans
+from ctxcache.runtime.spans import Spans
 
 
 def traced_call(

@@ -51,14 +51,6 @@ class Layers(NamedTuple):
                 return resident
         return self.layer_count
 
-    def hidden_tokens_share(self, read_all_s: float) -> float:
-        """Which share of a history's first tokens does the same, where the layers of the others are read in order.
-
-        The first layer's part is hidden by nothing: the first token comes later by one layer's slower stage at most.
-        """
-        slower_s = max(self.copy_s, self.prefill_s)
-        return 1 - slower_s / read_all_s if read_all_s > slower_s else 0.0
-
     @property
     def at_once_s(self) -> float:
         """The first token where DRAM has all layers."""

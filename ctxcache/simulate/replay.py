@@ -1,9 +1,11 @@
 """One replay: a trace, a policy and a load on a virtual clock. The policy code is that of `core.placement`.
 
-Turns take no time; or they do, and none waits for another session's (`is_timed`); or they wait for slots, first
-come first served, in a queue that the policy sees. A turn takes SSD reads, the copy from DRAM, prefill (of what
-is missing, too) and decoding, and a session's next turn comes no earlier than the last one ends.
-Memory: live sessions, those that waited less than the TTL. Not modelled: writes that hold back evictions.
+Turns take no time; or they do, and no session waits for another one's (`is_timed`); or they wait for slots,
+first come first served, in a queue that the policy sees. A turn takes SSD reads, the copy from DRAM, prefill
+(of missing tokens too) and decoding. A session's next turn comes no earlier than its last one ends. The queue
+is `core.placement.schedule`, which serves too: it says when a job is expected, overdue and given up. A full
+context window drops its earliest half (CachedAttention, ATC'24, sections 3.4 and 4.1). Memory: live sessions,
+those that waited less than the TTL. Not modelled: writes that hold back evictions.
 """
 
 import math
@@ -13,15 +15,81 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.core.placement.policy import Facts, Policy, Tier
+from ctxcache.core.placement.schedule import Job, Schedule
 from ctxcache.simulate.lies import Liar, Lie
 from ctxcache.simulate.load import NEVER_S, Hint, Load, Overflow
 from ctxcache.simulate.pipeline import Fetch, Layers
 from ctxcache.simulate.store import MakePolicy, Store
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
-from ctxcache.simulate.waiting import Waiting
-from ctxcache.simulate.window import dropped_tokens
+
+ENGINE = "engine"
+JOBS_PER_LOOK = 1024
+"""Overdue jobs looked at before the next ones are asked for."""
+
+
+class Waiting:
+    """One engine's jobs. Owned by a replay; `is_held` says whether the store has anything of a session."""
+
+    def __init__(self, policy: Policy, is_held: Callable[[bytes], bool]) -> None:
+        self._policy, self._is_held = policy, is_held
+        self._schedule = Schedule(self._reordered)
+        self._job_ids: dict[bytes, str] = {}
+        """The job that a session's next turn is, where it was told."""
+        self._job_count = 0
+        self._now_s = 0.0
+
+    def passed(self, now_s: float) -> None:
+        """Time passes: jobs that should have started are put off."""
+        self._now_s = now_s
+        self._policy.passed(now_s)
+        while self._schedule.passed(now_s, JOBS_PER_LOOK):
+            pass
+
+    def put(self, uid: bytes, position: float, now_s: float, *, is_turn: bool = True) -> None:
+        """A job of the session waits there; without `is_turn` it will never start."""
+        self._now_s = now_s
+        self._job_count += 1
+        job = Job(str(self._job_count), uid if self._is_held(uid) else None, position)
+        if is_turn:
+            self._job_ids[uid] = job.job_id
+        self._schedule.put(ENGINE, job, now_s)
+
+    def started(self, uid: bytes, now_s: float) -> None:
+        """The session's turn has begun, which took it out of the queue."""
+        self._now_s = now_s
+        job_id = self._job_ids.pop(uid, None)
+        if job_id is not None:
+            self._schedule.gone(ENGINE, job_id, now_s, is_started=True)
+
+    def rested(self, uid: bytes) -> None:
+        """The turn is over: what still waits of the session was not it."""
+        order = self._schedule.order(uid)
+        if order is not None:
+            self._reordered(uid, order)
+
+    def lost(self) -> None:
+        """The engine is gone, and with it all that waits."""
+        self._schedule.drop(ENGINE, self._schedule.job_count(ENGINE))
+        self._job_ids.clear()
+
+    def _reordered(self, uid: bytes, order: float | None) -> None:
+        if order is None:
+            self._policy.withdrawn(uid)
+        elif self._is_held(uid):
+            # As the server does: what is foreseen of a job is dated by now, not by the last event.
+            self._policy.passed(self._now_s)
+            self._policy.hinted(uid, order)
+
+
+def dropped_tokens(token_count: int, context_tokens: int) -> int:
+    """How many of the earliest tokens go so that the others fit; halves of the window, as few as will do."""
+    if token_count <= context_tokens:
+        return 0
+    half_tokens = (context_tokens + 1) // 2
+    return min(-(-(token_count - context_tokens) // half_tokens) * half_tokens, token_count)
+
 
 STEP_TURNS = 1024
 """Turns between two calls of `step`."""
@@ -56,7 +124,7 @@ class Replay:
         self._load = load
         self._liar = Liar(load.wrong_hint_share, load.lies)
         self.store = store = Store(load, make_policy, self._next_use_s)
-        self.waiting = Waiting(store.ledger.policy, lambda uid: store.ledger.tier(uid) is not None)
+        self.waiting = Waiting(store.tiers.policy, lambda uid: store.tiers.tier(uid) is not None)
         self._live_bytes = self.peak_live_bytes = 0
         """State in a turn, or needed by a later one, held or not; counted where the future is known."""
         self._takes_time = load.is_timed or load.slot_count is not None
@@ -173,7 +241,7 @@ class Replay:
         self._fit(turn, live)
         if live.cut_tokens and load.overflow is Overflow.INVALIDATE:
             store.void(uid)
-        tier = store.ledger.tier(uid)
+        tier = store.tiers.tier(uid)
         history_bytes = live.history_tokens * load.token_bytes
         fetch = store.begin(uid, history_bytes, now_s)
         self.waiting.started(uid, now_s)
@@ -192,7 +260,7 @@ class Replay:
         tally.ttft.add(now_s - since_s + first_token_s)
         if is_later:
             tally.later_ttft.add(first_token_s)
-            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Tier.DRAM and not fetch.ready_s)
+            self._count(uid, live.history_tokens, tier, is_at_hand=tier is Tier.MEMORY and not fetch.ready_s)
         if self._takes_time and self._next_arrivals_s is not None:
             self._needs(live, load.stored_bytes(live.history_tokens + live.input_tokens + turn.output_tokens))
         return first_token_s + turn.output_tokens / load.decode_tokens_per_s
@@ -203,7 +271,7 @@ class Replay:
         if load.layer_count is None:
             return fetch.whole_s + copy_s + prefill_s
         resident = load.layer_count if load.resident_layer_count is None else load.resident_layer_count
-        layers = Layers(load.layer_count, 0 if tier is Tier.SSD else resident, copy_s, prefill_s)
+        layers = Layers(load.layer_count, 0 if tier is Tier.BELOW else resident, copy_s, prefill_s)
         return layers.first_token_s(fetch)
 
     def _fit(self, turn: Turn, live: _Live) -> None:
@@ -283,9 +351,9 @@ class Replay:
         hints = self._load.hints
         ends = (next_s == NEVER_S) is not self._liar.tells(Lie.HINT, turn)
         if ends and Hint.ENDS in hints:
-            self.store.ledger.policy.expected(turn.session, None)
+            self.store.tiers.policy.expected(turn.session, None)
         elif next_s < NEVER_S and Hint.RETURNS in hints:
-            self.store.ledger.policy.expected(turn.session, self._liar.return_s(turn, now_s, next_s))
+            self.store.tiers.policy.expected(turn.session, self._liar.return_s(turn, now_s, next_s))
 
     def _prefetch(self, now_s: float) -> None:
         """Read ahead, one session at a time, while there is someone to read for."""

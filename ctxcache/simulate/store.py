@@ -1,5 +1,6 @@
-"""The simulated store: the ledger that serves, an SSD in time, and counts of what they do. Knows no queue.
+"""The simulated store: the tiers that serves, an SSD in time, and counts of what they do. Knows no queue.
 
+The SSD serves one read at a time; writes queue behind each other and share its speed with reads.
 Memory: an entry per session between its first turn and its end.
 """
 
@@ -8,13 +9,49 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ctxcache.core.placement.inclusive import InclusiveLedger
-from ctxcache.core.placement.ledger import Act, Ledger, Move
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
-from ctxcache.simulate.device import Ssd
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.pipeline import Fetch
 from ctxcache.simulate.tally import Tally
+from ctxcache.simulate.tiers import Act, InclusiveTiers, Move, Tiers
+
+
+class Ssd:
+    """`write_bytes_per_s` None: writes take no time. Not `is_serial`: no read waits for another.
+
+    Where a read and a write meet, each goes half as fast until one of them is done.
+    """
+
+    def __init__(self, read_bytes_per_s: float, write_bytes_per_s: float | None, *, is_serial: bool) -> None:
+        self._read_bytes_per_s = read_bytes_per_s
+        self._write_bytes_per_s = write_bytes_per_s
+        self._is_serial = is_serial
+        self.reader_free_s = 0.0
+        self._writer_free_s = 0.0
+
+    def free_s(self, now_s: float) -> float:
+        """When a read that is asked for now begins."""
+        return max(self.reader_free_s, now_s) if self._is_serial else now_s
+
+    def read(self, size_bytes: int, now_s: float) -> float:
+        """Read so much; returns when it is there."""
+        begin_s = self.free_s(now_s)
+        read_s = size_bytes / self._read_bytes_per_s
+        shared_s = min(read_s, max(self._writer_free_s - begin_s, 0.0))
+        self._writer_free_s += shared_s
+        end_s = begin_s + read_s + shared_s
+        self.reader_free_s = max(self.reader_free_s, end_s)
+        return end_s
+
+    def write(self, size_bytes: int, now_s: float) -> float:
+        """Write so much behind what is being written; returns how far it lies behind, in seconds."""
+        if self._write_bytes_per_s is None:
+            return 0.0
+        write_s = size_bytes / self._write_bytes_per_s
+        begin_s = max(self._writer_free_s, now_s)
+        self._writer_free_s = begin_s + write_s
+        return self._writer_free_s - now_s
+
 
 NextUse = Callable[[bytes], float]
 """When a session is needed next, in seconds of the trace."""
@@ -30,7 +67,7 @@ class Loss(enum.Enum):
 
 @dataclass(slots=True)
 class _Copy:
-    """`written_bytes` of the session are on SSD and valid, whichever tier the ledger has it in."""
+    """`written_bytes` of the session are on SSD and valid, whichever tier the tiers has it in."""
 
     written_bytes: int = 0
     ready_s: float = math.inf
@@ -42,12 +79,12 @@ class Store:
     """What is kept of sessions. `tally` may be exchanged between two calls."""
 
     def __init__(self, load: Load, make_policy: MakePolicy, next_use_s: NextUse) -> None:
-        # Sessions count whole in the ledger: of their first layers alone DRAM takes so many more.
+        # Sessions count whole in the tiers: of their first layers alone DRAM takes so many more.
         dram_bytes = min(int(load.dram_bytes / load.resident_share), load.dram_bytes + load.ssd_bytes)
         capacities = Capacities(dram_bytes, load.dram_bytes + load.ssd_bytes - dram_bytes)
         policy = make_policy(capacities, next_use_s)
-        make_ledger = InclusiveLedger if load.is_inclusive else Ledger
-        self.ledger = make_ledger(capacities, policy, buffer_bytes=int(dram_bytes * load.buffer_share))
+        make_tiers = InclusiveTiers if load.is_inclusive else Tiers
+        self.tiers = make_tiers(capacities, policy, buffer_bytes=int(dram_bytes * load.buffer_share))
         self.tally = Tally()
         self.ssd = Ssd(
             load.ssd_read_bytes_per_s,
@@ -61,10 +98,10 @@ class Store:
     def begin(self, uid: bytes, history_bytes: int, now_s: float) -> Fetch:
         """A turn begins and reads its history; returns how that comes to DRAM, from now on."""
         ready_s, missing_share, copy = 0.0, 0.0, self._copies.get(uid)
-        tier = self.ledger.tier(uid)
-        if tier is Tier.SSD:
+        tier = self.tiers.tier(uid)
+        if tier is Tier.BELOW:
             missing_share = 1.0
-        elif tier is Tier.DRAM:
+        elif tier is Tier.MEMORY:
             missing_share = 1.0 - self._resident_share
             if copy is not None and copy.ready_s < math.inf:
                 self.tally.prefetch_met(copy.ready_s, now_s)
@@ -75,7 +112,7 @@ class Store:
             begin_s = self.ssd.free_s(now_s)
             end_s = self.ssd.read(int(history_bytes * missing_share), now_s)
             fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
-        self._moved(self.ledger.arrived(uid, now_s), now_s)
+        self._moved(self.tiers.arrived(uid, now_s), now_s)
         return fetch
 
     def end(self, uid: bytes, facts: Facts, valid_bytes: range, now_s: float) -> None:
@@ -86,21 +123,21 @@ class Store:
         elif copy.written_bytes:
             copy.written_bytes = max(min(copy.written_bytes, valid_bytes.stop) - valid_bytes.start, 0)
         copy.loss = None
-        self._moved(self.ledger.idle(uid, facts, now_s), now_s)
-        if self.ledger.is_on_ssd(uid):
+        self._moved(self.tiers.idle(uid, facts, now_s), now_s)
+        if self.tiers.is_on_ssd(uid):
             self.tally.ssd_rewritten_bytes += self._write(copy, facts.size_bytes, now_s)
 
     def void(self, uid: bytes) -> None:
         """The session goes on, its state does not."""
         self._unprefetched(uid)
-        self.ledger.ended(uid)
+        self.tiers.ended(uid)
         self._copies[uid] = _Copy(loss=Loss.VOID)
 
     def expire(self, uid: bytes) -> None:
         """The session is over."""
         self._unprefetched(uid)
         self._copies.pop(uid, None)
-        self.ledger.ended(uid)
+        self.tiers.ended(uid)
 
     def missed(self, uid: bytes, token_count: int) -> None:
         """Count a later turn that found nothing, by why it did."""
@@ -115,7 +152,7 @@ class Store:
 
     def prefetch(self, now_s: float) -> bool:
         """Begin to read one session ahead; whether there was one to read and room for it."""
-        moves = self.ledger.prefetch()
+        moves = self.tiers.prefetch()
         self._moved(moves, now_s)
         if not moves or moves[-1].act is not Act.PROMOTE:
             return False
@@ -157,7 +194,7 @@ class Store:
     def _lost(self, uid: bytes) -> None:
         self._unprefetched(uid)
         copy = self._copies.get(uid)
-        if copy is not None and self.ledger.tier(uid) is None:
+        if copy is not None and self.tiers.tier(uid) is None:
             copy.written_bytes, copy.loss = 0, Loss.GIVEN_UP
 
     def _unprefetched(self, uid: bytes) -> None:

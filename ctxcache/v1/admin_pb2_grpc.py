@@ -208,7 +208,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Backup(self, request, context):
-        """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+        """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
         one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
         when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a

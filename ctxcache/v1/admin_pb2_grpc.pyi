@@ -65,7 +65,7 @@ class AdminServiceStub:
     (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
     """
     Backup: _grpc.UnaryStreamMultiCallable[_operations_pb2.BackupRequest, _operations_pb2.BackupResponse]
-    """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+    """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
     one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
     when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
@@ -167,7 +167,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     (TOO_MANY_REQUESTS); DATA_LOSS (CORRUPT_METADATA); UNAVAILABLE (TIER_FAILURE).
     """
     Backup: _aio.UnaryStreamMultiCallable[_operations_pb2.BackupRequest, _operations_pb2.BackupResponse]  # type: ignore[assignment]
-    """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+    """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
     one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
     when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
     INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a
@@ -302,7 +302,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operations_pb2.BackupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_operations_pb2.BackupResponse], _abc.AsyncIterator[_operations_pb2.BackupResponse]]:
-        """Returns a backup: the bytes of an archive that `ctxcache restore` reads (docs/backup_format.md), to be put behind
+        """Returns a backup: the bytes of an archive that `ctxcache import` reads (docs/archive_format.md), to be put behind
         one another. It has the rows of every tenant's sessions, each as it was durable at one moment meanwhile, and is whole
         when the stream ends without an error. Nothing is held while bytes are on their way. One at a time. Errors:
         INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS); DEADLINE_EXCEEDED (DEADLINE_EXCEEDED, a

@@ -445,7 +445,8 @@ class CommitReservation(_message.Message):
     """Makes a reservation's first tokens visible. All streams of those tokens must have been written, and the writer
     says what it wrote: the server keeps its checksums with the rows, verifies by them and hands them to readers. It
     does not make them from what lies in the arena.
-    Errors: NOT_FOUND (RESERVATION_NOT_FOUND); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
+    Errors: NOT_FOUND (RESERVATION_NOT_FOUND; SESSION_NOT_FOUND when the session's time came since the reservation
+    or its last commit, and the reservation has ended); INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED) and UNAVAILABLE (TIER_FAILURE) when durability was asked for and cannot be
     had: the tokens are then committed in memory.
     """

@@ -80,7 +80,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+        """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
         (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

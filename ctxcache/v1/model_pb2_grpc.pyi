@@ -46,7 +46,7 @@ class ModelServiceStub:
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]
     """Returns one model. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND)."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]
-    """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+    """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
     (INVALID_FIELD).
     """
 
@@ -68,7 +68,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.Model]  # type: ignore[assignment]
     """Returns one model. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND)."""
     ListModels: _aio.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+    """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
     (INVALID_FIELD).
     """
 
@@ -105,7 +105,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]:
-        """Lists models in order of their names, without their probes; a page is at most 3 MiB. Errors: INVALID_ARGUMENT
+        """Lists models in order of their names, without their probes; a page is at most 1 MiB. Errors: INVALID_ARGUMENT
         (INVALID_FIELD).
         """
 

@@ -180,7 +180,9 @@ class Session(_message.Message):
 
     @_builtins.property
     def access_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was last created, updated, appended to, read or leased."""
+        """When it was last created, updated, appended to, read or leased. An append is an access when it begins and at
+        each commit; rows that are on their way are none.
+        """
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -248,7 +250,7 @@ class CreateSessionRequest(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """This long after each access: 1 s to 3650 days."""
+        """This long after each access: 1 s to 3650 days. A commit that comes later is SESSION_NOT_FOUND."""
 
     def __init__(
         self,

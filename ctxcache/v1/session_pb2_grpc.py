@@ -135,7 +135,7 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """Lists sessions in order of their names; a page is at most 3 MiB. Does not count as an access. Sessions
+        """Lists sessions in order of their names; a page is at most 1 MiB. Does not count as an access. Sessions
         created or deleted meanwhile may or may not appear. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -54,7 +54,7 @@ class SessionServiceStub:
     NOT_FOUND (SESSION_NOT_FOUND).
     """
     ListSessions: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListSessionsRequest, _session_pb2.ListSessionsResponse]
-    """Lists sessions in order of their names; a page is at most 3 MiB. Does not count as an access. Sessions
+    """Lists sessions in order of their names; a page is at most 1 MiB. Does not count as an access. Sessions
     created or deleted meanwhile may or may not appear. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     UpdateSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.UpdateSessionRequest, _session_pb2.Session]
@@ -135,7 +135,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     NOT_FOUND (SESSION_NOT_FOUND).
     """
     ListSessions: _aio.UnaryUnaryMultiCallable[_session_pb2.ListSessionsRequest, _session_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """Lists sessions in order of their names; a page is at most 3 MiB. Does not count as an access. Sessions
+    """Lists sessions in order of their names; a page is at most 1 MiB. Does not count as an access. Sessions
     created or deleted meanwhile may or may not appear. Errors: INVALID_ARGUMENT (INVALID_FIELD).
     """
     UpdateSession: _aio.UnaryUnaryMultiCallable[_session_pb2.UpdateSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
@@ -231,7 +231,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.ListSessionsResponse, _abc.Awaitable[_session_pb2.ListSessionsResponse]]:
-        """Lists sessions in order of their names; a page is at most 3 MiB. Does not count as an access. Sessions
+        """Lists sessions in order of their names; a page is at most 1 MiB. Does not count as an access. Sessions
         created or deleted meanwhile may or may not appear. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
 

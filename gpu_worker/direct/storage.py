@@ -1,13 +1,19 @@
 """Direct storage of a worker: which path is live, and sources by it.
 
-Thread-safe. Worst case: a path that fails is given up for a restore, counted, and the store reads for it.
+kvikio is probed by a read into the GPU in a process of its own, with a time limit: where a driver is half
+there it may fail, hang or end its process. Thread-safe. Worst case: a path that fails is given up for a
+restore, counted, and the store reads for it; a probe that fails leaves POSIX.
 """
 
+import json
 import logging
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 
@@ -19,11 +25,61 @@ from ctxcache.format.streams import Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.direct.kvikio_files import DeviceFiles, KvikioFiles
 from gpu_worker.direct.landing import Checksums
-from gpu_worker.direct.path import DirectPath, Live, Wanted, choose
-from gpu_worker.direct.probe import probe_kvikio
+from gpu_worker.direct.path import DirectPath, KvikioFound, Live, Wanted, choose
 from gpu_worker.direct.source import DirectSource, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.pipeline.source import LeasedSource, Source
+
+PROBE_TIMEOUT_S = 60.0
+_PROGRAM = r"""
+import json, os, sys, tempfile
+import torch
+import kvikio, kvikio.cufile_driver, kvikio.defaults
+is_gds = bool(kvikio.cufile_driver.get("is_gds_available"))
+kvikio.defaults.set("compat_mode", kvikio.CompatMode.AUTO if is_gds else kvikio.CompatMode.ON)
+data = os.urandom(8192)
+with tempfile.NamedTemporaryFile() as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+    into = torch.zeros(len(data), dtype=torch.uint8, device=sys.argv[1])
+    torch.cuda.synchronize()
+    with kvikio.CuFile(file.name, "r") as handle:
+        count = handle.pread(into, len(data), 0).get()
+if count != len(data) or bytes(into.cpu().tolist()) != data:
+    raise SystemExit("a read into the GPU gave other bytes")
+print(json.dumps({"version": kvikio.__version__, "is_gds": is_gds}))
+"""
+
+
+def probe_kvikio(device: torch.device, *, timeout_s: float = PROBE_TIMEOUT_S) -> KvikioFound | None:
+    """Whether kvikio reads into a device; None for one that is no GPU. Takes seconds where there is one."""
+    if device.type != "cuda":
+        return None
+    if find_spec("kvikio") is None:
+        return KvikioFound("not installed: pip install 'ctxcache[direct]'")
+    command = (sys.executable, "-c", _PROGRAM, str(device))
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return KvikioFound(f"did not answer within {timeout_s:g} s")
+    except OSError as error:
+        return KvikioFound(f"cannot be tried: {error.strerror}")
+    return read_answer(ran.returncode, ran.stdout, ran.stderr)
+
+
+def read_answer(status: int, said: str, complained: str) -> KvikioFound:
+    """What a probe's process said when it ended."""
+    lines = said.strip().splitlines()
+    if status or not lines:
+        last = (complained.strip().splitlines() or [f"ended with status {status}"])[-1]
+        return KvikioFound(last[:200])
+    try:
+        facts = json.loads(lines[-1])
+        return KvikioFound("", is_gds=bool(facts["is_gds"]), version=str(facts["version"]))
+    except (ValueError, KeyError, TypeError):
+        return KvikioFound(f"said {lines[-1][:100]!r}")
+
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,19 @@
-"""A session being restored for one turn: its rows under their lease, its cache, and the model's passes that wait for it.
+"""A session being restored for one turn: its leased rows, its cache, and the passes that wait for layers.
 
-Knows the pipeline and the store's client. Owned by the turn. Worst case: a restore that fails while the model
-runs on its cache; the pass ends with the reason, and the cache is thrown away.
+Knows the pipeline, the store's client, and the model's blocks through its adapter. Owned by the turn. Worst
+case: a restore that fails while the model runs on its cache. The pass ends with the reason; the cache is
+thrown away.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from ctxcache.client import SessionRows
@@ -21,11 +25,42 @@ from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.devices import device_of
 from gpu_worker.pipeline.kernel_weights import KernelWeights
 from gpu_worker.pipeline.kernels import compute_for
-from gpu_worker.pipeline.layer_gate import LayerGate
 from gpu_worker.pipeline.pipeline import Pipeline, Settings
 from gpu_worker.pipeline.planned import Choice, Chooser
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.source import LeasedSource
+
+
+class LayerGate:
+    """Context manager: within it, passes of the thread that entered wait before each block for its layer.
+
+    Other threads pass: the restore itself may be running layers.
+    """
+
+    def __init__(self, adapter: Adapter, restoration: Restoration) -> None:
+        self._adapter, self._restoration = adapter, restoration
+        self._hooks: list[RemovableHandle] = []
+        self._thread_id = 0
+
+    def __enter__(self) -> Self:
+        self._thread_id = threading.get_ident()
+        for layer, decoder in enumerate(self._adapter.layers):
+            self._hooks.append(decoder.block.register_forward_pre_hook(self._waiting_for(layer)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _waiting_for(self, layer: int) -> Callable[[nn.Module, object], None]:
+        def hook(_block: nn.Module, _args: object) -> None:
+            if threading.get_ident() == self._thread_id:
+                self._restoration.wait(layer)
+
+        return hook
 
 
 class Restoring:

@@ -44,6 +44,7 @@ from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.probe import probe_of
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Slice
+from gpu_worker.unchanged import Unchanged
 
 RESTORE_TIMEOUT_S = 60.0
 
@@ -111,6 +112,7 @@ class TransformersEngine:
         self._sink_count, self._durability = sink_count, durability
         probe = probe_of(self._adapter, spec, lambda ids: prefill(model, self._empty_cache(), ids))
         self._own = client.register_model(spec, probe)
+        self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device)
 
     def __enter__(self) -> Self:
@@ -149,8 +151,10 @@ class TransformersEngine:
 
         `history` is every token before the new ones, as the caller knows it; where the store has
         less or other, it is prefilled from there. None: the session's own tokens are the history.
-        Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded.
+        Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded; ModelChanged, with nothing
+        restored or saved, when the model is not what it was when the engine was made.
         """
+        self._unchanged.check()
         begin_ns = time.perf_counter_ns()
         turn = Turn()
         session, known = self._fit(session_id, history, len(new_token_ids) + max_new_tokens, turn)

@@ -1,7 +1,8 @@
-"""Gathering: every rank has read some tokens' rows, and projects the rows of all into its own heads.
+"""One rank's part of a restore: its stage's layers, and its own heads from rows that all ranks read.
 
-Runs on the computing lane, in the order of the schedule, which all ranks share. Worst case: a rank that does not
-come, which is RankLost by the restore's deadline.
+Each rank reads the rows of some tokens, and projects the rows of all tokens into its heads. That runs on the
+computing lane, in the order of the schedule, which all ranks share. Layers of other stages have nothing to
+restore here. Worst case: a rank that does not come, which is RankLost by the restore's deadline.
 """
 
 import time
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gpu_worker.parallel.share import Share
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Room, Target
@@ -48,3 +50,43 @@ class Gathering:
         """What stages took, with gathering, which ran within others, as a stage of its own."""
         within = {stage: max(0.0, observed_s.get(stage, 0.0) - part) for stage, part in self._seconds.items()}
         return {**observed_s, **within, Stage.GATHER: sum(self._seconds.values())}
+
+
+class StageTarget(Target):
+    """The model's layers, of which `own` has those of the share."""
+
+    def __init__(self, own: Target, share: Share, layer_count: int) -> None:
+        self._own, self._share = own, share
+        self.token_count, self.layer_count, self.is_by_layer = own.token_count, layer_count, own.is_by_layer
+
+    def first_token(self, layer: int) -> int:
+        """See Target."""
+        own = self._index(layer)
+        return 0 if own is None else self._own.first_token(own)
+
+    def room(self, layer: int, begin: int, end: int) -> Room:
+        """See Target."""
+        own = self._index(layer)
+        if own is None:
+            raise IndexError(layer)
+        return self._own.room(own, begin, end)
+
+    def finish(self, layer: int) -> None:
+        """See Target."""
+        own = self._index(layer)
+        if own is not None:
+            self._own.finish(own)
+
+    def announced(self, layer: int) -> None:
+        """See Target."""
+        own = self._index(layer)
+        if own is not None:
+            self._own.announced(own)
+
+    def failed(self) -> None:
+        """See Target."""
+        self._own.failed()
+
+    def _index(self, layer: int) -> int | None:
+        share = self._share
+        return layer - share.first_layer if share.first_layer <= layer < share.end_layer else None

@@ -7,6 +7,7 @@ bit; `kernels.py` has the fused kernels. Worst case: a prefill of the recomputed
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
@@ -14,13 +15,14 @@ from transformers.cache_utils import CacheLayerMixin
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import Stream
-from gpu_worker.errors import IncompleteRestore
+from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
+from gpu_worker.families.projection import Halves
+from gpu_worker.packed_rows import widen
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Room, Target
 from gpu_worker.plan import Method
 from gpu_worker.recompute import recompute_layers
-from gpu_worker.restore import Restorer
 
 Decode = Callable[[Stream, Tensor], Tensor]
 """(stream, bytes [t, row_bytes] on the device) -> rows [t, D] in the model's element type; packed rows as they are."""
@@ -36,6 +38,63 @@ class Compute(Protocol):
     def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
         """Run the layers that the schedule recomputes over `token_ids` [T], into the target."""
         ...
+
+
+class Restorer:
+    """Turns rows of one session into keys and values, any layer and any piece in any order.
+
+    Holds the position tables of the whole session, shared by all layers.
+    """
+
+    def __init__(self, adapter: Adapter, positions: Tensor) -> None:
+        """`positions` [T] int64: where each token of the session stands now (0..T-1 as a rule)."""
+        self._adapter = adapter
+        self._token_count = len(positions)
+        self._ropes = adapter.ropes(positions)
+
+    def layer(self, layer: int, method: Method, rows: Tensor, *, begin: int = 0) -> Halves:
+        """Keys and values of one layer as the engine caches them: [1, H, t, C], [1, H, t, C_v].
+
+        `rows` [t, row] are tokens [begin, begin + t): HIDDEN [t, D] or KV/LATENT [t, row_size] in the model's
+        element type, on any device; or [t, row_bytes] uint8 of a packed kind. K rows restore bit for bit. HIDDEN
+        rows restore bit for bit in the shapes they were computed in, else to rounding. Raises ShapeMismatch,
+        UnsupportedDtype, InvalidArgument(field="layer" | "method").
+        Source: HCache, arXiv:2410.05004, section 3.2.
+        """
+        self._check(layer, method, rows, begin)
+        decoder = self._adapter.layers[layer]
+        with torch.no_grad():
+            rows = self._wide(method, rows.to(decoder.device))
+            is_hidden = method.unpacked is Method.HIDDEN
+            halves = decoder.project(rows) if is_hidden else self._adapter.unpack(rows)
+            if not self._adapter.is_relocatable:
+                return self._adapter.embed(halves, None)
+            rope = self._ropes[decoder.rope_key].at(begin, begin + len(rows))
+            return self._adapter.embed(halves, rope.to(decoder.device))
+
+    def _check(self, layer: int, method: Method, rows: Tensor, begin: int) -> None:
+        adapter = self._adapter
+        if not 0 <= layer < len(adapter.layers):
+            raise InvalidArgument(field="layer", problem=f"{layer} is not within [0, {len(adapter.layers)})")
+        size = None if method is Method.TOKENS else adapter.element_count(method.kind)
+        if size is None:
+            problem = f"{method.value} rows cannot be restored for {adapter.architecture}"
+            raise InvalidArgument(field="method", problem=problem)
+        dtype = adapter.model.dtype if method.is_exact else torch.uint8
+        width = size if method.is_exact else PACKINGS[method.kind].row_bytes(size)
+        what = f"layer {layer} {method.value} rows at token {begin}"
+        room = self._token_count - begin
+        if rows.ndim != 2 or rows.shape[1] != width or begin < 0 or len(rows) > room:
+            expected = f"[up to {max(room, 0)}, {width}]"
+            raise ShapeMismatch(what=what, expected=expected, actual=str(list(rows.shape)))
+        if rows.dtype != dtype:
+            raise UnsupportedDtype(what=what, expected=str(dtype), actual=str(rows.dtype))
+
+    def _wide(self, method: Method, rows: Tensor) -> Tensor:
+        size = self._adapter.element_count(method.kind)
+        if method.is_exact or size is None:
+            return rows
+        return widen(rows, method.kind, size, self._adapter.model.dtype)
 
 
 class Modules:

@@ -1,18 +1,104 @@
 """The adaptive planner: plans with a profile that follows what stages turn out to take.
 
-Owned by whoever restores; one thread at a time. Plans are kept per request until a stage drifts. Pure.
-Worst case: `PLAN_LIMIT` different requests between two that are equal, each planned anew.
+Every observation beside its prediction moves a stage's smoothed ratio. A stage that is off for long enough is
+reported once, with the factor that puts its predictions right. It must come back near 1, or be corrected,
+before it is reported again: noise around the border asks for one new plan, not many. Plans are kept per
+request until a stage drifts. Used by one thread at a time. Pure, no clock. Worst case: a stage that
+alternates quickly between two speeds is reported as their mean; or `PLAN_LIMIT` different requests between
+two that are equal, each planned anew.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from gpu_worker.planning.drift import Drift, DriftBounds, DriftDetector
+from ctxcache.errors import InvalidArgument
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding
 from gpu_worker.planning.planner import Plan, Request, plan
-from gpu_worker.planning.profile import Profile, Stage
+from gpu_worker.planning.profile import NO_LIMIT, Profile, Stage
 from gpu_worker.planning.shape import ModelShape
+
+_MOST = math.log(4.0)
+"""What one observation counts at most, so that a single stall is not a trend."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriftBounds:
+    """When a stage counts as off.
+
+    Reported when the smoothed ratio of observed to predicted is above `enter` or below its inverse for
+    `least_count` observations in a row; over again when it is within `leave`. `weight` of the newest.
+    """
+
+    enter: float = 1.25
+    leave: float = 1.10
+    least_count: int = 8
+    weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (1 < self.leave < self.enter < NO_LIMIT and self.least_count >= 1 and 0 < self.weight <= 1):
+            raise InvalidArgument(field="drift", problem="need 1 < leave < enter, a count and a weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A stage that takes `factor` times what the profile says: time for a corrected profile and a new plan."""
+
+    stage: Stage
+    factor: float
+
+
+@dataclass(slots=True)
+class _Trend:
+    smoothed: float = 0.0
+    count: int = 0
+    off_count: int = 0
+    is_off: bool = False
+
+
+class DriftDetector:
+    """Watches all stages of one profile. Owned by whoever plans; one thread at a time."""
+
+    def __init__(self, bounds: DriftBounds | None = None) -> None:
+        """`bounds` default to a quarter off, for eight observations in a row."""
+        self._bounds = bounds or DriftBounds()
+        self._trends = {stage: _Trend() for stage in Stage}
+
+    def observe(self, stage: Stage, *, predicted_s: float, observed_s: float) -> Drift | None:
+        """Take one observation; a drift where the stage just turned out to be off.
+
+        Predictions are those of the profile in use, corrections included. Times that say nothing (0 or
+        less, not finite) are passed over.
+        """
+        if not (0 < predicted_s < NO_LIMIT and 0 < observed_s < NO_LIMIT):
+            return None
+        trend = self._trends[stage]
+        ratio = max(-_MOST, min(_MOST, math.log(observed_s / predicted_s)))
+        trend.count += 1
+        # The first ones weigh as in a mean: the smoothed ratio starts where the stage is, not at 1.
+        trend.smoothed += max(self._bounds.weight, 1 / trend.count) * (ratio - trend.smoothed)
+        return self._judge(stage, trend)
+
+    def rebase(self, stage: Stage) -> None:
+        """Forget a stage whose profile was corrected: what it did before was predicted by another one."""
+        self._trends[stage] = _Trend()
+
+    @property
+    def factors(self) -> Mapping[Stage, float]:
+        """The smoothed ratio of observed to predicted, of each stage that was observed."""
+        return {stage: math.exp(trend.smoothed) for stage, trend in self._trends.items() if trend.count}
+
+    def _judge(self, stage: Stage, trend: _Trend) -> Drift | None:
+        off = abs(trend.smoothed)
+        trend.off_count = trend.off_count + 1 if off > math.log(self._bounds.enter) else 0
+        if trend.is_off:
+            trend.is_off = off > math.log(self._bounds.leave)
+            return None
+        trend.is_off = trend.off_count >= self._bounds.least_count
+        return Drift(stage, math.exp(trend.smoothed)) if trend.is_off else None
+
 
 PLAN_LIMIT = 256
 

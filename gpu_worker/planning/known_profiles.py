@@ -31,8 +31,6 @@ NVLINK = Link(200e9, 20e-6)
 """What one of several GPUs receives from the others, an estimate: a third of an A100's NVLink."""
 HOST_GATHER = Link(1e9, 300e-6)
 """The same between processes of a host without GPUs."""
-KVPR_BUS_BYTES_PER_S = 32e9
-KVPR_FLOPS_PER_S = 312e12
 
 
 def _gpu(
@@ -104,13 +102,4 @@ def hcache_profile(model: str, *, ssd_bytes_per_s: float = HCACHE_BUS_BYTES_PER_
     return Profile(
         name=f"hcache testbed, {model}", copy=link, ssd=link, remote=link, is_direct=True,
         gemm_flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s,
-    )  # fmt: skip
-
-
-def kvpr_profile() -> Profile:
-    """KVPR's A100 machine: peak rates of its section 4, as its Table 1 uses them."""
-    link = Link(KVPR_BUS_BYTES_PER_S)
-    return Profile(
-        name="kvpr testbed", copy=link, ssd=link, remote=link,
-        gemm_flops_per_s=KVPR_FLOPS_PER_S, attention_flops_per_s=KVPR_FLOPS_PER_S,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Pure numbers. They are of small real models and the worst of them counts (docs/planner.md); a layout that packs
 some layers only loses no more than one that packs all by the worst of its kinds. Worst case: a model that takes
-rounding worse than those measured; `benchmarks/quantization.py` measures it.
+rounding worse than those measured; `lab/studies/quantization.py` measures it.
 """
 
 from collections.abc import Iterable, Mapping

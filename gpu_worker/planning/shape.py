@@ -151,19 +151,5 @@ def linear_layer(
     )
 
 
-def shared_layer(layer: LayerShape) -> LayerShape:
-    """A layer like `layer` that reads the K and V of an earlier one."""
-    return LayerShape(
-        kind=LayerKind.SHARED,
-        hidden_row_bytes=layer.hidden_row_bytes,
-        kv_row_bytes=0,
-        project_flops=0,
-        linear_flops=layer.linear_flops - layer.project_flops,
-        attention_flops=layer.attention_flops,
-        window=layer.window,
-        element_bytes=layer.element_bytes,
-    )
-
-
 def _element_count(layer: LayerShape, kind: StateKind) -> int:
     return layer.row_bytes(unpacked(kind)) // layer.element_bytes

@@ -28,11 +28,6 @@ class Timed(NamedTuple):
     copy_end_s: float
     compute_end_s: float
 
-    @property
-    def compute_begin_s(self) -> float:
-        """When its computation starts."""
-        return self.compute_end_s - self.step.compute_s
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:

@@ -1,9 +1,14 @@
-"""Measuring: a loaded model's stages at the lengths in use, on the device where it is.
+"""Measuring: a loaded model's stages at the lengths in use on its device, and the machine's bandwidths.
 
-One layer of each sort is projected, embedded and run, by the same code that restores. Worst case: some
-seconds per length, and a busy machine, whose profile is that of a busy machine; drift corrects it.
+One layer of each sort is projected, embedded and run, by the same code that restores. Bandwidths are those
+from memory to the device, and from a file to memory past the page cache. Worst case: some seconds per length,
+and a busy machine, whose profile is that of a busy machine; drift corrects it. A file system without direct
+reads has the bandwidth of its cache.
 """
 
+import mmap
+import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,16 +22,64 @@ from transformers import DynamicCache
 
 from gpu_worker.families import Adapter
 from gpu_worker.packed_rows import pack
+from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.plan import Method
 from gpu_worker.planning.known_profiles import known_profile
 from gpu_worker.planning.profile import Curve, Link, Profile, Stage
 from gpu_worker.planning.shape import LayerShape, ModelShape
-from gpu_worker.profiling.bandwidth import TRANSFER_BYTES, copy_bytes_per_s, read_bytes_per_s
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured
 from gpu_worker.profiling.stopwatch import Stopwatch
 from gpu_worker.recompute import recompute_layers
-from gpu_worker.restore import Restorer
+
+TRANSFER_BYTES = 64 << 20
+"""Beyond what caches hold."""
+_READ_PIECE_BYTES = 1 << 20
+
+
+def copy_bytes_per_s(
+    device: torch.device, stopwatch: Stopwatch, *, size_bytes: int = TRANSFER_BYTES
+) -> float:
+    """Measure copying from memory onto `device`; from pinned memory where it is a GPU."""
+    source = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return size_bytes / median(stopwatch.seconds(copy))
+
+
+def read_bytes_per_s(directory: Path, stopwatch: Stopwatch, *, size_bytes: int = TRANSFER_BYTES) -> float:
+    """Measure reading a file of `directory`, which is written first and removed after. Raises OSError."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".ctxcache-profile-") as file:
+        file.write(os.urandom(_READ_PIECE_BYTES) * (size_bytes // _READ_PIECE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        fd = _open_direct(file.name)
+        try:
+            return size_bytes / median(stopwatch.seconds(_reader(fd, size_bytes)))
+        finally:
+            os.close(fd)
+
+
+def _open_direct(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _reader(fd: int, size_bytes: int) -> Callable[[], None]:
+    # Direct reads ask for aligned memory, which mmap's is.
+    buffer = mmap.mmap(-1, _READ_PIECE_BYTES)
+
+    def read() -> None:
+        for offset in range(0, size_bytes, _READ_PIECE_BYTES):
+            os.preadv(fd, [buffer], offset)
+
+    return read
+
 
 LENGTHS = (1, 64, 256, 1024, 2048)
 """From one token on: before the first length a profile is level, and what short sessions take would pass for drift."""

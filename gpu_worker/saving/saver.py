@@ -1,14 +1,18 @@
 """The saver: an engine's passes come in, sessions' tokens are committed, and the engine never waits.
 
-Its calls take a lock that nobody holds during a copy or a call of the store. What does not fit into staging
-is shed at once, counted by the reason why. A session with a gap takes no more rows until its engine has looked
-at it again, since rows behind a gap are of no use; those before it are saved. Worst case: a session keeps the
-tokens before the first that was shed or failed, and what staging holds is lost with the process.
+Its calls take a lock that is never held during a copy or a call of the store. Threads of the sorter take rows
+out of staging into the store, a session at a time. Rows that do not fit into staging are shed at once,
+counted by the reason. A session with a gap takes no more rows until its engine has looked at it again: rows
+behind a gap are of no use. Rows before the gap are saved. Worst case: a store that does not answer holds
+every thread until the client's deadline. A session keeps the tokens before the first that was shed or failed;
+what staging holds is lost with the process.
 """
 
+import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -28,15 +32,67 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import StateKind, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
+from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Durability, Session
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.saving.board import Board
 from gpu_worker.saving.copies import Copies, copies_from
-from gpu_worker.saving.lane import Lane
-from gpu_worker.saving.progress import Progress
+from gpu_worker.saving.lane import Lane, scratch_for
+from gpu_worker.saving.progress import Job, Progress
 from gpu_worker.saving.slices import Run, Slice
-from gpu_worker.saving.sorter import Sorter
-from gpu_worker.saving.staging import Frame, Staging
+from gpu_worker.saving.staging import Bytes, Frame, Staging
+
+log = logging.getLogger(__name__)
+
+COPY_TIMEOUT_S = 30.0
+
+
+class Sorter:
+    """Threads that work off a board until it is ended."""
+
+    def __init__(self, client: Client, board: Board, staging: Staging, *, thread_count: int) -> None:
+        self._client, self._board, self._staging = client, board, staging
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ctxcache-save-{number}", daemon=True)
+            for number in range(thread_count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the threads, until `deadline_s` of the monotonic clock."""
+        for thread in self._threads:
+            thread.join(max(deadline_s - time.monotonic(), 0))
+
+    def _run(self) -> None:
+        scratch = scratch_for(self._staging)
+        while (job := self._board.next()) is not None:
+            lane = job.progress.lane
+            before = lane.session.token_count
+            failure = self._save(job, scratch)
+            self._board.settle(job, lane.session.token_count - before, failure)
+
+    def _save(self, job: Job, scratch: Bytes) -> CacheError | None:
+        progress, lane = job.progress, job.progress.lane
+        try:
+            for frame, _ in job.parts:
+                frame.wait(COPY_TIMEOUT_S)
+            lane.append(self._staging, [run for _, run in job.parts], scratch, is_last=job.is_last)
+            if job.is_last:
+                lane.close()
+                if progress.durability == DURABILITY_DISK and progress.failure is None:
+                    self._client.flush_session(progress.name)
+        except CacheError as error:
+            log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
+            failure = error
+        except Exception as error:
+            log.exception("save_broken session=%s", progress.name)
+            failure = CacheError(str(error))
+        else:
+            return None
+        with suppress(CacheError):
+            lane.close()
+        return failure
+
 
 STAGING_BYTES = 1 << 30
 THREAD_COUNT = 2
@@ -106,12 +162,6 @@ class Saver:
         """Tokens that were not saved, by the reason of what stopped them or some before them."""
         with self._board.changed:
             return dict(self._board.shed)
-
-    @property
-    def staged_share(self) -> float:
-        """How full staging is, in [0, 1]."""
-        ring = self._staging.ring
-        return ring.used_count / ring.row_count
 
     # -- sessions ------------------------------------------------------------------------------------
 

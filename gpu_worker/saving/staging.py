@@ -1,9 +1,12 @@
 """Staging: the rows of passes on the host, between the copy off the device and the sessions they belong to.
 
-One buffer for all streams whose rows are alike, and a row has the same number for each stream. Bounded; pinned where rows come from a GPU.
-Knows no session and no store. Worst case: full, which `take` says at once.
+One buffer for all streams whose rows are alike; a row has the same number for each stream. A ring hands rows
+out in runs, and takes them back in the order in which they were handed out. Bounded; pinned where rows come
+from a GPU. Knows no session and no store. Worst case: full, which `take` says at once, also where the oldest
+run alone stays.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,8 +19,47 @@ from ctxcache.format.streams import TOKENS, DType, Stream, StreamSpec
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.rows import as_stored, stored_dtype
 from gpu_worker.saving.copies import Copies, Mark, wait_done
-from gpu_worker.saving.ring import Ring
 from gpu_worker.saving.slices import Rows, Run
+
+
+class Ring:
+    """Rows `[0, row_count)`. Empty, it begins at 0 again, where memory is warm."""
+
+    def __init__(self, row_count: int) -> None:
+        self.row_count = row_count
+        self._runs: deque[Run] = deque()
+
+    @property
+    def used_count(self) -> int:
+        """Rows from the oldest run's begin to the newest one's end, what no run could use included."""
+        if not self._runs:
+            return 0
+        span = self._runs[-1].end - self._runs[0].begin
+        return span if span > 0 else span + self.row_count
+
+    def take(self, count: int) -> Run | None:
+        """Hand out `count` rows that follow one another; None where there is no such room now."""
+        begin = self._place(count)
+        if begin is None:
+            return None
+        run = Run(begin, begin + count)
+        self._runs.append(run)
+        return run
+
+    def free_oldest(self) -> None:
+        """The oldest run is not used any more."""
+        self._runs.popleft()
+
+    def _place(self, count: int) -> int | None:
+        if not self._runs:
+            return 0 if count <= self.row_count else None
+        tail, head = self._runs[0].begin, self._runs[-1].end
+        if head <= tail:
+            return head if head + count <= tail else None
+        if head + count <= self.row_count:
+            return head
+        return 0 if count <= tail else None
+
 
 Bytes = npt.NDArray[np.uint8]
 ROWS_LIMIT = 1 << 16

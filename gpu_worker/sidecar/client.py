@@ -21,8 +21,8 @@ from ctxcache.client.convert import stream_to_wire
 from ctxcache.client.tracing import trace_metadata
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.streams import Stream
-from ctxcache.status import from_rpc_error
 from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
+from ctxcache.wire.status import from_rpc_error
 from gpu_worker.sidecar import errors as _errors  # noqa: F401  their codes are in the table then
 from gpu_worker.v1 import attachment_pb2, worker_pb2, worker_pb2_grpc
 

@@ -15,8 +15,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, Draining, InvalidArgument, TooManyRequests
-from ctxcache.spans import NO_SPANS, Spans
-from ctxcache.status import code_of, message_of, trailing_metadata
+from ctxcache.runtime.spans import NO_SPANS, Spans
+from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
 

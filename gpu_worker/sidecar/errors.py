@@ -6,10 +6,9 @@ Importing it adds the codes to the one table that both sides read. Worst case: a
 import grpc
 
 from ctxcache.errors import CacheError
-from ctxcache.status import add_codes
+from ctxcache.wire.status import add_codes
 from gpu_worker.errors import (
     IncompleteRestore,
-    RowsOutOfOrder,
     ShapeMismatch,
     UnsupportedArchitecture,
     UnsupportedBatch,
@@ -67,7 +66,6 @@ add_codes({
     UnsupportedDtype: grpc.StatusCode.FAILED_PRECONDITION,
     UnsupportedBatch: grpc.StatusCode.FAILED_PRECONDITION,
     IncompleteRestore: grpc.StatusCode.INTERNAL,
-    RowsOutOfOrder: grpc.StatusCode.INTERNAL,
     AttachmentNotFound: grpc.StatusCode.NOT_FOUND,
     RestoreAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     BlockInUse: grpc.StatusCode.FAILED_PRECONDITION,

@@ -17,10 +17,9 @@ from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.parallel.gathering import Gathering
+from gpu_worker.parallel.gathering import Gathering, StageTarget
 from gpu_worker.parallel.rounds import Alone, SharedRound, taking_part
 from gpu_worker.parallel.share import Share
-from gpu_worker.parallel.stage_target import StageTarget
 from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Target

@@ -24,7 +24,7 @@ from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import AddressUnusable, Draining, InvalidConfiguration
 from ctxcache.observe.tracing import open_spans
-from ctxcache.spans import NO_SPANS, Spans
+from ctxcache.runtime.spans import NO_SPANS, Spans
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments

@@ -12,21 +12,26 @@ from contextvars import copy_context
 from importlib.metadata import version
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from google.protobuf.duration_pb2 import Duration
 
 from ctxcache.client import Client
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
-from ctxcache.spans import NO_SPANS, Spans
-from ctxcache.status import message_of
+from ctxcache.runtime.spans import NO_SPANS, Spans
 from ctxcache.v1 import model_pb2
 from ctxcache.v1.session_pb2 import Session
+from ctxcache.wire.status import message_of
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.planning.adaptive import stage_seconds
 from gpu_worker.planning.assignment import PREFILL
 from gpu_worker.planning.planner import Plan
+from gpu_worker.planning.profile import Profile
 from gpu_worker.planning.reasons import reason
+from gpu_worker.profiling.hardware import hardware_name
+from gpu_worker.profiling.measure import measure_restoring
+from gpu_worker.profiling.profile_file import Measured
 from gpu_worker.sidecar import asking, restoring, saving
 from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.attachments import Attachments
@@ -34,7 +39,7 @@ from gpu_worker.sidecar.control import Control
 from gpu_worker.sidecar.counts import LEFT, LOST, Counts
 from gpu_worker.sidecar.edge import Context, Room
 from gpu_worker.sidecar.errors import TokensDiffer
-from gpu_worker.sidecar.measuring import measure
+from gpu_worker.sidecar.model import AttachedModel
 from gpu_worker.sidecar.pipelines import Pipelines
 from gpu_worker.sidecar.running import End, Running
 from gpu_worker.sidecar.settings import Settings
@@ -298,6 +303,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 for each in self._attachments
             ],
         )  # fmt: skip
+
+
+def measure(model: AttachedModel, device: torch.device, lengths: Sequence[int]) -> Profile:
+    """Measure at these lengths, ascending, and plan by it from here on."""
+    for layer in range(model.spec.layer_count):
+        model.weights.load(layer)
+    measured: Measured = measure_restoring(
+        model.weights.adapter, model.weights.shape, hardware=hardware_name(device), lengths=lengths
+    )
+    model.measured(measured.profile)
+    return measured.profile
 
 
 def _result(

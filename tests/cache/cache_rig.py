@@ -15,28 +15,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fakes import FakeClock, MemoryTier, Operation
+
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import Lease
 from ctxcache.cache.reservation import Reservation
-from ctxcache.core.expiry import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.core.placement.shares import NO_SHARES, Shares
-from ctxcache.core.session import SessionView
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec, ranges_of
-from ctxcache.metadata.base import Changes, MetadataStore
-from ctxcache.metadata.memory import MemoryMetadata
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.fakes import FakeClock, MemoryTier, Operation
-from ctxcache.tiers.base import Devices
-from ctxcache.tiers.dram import DramArena
-from ctxcache.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.metadata.base import Changes, MetadataStore
+from ctxcache.storage.metadata.memory import MemoryMetadata
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.tiers.base import Devices
+from ctxcache.storage.tiers.dram import DramArena
+from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 
 TENANT = "acme"
 HIDDEN = Stream(0, StateKind.HIDDEN)
@@ -202,9 +203,9 @@ class Rig:
         """What a client sees in the arena through a lease."""
         found = dict.fromkeys(STREAMS, b"")
         for piece in lease.pieces:
-            if piece.segment.dram is None:
+            if piece.segment.memory is None:
                 raise AssertionError("a leased segment is not in DRAM")
-            view = self.arena.view(piece.segment.dram)
+            view = self.arena.view(piece.segment.memory)
             for stream in STREAMS:
                 found[stream] += bytes(view[LAYOUT.rows(stream, piece.row_begin, piece.row_end)])
         return found
@@ -233,9 +234,9 @@ class Rig:
 
     def names(self) -> set[str]:
         """Sessions that are there."""
-        state = self.cache.state
-        now_ns, names = state.clock.now_ns(), state.names.get(self.tenant, [])
-        return {name for name in names if state.sessions[self.tenant, name].expire_time_ns > now_ns}
+        now_ns = self.cache.state.clock.now_ns()
+        there = (s for s in self.cache.ledger.sessions() if s.tenant == self.tenant)
+        return {session.session_id for session in there if session.expire_time_ns > now_ns}
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""
@@ -365,7 +366,7 @@ class DiskRig(Rig):
             SsdPath(str(self.directory / f"ssd{i}"), count * SLOT_BYTES)
             for i, count in enumerate(self.ssd_segments)
         ]
-        self.ssd = SsdFiles(paths, threads_per_path=1)
+        self.ssd = SsdFiles(paths, threads_per_path=1, clock=self.clock)
         self.metadata = RocksDbMetadata(self.directory / "metadata")
         return self.ssd, self.metadata
 

@@ -15,11 +15,12 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ctxcache.backup.laying_out import lay_out
-from ctxcache.config import Settings
-from ctxcache.data_directory import DataDirectory
+from ctxcache.archive.files import source
+from ctxcache.archive.laying_out import lay_out
 from ctxcache.errors import CacheError
-from ctxcache.offline import verify_directory
+from ctxcache.server.offline import verify_directory
+from ctxcache.settings.config import Settings
+from ctxcache.storage.data_directory import DataDirectory
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 LOOKED_AT = 10
@@ -45,8 +46,9 @@ def restore(archive: Path, directory: Path, kill_at: int = 0) -> str:
     if kill_at:
         sys.addaudithook(lambda event, _: step() if event in EVENTS else None)
     found = settings(directory)
-    lay_out(
-        archive, found.data_directory, found.ssd_directories or (), ssd_size_bytes=found.ssd_size_bytes,
+    with source(str(archive)) as opened:
+        lay_out(
+        opened, found.data_directory, found.ssd_directories or (), ssd_size_bytes=found.ssd_size_bytes,
         now_ns=time.time_ns(), created_by="a test", step=step,
     )  # fmt: skip
     return "done"

@@ -14,7 +14,7 @@ from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.core.placement.shares import NO_SHARES, Share, Shares
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 ARENA_SEGMENTS, SSD_SEGMENTS = 32, 16
 MARKS = Watermarks(low=2 / 32, high=4 / 32, dirty=4 / 32, dirty_limit=10 / 32, writer_wait_s=0)
@@ -154,7 +154,7 @@ async def test_from_full_memory_it_leaves_and_what_is_better_stays(house: House)
     assert counters.flushed_segment_count == flushed
     assert house.unadmitted_count == counters.evicted_session_count > 30
     assert counters.delayed_write_count == 0
-    assert all(house.rig.cache.state.session("acme", f"good{n}-5").is_in_dram for n in range(4))
+    assert all(house.rig.cache.ledger.find("acme", f"good{n}-5").is_in_memory for n in range(4))
     # The last to come are worth most of them.
     assert "once39-1.39" in house.rig.names()
 
@@ -163,8 +163,8 @@ async def test_a_bound_on_dirty_rows_holds_up_nobody_for_what_is_not_written(hou
     """More than writers may fill lies in memory unwritten, and what is to be written finds its room at once."""
     for number in range(5):
         await house.write(f"once{number}-1", 3)
-    residency, unwritten = house.rig.cache.residency, house.rig.cache.state.unwritten
-    assert unwritten.dirty_bytes > MARKS.limit_bytes(residency.dram.capacity_bytes)
+    ledger = house.rig.cache.ledger
+    assert ledger.dirty_bytes > MARKS.limit_bytes(ledger.memory.capacity_bytes)
     await house.write("better-7", 8)
 
     assert house.is_on_ssd("better-7")
@@ -243,6 +243,7 @@ async def test_one_that_has_come_to_be_worth_it_is_written_and_not_given_up(hous
     house.policy.say("good0-5", 0.5)
     await house.rig.create("large-9")
     reservation = await house.rig.reserve("large-9", 18 * SEGMENT_TOKENS)
+    assert house.rig.cache.state.is_pressed.is_set()
     await house.turn()
 
     assert house.is_on_ssd("once-1")
@@ -305,8 +306,8 @@ async def test_readers_of_what_is_not_written_hold_up_no_writer(tmp_path: Path) 
 async def test_who_is_retained_is_written(house: House) -> None:
     """A client asked for it to stay."""
     await house.write("once-1", 2)
-    uid = house.rig.cache.state.session("acme", "once-1").uid
-    house.rig.cache.placement.retention.retain(
+    uid = house.rig.cache.ledger.find("acme", "once-1").uid
+    house.rig.cache.placement.retaining.retain(
         uid, 3 * SLOT_BYTES, house.rig.clock.monotonic_ns() / 1e9 + 60, 1
     )
     await house.write("once-1", 1)
@@ -336,7 +337,7 @@ async def test_it_expires_and_is_cut_like_any_other(house: House) -> None:
     await house.turn()
 
     assert house.rig.names() == set()
-    assert house.rig.cache.state.unwritten.dirty_bytes == 0
+    assert house.rig.cache.ledger.dirty_bytes == 0
 
 
 async def test_a_clean_stop_keeps_what_there_is_room_for(house: House) -> None:

@@ -1,6 +1,8 @@
 """Backups of a cache: every session as it was durable at one moment, whatever goes on meanwhile."""
 
 import asyncio
+import json
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 from cache_rig import (
     LAYOUT,
+    MODEL,
     SEGMENT_TOKENS,
     SLOT_BYTES,
+    STREAMS,
     TENANT,
     DiskRig,
     MemoryRig,
@@ -19,13 +23,17 @@ from cache_rig import (
     Writer,
     expected,
 )
+from fakes import Operation
 
-from ctxcache.backup.contents import survey
-from ctxcache.backup.laying_out import Restored, lay_out
+from ctxcache.archive.contents import STRETCH, TOTALS, ArchivedModel, ArchivedSession, Origin
+from ctxcache.archive.files import source
+from ctxcache.archive.frames import END, MADE, ROWS, SAME, SESSION, VOID, FrameReader, FrameWriter
+from ctxcache.archive.frames import MODEL as MODEL_FRAME
+from ctxcache.archive.laying_out import Restored, lay_out
+from ctxcache.archive.reader import survey
 from ctxcache.cache import backup
 from ctxcache.cache.backup import Copied
 from ctxcache.errors import TierFailure, TooManyRequests
-from ctxcache.testing.fakes import Operation
 
 STORMS = 12
 STEPS = 60
@@ -34,7 +42,7 @@ STEPS = 60
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every frame is a message, so that there is something between them."""
-    monkeypatch.setattr(backup, "FRAME_BYTES", 1)
+    monkeypatch.setattr(backup, "AT_ONCE_BYTES", 1 << 10)
 
 
 def told(_: str, done: int, total: int) -> None:
@@ -49,7 +57,7 @@ async def backed_up(rig: Rig, path: Path, between: Callable[[], Awaitable[None]]
         async for data, copied in rig.cache.backup.run("a test"):
             file.write(data)
             said.append(copied)
-            assert not any(segment.hold_count for segment in rig.cache.state.segments.values())
+            assert not any(segment.hold_count for segment in rig.cache.ledger.segments())
             if between:
                 await between()
     return said[-1]
@@ -57,8 +65,9 @@ async def backed_up(rig: Rig, path: Path, between: Callable[[], Awaitable[None]]
 
 def laid_out(path: Path, directory: Path, rig: Rig) -> Restored:
     """Make a store of it."""
-    return lay_out(
-        path, directory, [directory / "ssd0", directory / "ssd1"], ssd_size_bytes=64 * SLOT_BYTES,
+    with source(str(path)) as opened:
+        return lay_out(
+        opened, directory, [directory / "ssd0", directory / "ssd1"], ssd_size_bytes=64 * SLOT_BYTES,
         now_ns=rig.clock.now_ns(), created_by="a test", step=told,
     )  # fmt: skip
 
@@ -119,8 +128,28 @@ async def test_all_of_it_comes_back(rig: MemoryRig, tmp_path: Path, restore: Res
             assert getattr(after[name], fact) == getattr(view, fact), (name, fact)
     assert (copied.session_count, copied.left_out_session_count, copied.unwritten_token_count) == (3, 0, 0)
     # What forks share is in it once.
-    assert copied.segment_count == len(rig.cache.state.segments)
+    assert copied.segment_count == len(rig.cache.ledger.segments())
     assert copied.bytes == copied.total_bytes
+
+
+async def test_a_segment_that_is_longer_than_a_frame_comes_back(
+    rig: MemoryRig, tmp_path: Path, restore: Restore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are in several frames, each of which forks share."""
+    monkeypatch.setattr(backup, "ROWS_LIMIT_BYTES", 20 * LAYOUT.token_bytes)
+    tokens, more = Writer(1).make(150), Writer(2).make(30)
+    await stored(rig, "a", tokens)
+    await rig.fork("a", "b", 50)
+    await rig.append("b", more, is_durable=True)
+    copied = await backed_up(rig, tmp_path / "it")
+    other = await restore(tmp_path / "it")
+    with source(str(tmp_path / "it")) as opened_file:
+        tags = [frame.tag for frame in FrameReader(opened_file).frames()]
+
+    assert await other.read("a") == expected(tokens)
+    assert await other.read("b") == expected(tokens[:50] + more)
+    assert (tags.count(ROWS), tags.count(SAME)) == (4 + 4 + 2 + 2, 3)
+    assert copied.segment_count == len(rig.cache.ledger.segments())
 
 
 async def test_what_only_memory_has_is_counted(rig: MemoryRig, tmp_path: Path, restore: Restore) -> None:
@@ -164,9 +193,9 @@ async def test_what_went_meanwhile_is_not_in_it_and_keeps_no_room(
     async def between() -> None:
         if not deleted.is_set():
             deleted.set()
-            before = rig.cache.residency.ssd.free_bytes
+            before = rig.cache.ledger.below.free_bytes
             await rig.delete("gone")
-            assert rig.cache.residency.ssd.free_bytes == before + 3 * SLOT_BYTES
+            assert rig.cache.ledger.below.free_bytes == before + 3 * SLOT_BYTES
             await rig.create("new")
             rig.clock.advance(seconds=6)
 
@@ -215,23 +244,26 @@ async def test_a_tail_is_read_while_no_flush_moves_it(
 async def test_a_tail_that_has_grown_is_copied_again(
     rig: MemoryRig, tmp_path: Path, restore: Restore
 ) -> None:
-    """Where the session lost a segment that was to come, and is looked at anew."""
+    """Where the session lost a segment that was to come, and is begun anew: rows that are in the file are not written again."""
     writer = Writer(1)
     tokens, more = writer.make(2 * SEGMENT_TOKENS + 10), writer.make(5)
     await stored(rig, "a", tokens)
     messages = iter(range(100))
 
     async def between() -> None:
-        # After the model's and the tail's.
+        # While the first segment's rows are on their way.
         if next(messages) == 1:
-            await rig.truncate("a", (0, SEGMENT_TOKENS))
+            await rig.truncate("a", (SEGMENT_TOKENS, 2 * SEGMENT_TOKENS))
             await rig.append("a", more, is_durable=True)
 
     copied = await backed_up(rig, tmp_path / "it", between)
     other = await restore(tmp_path / "it")
+    with source(str(tmp_path / "it")) as opened_file:
+        tags = [frame.tag for frame in FrameReader(opened_file).frames()]
 
-    assert await other.read("a") == expected(tokens[SEGMENT_TOKENS:] + more)
-    assert copied.segment_count == 3
+    assert await other.read("a") == expected(tokens[:SEGMENT_TOKENS] + tokens[2 * SEGMENT_TOKENS :] + more)
+    assert tags == [MADE, MODEL_FRAME, SESSION, ROWS, VOID, SESSION, SAME, ROWS, END]
+    assert copied.segment_count == 2
 
 
 async def test_what_is_bad_is_cut_as_a_read_would(tmp_path: Path) -> None:
@@ -240,10 +272,10 @@ async def test_what_is_bad_is_cut_as_a_read_would(tmp_path: Path) -> None:
     await rig.open()
     tokens = Writer(1).make(4 * SEGMENT_TOKENS)
     await stored(rig, "a", tokens)
-    bad = rig.cache.state.session(TENANT, "a").segments[2]
-    assert bad.ssd is not None
-    with rig.segments_file(bad.ssd.path_index).open("r+b") as file:
-        file.seek(bad.ssd.offset_bytes + LAYOUT.offsets[1])
+    bad = rig.cache.ledger.find(TENANT, "a").segments[2]
+    assert bad.durable is not None
+    with rig.segments_file(bad.durable.path_index).open("r+b") as file:
+        file.seek(bad.durable.offset_bytes + LAYOUT.offsets[1])
         file.write(b"\xff")
     copied = await backed_up(rig, tmp_path / "it")
     laid_out(tmp_path / "it", tmp_path / "restored", rig)
@@ -256,7 +288,7 @@ async def test_what_is_bad_is_cut_as_a_read_would(tmp_path: Path) -> None:
 
     assert rows == expected(tokens[: 2 * SEGMENT_TOKENS])
     assert copied.session_count == 1
-    assert len(rig.cache.residency.quarantined) == 1
+    assert len(rig.cache.ledger.below.quarantined) == 1
 
 
 async def test_who_is_cut_faster_than_copied_is_left_out_and_counted(
@@ -294,7 +326,40 @@ async def test_one_at_a_time_and_its_end_leaves_nothing(rig: MemoryRig, tmp_path
     copied = await backed_up(rig, tmp_path / "it")
 
     assert copied.session_count == 1
-    assert survey(tmp_path / "it", told).created_by == "a test"
+    with source(str(tmp_path / "it")) as opened:
+        assert survey(opened, lambda _: None).origin.created_by == "a test"
+
+
+async def test_an_archive_of_some_sessions_makes_a_store_too(
+    rig: MemoryRig, tmp_path: Path, restore: Restore
+) -> None:
+    """Its frames are longer than segments: they are cut, and only segments with live tokens are laid out."""
+    path, tokens = tmp_path / "archive", Writer(1).make(200)
+    model, rows = ArchivedModel(TENANT, MODEL, 0), expected(tokens)
+    one = ArchivedSession(
+        session_id="a", model=model, layout=STREAMS, uid=b"u" * 16, generation=(7 << 32) + 5, live=((0, 3), (130, 200)),
+        log_end=200, create_time_ns=1, access_time_ns=2, expire_time_ns=rig.clock.now_ns() + 10**12, ttl_ns=0,
+        is_pinned=True,
+    )  # fmt: skip
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    writer = FrameWriter(fd, str(path), bytes(16), 0)
+    writer.write(MADE, Origin("a test", 2).encode())
+    writer.write(MODEL_FRAME, model.encode())
+    writer.write(SESSION, one.encode(0))
+    writer.write(ROWS, STRETCH.pack(0, 200), *(rows[stream] for stream in STREAMS))
+    writer.write(END, TOTALS.pack(1, one.token_count))
+    os.close(fd)
+    found = laid_out(path, tmp_path / "restored-0", rig)
+    other = await opened(tmp_path / "restored-0", rig)
+    read, session = await other.read("a"), other.cache.ledger.find(TENANT, "a")
+    await other.check()
+    await other.close()
+    crash_count = json.loads((tmp_path / "restored-0" / "RUNS").read_text())["crash_count"]
+
+    assert read == expected(tokens[:3] + tokens[130:])
+    assert (found.segment_count, found.token_count, found.created_by) == (3, 73, "a test")
+    assert (session.uid, session.log_end, session.is_pinned) == (one.uid, 200, True)
+    assert crash_count >= 7 + (1 << 16)
 
 
 class Storm:

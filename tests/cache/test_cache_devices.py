@@ -2,16 +2,16 @@
 
 import pytest
 from cache_rig import FINGERPRINT, SEGMENT_TOKENS, MemoryRig, Token, Writer, expected
+from fakes import Operation
 
 from ctxcache.core.history import Event
 from ctxcache.errors import TierFailure
-from ctxcache.testing.fakes import Operation
 
 
 def paths_of(rig: MemoryRig, session_id: str) -> list[int]:
     """The SSD path of each of a session's segments."""
-    session = rig.cache.state.session(rig.tenant, session_id)
-    return [segment.ssd.path_index for segment in session.segments if segment.ssd]
+    session = rig.cache.ledger.find(rig.tenant, session_id)
+    return [segment.durable.path_index for segment in session.segments if segment.durable]
 
 
 async def test_a_session_lies_on_one_path_and_sessions_on_all(rig: MemoryRig) -> None:
@@ -136,7 +136,7 @@ async def test_a_writer_that_goes_on_gives_up_what_is_withheld(rig: MemoryRig) -
 
     assert await rig.read(name) == expected(tokens)
     assert rig.token_count(next(iter(made.keys() - {name}))) == 138
-    assert rig.cache.state.withheld == {}
+    assert rig.cache.ledger.withheld == {}
     await rig.check()
 
 
@@ -173,7 +173,7 @@ async def test_places_on_a_lost_path_stay_taken_when_the_new_ones_are_not_record
         await rig.cache.devices.look()
 
     assert paths_of(rig, "s") == [1 - home, 1 - home]
-    assert rig.cache.residency.stranded == named
+    assert rig.cache.ledger.below.stranded == named
     await rig.check()
 
 
@@ -211,5 +211,5 @@ async def test_a_path_whose_file_is_new_costs_its_sessions_at_once(rig: MemoryRi
     await rig.crash()
 
     assert counts == found(rig) == {name: 0 if name in on_lost else 138 for name in made}
-    assert rig.cache.residency.ssd.used_bytes_by_path[1] == 0
+    assert rig.cache.ledger.below.used_bytes_by_path[1] == 0
     await rig.check()

@@ -10,11 +10,11 @@ import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, STREAMS, MemoryRig, Writer, expected
 
 from ctxcache.cache.queues import Queues
-from ctxcache.clock import SystemClock
-from ctxcache.core.identity import Grant
 from ctxcache.core.limits import Bound, Limits, QueueLimits
 from ctxcache.errors import CapacityExceeded, TooManyRequests
 from ctxcache.format.streams import ranges_of
+from ctxcache.identity.grants import Grant
+from ctxcache.runtime.clock import SystemClock
 from ctxcache.service.admission import Admission
 from ctxcache.service.caller import Caller
 from ctxcache.service.tickets import Tickets

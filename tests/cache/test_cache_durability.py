@@ -1,19 +1,33 @@
 """What is acknowledged as durable is there after a power cut, and nothing wrong is beside it."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
-from cache_rig import SEGMENT_TOKENS, TENANT, MemoryRig, Writer, expected
+from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Rig, Writer, expected
+from fakes import Operation
 
 from ctxcache.errors import CapacityExceeded, SessionNotFound, TierFailure
-from ctxcache.testing.fakes import Operation
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 
 @pytest.fixture
 def writer() -> Writer:
     """One who writes into every session."""
     return Writer(1)
+
+
+async def refused_record(rig: MemoryRig, session_id: str) -> None:
+    """Flush a session. Its rows are written, and its record is refused."""
+    count = rig.ssd.counts[Operation.SYNC]
+    gate = rig.ssd.hold(Operation.SYNC)
+    flushing = asyncio.ensure_future(rig.flush(session_id))
+    await rig.reached(Operation.SYNC, count + 1)
+    rig.metadata.fail("no")
+    gate.set()
+    with pytest.raises(TierFailure):
+        await flushing
 
 
 async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
@@ -31,6 +45,7 @@ async def test_tokens_committed_during_a_flush_are_not_taken_for_older_ones(
     await rig.append("a", writer.make(20))
     gate.set()
     await flushing
+    await rig.check()
     await rig.crash()
     kept = rig.token_count("a")
     assert await rig.read("a") == expected(first[:kept])
@@ -61,7 +76,7 @@ async def test_what_is_written_behind_is_durable_to_where_it_was_written(
     await rig.create("a")
     for count in (SEGMENT_TOKENS, 10):
         await rig.append("a", writer.make(count))
-    await rig.cache.residency.flush(rig.cache.state.session(TENANT, "a"), is_tail_left=True)
+    await rig.cache.residency.flush(rig.cache.ledger.find(TENANT, "a"), is_tail_left=True)
     (record,) = rig.metadata.sessions()
 
     assert rig.cache.sessions.get(TENANT, "a").durable_token_count == SEGMENT_TOKENS
@@ -83,7 +98,7 @@ async def test_rows_that_were_dropped_while_they_were_written_are_not_recorded(
     await flushing
     await rig.check()
 
-    listed = {segment.segment_id for segment in rig.cache.state.session(TENANT, "a").segments}
+    listed = {segment.segment_id for segment in rig.cache.ledger.find(TENANT, "a").segments}
     assert {segment.segment_id for segment in rig.metadata.segments()} == listed
     assert await rig.read("a") == expected(tokens[:SEGMENT_TOKENS])
 
@@ -103,12 +118,12 @@ async def test_slots_of_records_that_could_not_be_changed_stay_taken(rig: Memory
     gate.set()
     with pytest.raises(TierFailure):
         await flushing
-    used_bytes = rig.cache.residency.ssd.used_bytes
+    used_bytes = rig.cache.ledger.below.used_bytes
     with pytest.raises(TierFailure):
-        await rig.cache.residency.departures.remove([rig.cache.state.session(TENANT, "a")])
+        await rig.cache.residency.departures.remove([rig.cache.ledger.find(TENANT, "a")])
 
-    assert rig.cache.residency.stranded >= named
-    assert rig.cache.residency.ssd.used_bytes == used_bytes
+    assert rig.cache.ledger.below.stranded >= named
+    assert rig.cache.ledger.below.used_bytes == used_bytes
 
 
 async def test_nothing_is_recorded_of_what_was_deleted(rig: MemoryRig, writer: Writer) -> None:
@@ -129,7 +144,7 @@ async def test_a_session_that_was_given_up_is_not_written_down_again(rig: Memory
         await rig.append(name, writer.make(10))
 
     async def give_up(name: str) -> None:
-        rig.cache.residency.ssd_room.give_up(rig.cache.state.session(TENANT, name))
+        rig.cache.residency.ssd_room.give_up(rig.cache.ledger.find(TENANT, name))
 
     pinning = rig.cache.sessions.update(TENANT, "b", expiration=None, is_pinned=True)
     await asyncio.gather(give_up("a"), pinning, give_up("b"))
@@ -137,6 +152,57 @@ async def test_a_session_that_was_given_up_is_not_written_down_again(rig: Memory
     await rig.restart()
 
     assert not rig.names()
+
+
+class Refusing:
+    """A database of which every write after the first so many is refused by the device."""
+
+    def __init__(self, database: Any, taken_count: int) -> None:
+        self._database, self._left_count = database, taken_count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._database, name)
+
+    def write(self, batch: Any) -> None:
+        """See Rdict."""
+        if not self._left_count:
+            raise OSError("IO error: While appending to file: Input/output error")
+        self._left_count -= 1
+        self._database.write(batch)
+
+
+async def _delete(rig: Rig) -> None:
+    await rig.delete("a")
+
+
+async def _evict(rig: Rig) -> None:
+    await rig.cache.sessions.evict(TENANT, "a")
+
+
+@pytest.mark.parametrize("taken_count", [0, 1, 2])
+@pytest.mark.parametrize("depart", [_delete, _evict])
+async def test_a_session_that_goes_while_it_is_truncated_is_never_cut_further(
+    disk_rig: DiskRig, writer: Writer, depart: Callable[[Rig], Awaitable[None]], taken_count: int
+) -> None:
+    """Both changes are on their way at once, and the device refuses one: a crash leaves whole changes."""
+    tokens = writer.make(4 * SEGMENT_TOKENS)
+    await disk_rig.create("a")
+    await disk_rig.append("a", tokens, is_durable=True)
+    # The middle goes: whatever then misses a segment loses what is behind it as well.
+    dropped = (SEGMENT_TOKENS, 2 * SEGMENT_TOKENS)
+    database: Any = disk_rig.metadata
+    database._db = Refusing(database._db, taken_count)
+    truncated, departed = await asyncio.gather(
+        disk_rig.truncate("a", dropped), depart(disk_rig), return_exceptions=True
+    )
+    await disk_rig.crash()
+
+    kept = await disk_rig.read("a") if disk_rig.names() else None
+    left = expected(tokens[: dropped[0]] + tokens[dropped[1] :])
+    assert kept == {0: expected(tokens), 1: left, 2: None}[taken_count]
+    assert {isinstance(answer, TierFailure) for answer in (truncated, departed)} == {taken_count < 2}
+    assert not disk_rig.cache.state.counters.corrupt_segment_count
+    await disk_rig.check()
 
 
 async def test_no_generation_comes_again_after_a_crash(rig: MemoryRig, writer: Writer) -> None:
@@ -167,7 +233,7 @@ async def test_who_stops_waiting_for_a_device_leaves_nothing_behind(rig: MemoryR
         asked.cancel()
     last = asyncio.ensure_future(rig.flush("a"))
     await asyncio.sleep(0)
-    assert rig.cache.residency.flush_count == 2
+    assert rig.cache.residency.flushing.flush_count == 2
     gate.set()
 
     assert (await first).durable_token_count >= 5
@@ -199,9 +265,7 @@ async def test_a_flush_after_a_refused_record_is_refused_too(rig: MemoryRig, wri
     """Durability is never acknowledged because an earlier attempt got half-way."""
     await rig.create("a")
     await rig.append("a", writer.make(10))
-    rig.metadata.fail("no")
-    with pytest.raises(TierFailure):
-        await rig.flush("a")
+    await refused_record(rig, "a")
     with pytest.raises(TierFailure):
         await rig.flush("a")
 
@@ -215,10 +279,9 @@ async def test_a_refused_record_keeps_the_older_copy_until_a_restart(rig: Memory
     tokens = writer.make(10)
     await rig.append("a", tokens, is_durable=True)
     await rig.append("a", writer.make(10))
-    rig.metadata.fail("no")
-    with pytest.raises(TierFailure):
-        await rig.flush("a")
+    await refused_record(rig, "a")
     await rig.check()
+    assert rig.cache.ledger.below.used_bytes == 2 * SLOT_BYTES
     await rig.crash()
 
     assert await rig.read("a") == expected(tokens)
@@ -246,6 +309,32 @@ async def test_a_delete_that_was_refused_gives_no_slot_on_ssd_back(rig: MemoryRi
     await rig.crash()
 
     assert await rig.read("a") == expected(tokens)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_a_slot_whose_record_is_gone_after_all_is_given_back_once(
+    rig: MemoryRig, writer: Writer, *, is_held: bool
+) -> None:
+    """Records are looked at again after a removal that failed; a reader still has the rows, or is done."""
+    await rig.create("a")
+    tokens = writer.make(SEGMENT_TOKENS)
+    await rig.append("a", tokens, is_durable=True)
+    lease = await rig.acquire("a")
+    rig.metadata.fail("no")
+    with pytest.raises(TierFailure):
+        await rig.cache.residency.departures.remove([rig.cache.ledger.find(TENANT, "a")])
+    if not is_held:
+        rig.cache.reading.release(lease.lease_id)
+    below = rig.cache.ledger.below
+    assert (below.used_bytes, len(below.stranded)) == (SLOT_BYTES, 1)
+
+    rig.cache.ledger.unstranded(set(below.stranded))
+    assert (below.used_bytes, len(below.stranded)) == (SLOT_BYTES * is_held, 0)
+    if is_held:
+        assert rig.leased(lease) == expected(tokens)
+        rig.cache.reading.release(lease.lease_id)
+    await rig.check()
+    assert below.used_bytes == 0
 
 
 @pytest.mark.parametrize("operation", [Operation.WRITE, Operation.SYNC])
@@ -315,7 +404,7 @@ async def test_a_flush_of_a_session_deleted_meanwhile_says_so(rig: MemoryRig, wr
 
     assert [type(result) for result in results] == [SessionNotFound] * 3
     await rig.check()
-    assert rig.cache.residency.ssd.used_bytes == 0
+    assert rig.cache.ledger.below.used_bytes == 0
 
 
 async def test_deleting_twice_at_once_finds_nothing_the_second_time(rig: MemoryRig) -> None:
@@ -402,7 +491,7 @@ async def test_a_cancelled_truncation_gives_its_slots_back(rig: MemoryRig, write
         await asyncio.wait([truncating])
     await rig.check()
 
-    assert rig.cache.residency.ssd.used_bytes == 0
+    assert rig.cache.ledger.below.used_bytes == 0
 
 
 async def test_sessions_that_take_each_others_room_are_flushed_one_by_one(
@@ -432,7 +521,7 @@ async def test_a_flush_goes_round_a_path_that_fails_under_it(rig: MemoryRig, wri
     await rig.check()
     [closed] = rig.ssd.refusals
     await rig.append("a", more := writer.make(200), is_durable=True)
-    on_ssd = {s.ssd.path_index for s in rig.cache.state.segments.values() if s.ssd}
+    on_ssd = {s.durable.path_index for s in rig.cache.ledger.segments() if s.durable}
     await rig.crash()
 
     assert on_ssd == {1 - closed}
@@ -444,8 +533,8 @@ async def test_what_was_staged_on_a_failed_path_is_written_elsewhere(rig: Memory
     await rig.create("a")
     tokens = writer.make(300)
     await rig.append("a", tokens)
-    session = rig.cache.state.session("acme", "a")
-    rig.cache.residency.stage(session, session.segments[:4])
+    session = rig.cache.ledger.find("acme", "a")
+    rig.cache.residency.staging.stage(session, session.segments[:4])
     await rig.cache.residency.drain()
     rig.ssd.fence(0)
     await rig.flush("a")

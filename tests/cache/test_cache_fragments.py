@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from cache_rig import TENANT, UNLIMITED, MemoryRig, Writer, expected
 
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.ranges import Range
-from ctxcache.core.session import Session
 from ctxcache.errors import SessionTooFragmented
 
 LIMIT = 4
@@ -45,7 +45,7 @@ async def rig(rig: MemoryRig) -> MemoryRig:
 
 def session_of(rig: MemoryRig, session_id: str) -> Session:
     """What the cache knows of it."""
-    return rig.cache.state.session(TENANT, session_id)
+    return rig.cache.ledger.find(TENANT, session_id)
 
 
 async def test_a_cut_into_too_many_runs_is_refused(rig: MemoryRig, writer: Writer) -> None:

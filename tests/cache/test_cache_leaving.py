@@ -48,7 +48,7 @@ async def _fill(rig: MemoryRig, session_id: str, segment_count: int) -> None:
 
 
 def _in_dram(rig: MemoryRig, session_id: str) -> int:
-    return sum(s.dram is not None for s in rig.cache.state.session(TENANT, session_id).segments)
+    return sum(s.memory is not None for s in rig.cache.ledger.find(TENANT, session_id).segments)
 
 
 async def test_what_began_to_leave_goes_before_what_is_worth_less_by_now(

@@ -112,8 +112,8 @@ async def test_rows_of_a_stream_that_lie_in_memory_alone_are_read(rig: MemoryRig
                 await rig.check()
 
     assert found == expected(tokens)
-    assert rig.cache.state.session(TENANT, "a").segments[0].dram
-    assert not any(s.dram for s in rig.cache.state.session(TENANT, "a").segments[1:])
+    assert rig.cache.ledger.find(TENANT, "a").segments[0].memory
+    assert not any(s.memory for s in rig.cache.ledger.find(TENANT, "a").segments[1:])
     await rig.check()
 
 

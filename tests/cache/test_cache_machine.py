@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cache_rig import SLOT_BYTES, DiskRig, MemoryRig, Token, Writer, expected
+from fakes import Operation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,9 +25,8 @@ from ctxcache.cache.reservation import Reservation
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
-from ctxcache.metadata.base import Changes
-from ctxcache.testing.fakes import Operation
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
+from ctxcache.storage.metadata.base import Changes
 
 T = TypeVar("T")
 # Sampled, not drawn: hypothesis prefers small numbers, and sessions would stay empty.
@@ -349,7 +349,7 @@ class CacheMachine(RuleBasedStateMachine):
     def foretell(self, pick: int, order: float | None, wait_s: float | None) -> None:
         """Somebody says who comes when, or that nobody does: true or not, it costs nobody anything."""
         placement = self.rig.cache.placement
-        session = self.rig.cache.state.sessions["acme", self.name(pick)]
+        session = self.rig.cache.ledger.find("acme", self.name(pick))
         if order is None:
             placement.withdrawn(session)
             now_s = self.rig.clock.monotonic_ns() / 10**9
@@ -387,11 +387,11 @@ class CacheMachine(RuleBasedStateMachine):
     def check_old(self, seconds: int) -> None:
         """What had the time to be written is on SSD, unless that has no room or failed."""
         cache = self.rig.cache
-        if self.is_faulty or seconds * 10**9 < cache.residency.watermarks.tail_age_ns:
+        if self.is_faulty or seconds * 10**9 < cache.ledger.watermarks.tail_age_ns:
             return
-        for session in cache.state.by_uid.values():
-            needed_bytes = len(cache.state.unwritten.segments(session.uid)) * SLOT_BYTES
-            assert session.durable_end == session.log_end or needed_bytes > cache.residency.ssd.free_bytes
+        for session in cache.ledger.sessions():
+            needed_bytes = len(cache.ledger.unwritten_segments(session)) * SLOT_BYTES
+            assert session.durable_end == session.log_end or needed_bytes > cache.ledger.below.free_bytes
             if session.durable_end == session.log_end and session.session_id in self.model:
                 known = self.model[session.session_id]
                 known.durable |= set(known.tokens)

@@ -8,19 +8,19 @@ from contextlib import suppress
 
 import pytest
 from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected
+from fakes import Operation
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.cache import segment_io
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.segment_io import _pieces
-from ctxcache.core.segment import Segment
-from ctxcache.errors import InvalidArgument, ReservationNotFound, TierFailure, TooManyRequests
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.errors import CorruptSegment, InvalidArgument, ReservationNotFound, TierFailure, TooManyRequests
 from ctxcache.format.header import header_checksum
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.testing.fakes import Operation
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def demoted(rig: MemoryRig, writer: Writer, segment_count: int) -> list[To
 
 def segments(rig: MemoryRig) -> list[Segment]:
     """What session `a` lists."""
-    return rig.cache.state.session(TENANT, "a").segments
+    return rig.cache.ledger.find(TENANT, "a").segments
 
 
 async def test_what_is_marked_is_written_once_and_before_its_commit(rig: MemoryRig, writer: Writer) -> None:
@@ -75,7 +75,7 @@ async def test_what_is_marked_and_not_committed_is_gone_after_a_crash(rig: Memor
     await rig.crash()
 
     assert rig.token_count("a") == 0
-    assert rig.cache.residency.ssd.used_bytes == 0
+    assert rig.cache.ledger.below.used_bytes == 0
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
@@ -98,8 +98,8 @@ async def test_a_released_reservation_gives_staged_slots_back(
     rig.cache.writing.expire_due()
     await rig.check()
 
-    assert rig.cache.residency.ssd.used_bytes == 0
-    assert rig.cache.residency.dram.used_bytes == 0
+    assert rig.cache.ledger.below.used_bytes == 0
+    assert rig.cache.ledger.memory.used_bytes == 0
 
 
 async def test_a_segment_committed_short_of_its_mark_is_written_anew(rig: MemoryRig, writer: Writer) -> None:
@@ -131,13 +131,19 @@ async def test_a_flush_while_a_marked_segment_is_short_leaves_it_staged(
     assert await rig.read("a") == expected(tokens)
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
 async def test_rows_marked_and_left_are_not_recorded_by_a_flush_of_fewer(
-    rig: MemoryRig, writer: Writer
+    rig: MemoryRig, writer: Writer, *, is_staged: bool
 ) -> None:
-    """A durable commit of ten rows records ten, whatever was marked behind them."""
+    """A durable commit of ten rows records ten, whatever was marked behind them, on SSD already or not."""
     reservation, tokens = await written(rig, writer, SEGMENT_TOKENS)
     rig.cache.writing.mark_written(reservation, SEGMENT_TOKENS)
+    if is_staged:
+        await rig.cache.residency.drain()
     await rig.cache.writing.commit(reservation, 10, is_durable=True, keep_open=True)
+    (record,) = rig.metadata.segments()
+    assert record.identity.token_count == 10
+    await rig.check()
     rig.cache.writing.release(reservation)
     others = writer.make(SEGMENT_TOKENS - 10)
     await rig.append("a", others, is_durable=True)
@@ -153,11 +159,11 @@ async def test_a_deleted_session_gives_staged_slots_back(rig: MemoryRig, writer:
     await rig.cache.writing.commit(reservation, SEGMENT_TOKENS, is_durable=False, keep_open=True)
     await rig.cache.residency.drain()
     rig.cache.writing.release(reservation)
-    assert rig.cache.residency.ssd.used_bytes == SLOT_BYTES
+    assert rig.cache.ledger.below.used_bytes == SLOT_BYTES
     await rig.delete("a")
     await rig.check()
 
-    assert rig.cache.residency.ssd.used_bytes == 0
+    assert rig.cache.ledger.below.used_bytes == 0
 
 
 async def test_a_refused_staging_is_made_good_by_the_flush(rig: MemoryRig, writer: Writer) -> None:
@@ -183,7 +189,7 @@ async def test_what_was_staged_before_a_refused_sync_is_written_again(rig: Memor
     await rig.check()
     (refused,) = rig.ssd.refusals
 
-    assert all(segment.ssd and segment.ssd.path_index != refused for segment in segments(rig))
+    assert all(segment.durable and segment.durable.path_index != refused for segment in segments(rig))
     await rig.crash()
     assert await rig.read("a") == expected(tokens)
 
@@ -329,10 +335,10 @@ async def test_what_was_promoted_and_dropped_at_once_is_promoted_again(
     await rig.create("b")
     (segment,) = segments(rig)
     gate.set()
-    while not segment.dram:  # noqa: ASYNC110  # to be there in the turn of the loop in which it ends
+    while not segment.memory:  # noqa: ASYNC110  # to be there in the turn of the loop in which it ends
         await asyncio.sleep(0)
     await rig.append("b", writer.make(6 * SEGMENT_TOKENS))
-    assert not segment.dram
+    assert not segment.memory
     lease = await rig.acquire("a")
 
     assert rig.leased(lease) == expected(tokens)
@@ -358,7 +364,7 @@ async def test_a_flush_that_fails_in_the_middle_writes_everything_again(
     with pytest.raises(TierFailure):
         await rig.flush("a")
     await rig.check()
-    assert rig.cache.residency.ssd.used_bytes == 0
+    assert rig.cache.ledger.below.used_bytes == 0
     await rig.flush("a")
     await rig.check()
     await rig.crash()
@@ -462,3 +468,32 @@ async def test_what_was_marked_before_does_not_touch_what_is_marked_now(
 
     assert await rig.read("a") == expected([*kept, *others])
     await rig.check()
+
+
+async def test_rows_that_memory_loses_while_they_are_flushed_are_not_recorded(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """Their copy on SSD is more than the segment has by then: what is read back later is only what is left."""
+    await rig.create("a")
+    tokens = writer.make(30)
+    await rig.append("a", tokens[:10], is_durable=True)
+    await rig.append("a", tokens[10:])
+    (segment,) = segments(rig)
+    count, gate = rig.ssd.counts[Operation.SYNC], rig.ssd.hold(Operation.SYNC)
+    flushing = asyncio.ensure_future(rig.flush("a"))
+    await rig.reached(Operation.SYNC, count + 1)
+    assert segment.memory is not None
+    rows = segment.layout.rows(segment.layout.specs[0].stream, 25, 26)
+    view = rig.arena.view(segment.memory)
+    view[rows.start] ^= 4
+    with pytest.raises(CorruptSegment):
+        await rig.cache.residency.mending.verify(segment)
+    gate.set()
+    await flushing
+
+    assert (segment.row_count, segment.durable_row_count) == (10, 10)
+    await rig.check()
+    await rig.demote("a")
+    assert await rig.read("a") == expected(tokens[:10])
+    await rig.restart()
+    assert await rig.read("a") == expected(tokens[:10])

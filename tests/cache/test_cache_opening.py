@@ -1,13 +1,14 @@
 """Starting over what is there: what does not fit together is cut, and never harms what does."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Token, Writer, expected
+from fakes import MemoryTier
 
 from ctxcache.errors import DataDirectoryUnusable, SessionNotFound
-from ctxcache.metadata.base import Changes
-from ctxcache.testing.fakes import MemoryTier
+from ctxcache.storage.metadata.base import Changes
 
 
 async def filled(rig: MemoryRig | DiskRig, name: str, token_count: int, tag: int = 1) -> list[Token]:
@@ -31,9 +32,55 @@ async def test_an_orderly_end_keeps_everything(disk_rig: DiskRig) -> None:
 
     assert await disk_rig.read("a") == expected(tokens[:10] + tokens[20:])
     assert await disk_rig.read("b") == expected((tokens[:10] + tokens[20:])[:50])
-    assert after == replace(before, dram_bytes=0, ssd_bytes=after.ssd_bytes, generation=after.generation,
+    assert after == replace(before, memory_bytes=0, durable_bytes=after.durable_bytes, generation=after.generation,
                             durable_token_count=90)  # fmt: skip
     await disk_rig.check()
+
+
+async def test_sessions_leave_in_the_order_of_their_uses_after_a_restart(tmp_path: Path) -> None:
+    """One that was used since leaves after those that were not."""
+    rig = MemoryRig(tmp_path, ssd_segments=(3,))
+    await rig.open()
+    for name in ("a", "b", "c"):
+        await filled(rig, name, SEGMENT_TOKENS)
+        rig.clock.advance(seconds=1)
+    await rig.restart()
+    await rig.read("a")
+    rig.clock.advance(seconds=1)
+    await filled(rig, "d", SEGMENT_TOKENS)
+
+    assert rig.names() == {"a", "c", "d"}
+    await rig.check()
+    await rig.close()
+
+
+async def test_a_session_that_was_held_leaves_in_its_turn_afterwards(tmp_path: Path) -> None:
+    """It is passed over while its segment is held, and comes up again when that is over."""
+    rig = MemoryRig(tmp_path, ssd_segments=(3,))
+    await rig.open()
+    for name in ("a", "b", "c"):
+        await filled(rig, name, SEGMENT_TOKENS)
+        rig.clock.advance(seconds=1)
+    (segment,) = rig.cache.ledger.find(TENANT, "a").segments
+    rig.cache.ledger.held(segment)
+    await filled(rig, "d", SEGMENT_TOKENS)
+    assert rig.names() == {"a", "c", "d"}
+    rig.cache.ledger.released(segment)
+    await filled(rig, "e", SEGMENT_TOKENS)
+
+    assert rig.names() == {"c", "d", "e"}
+    await rig.check()
+    await rig.close()
+
+
+async def test_nothing_ranks_of_a_session_that_is_gone(rig: MemoryRig) -> None:
+    """Also while SSD is never full, and no session is looked for that could leave."""
+    await filled(rig, "a", SEGMENT_TOKENS)
+    ranking = rig.cache.ledger._evictable._ranking
+    assert len(ranking) == 1
+    await rig.delete("a")
+
+    assert len(ranking) == 0
 
 
 async def test_a_crash_keeps_a_right_beginning(disk_rig: DiskRig) -> None:
@@ -53,12 +100,12 @@ async def test_a_crash_keeps_a_right_beginning(disk_rig: DiskRig) -> None:
 async def test_a_missing_segment_record_ends_the_session_before_it(rig: MemoryRig) -> None:
     """A gap is never read over, the segments behind it are given back, and it stays so."""
     tokens = await filled(rig, "a", 4 * SEGMENT_TOKENS)
-    second = rig.cache.state.session(TENANT, "a").segments[1]
+    second = rig.cache.ledger.find(TENANT, "a").segments[1]
     await rig.metadata.commit(Changes(deleted_segment_ids=[second.segment_id]), is_durable=True)
     for _ in range(2):
         await rig.crash()
         assert await rig.read("a") == expected(tokens[:SEGMENT_TOKENS])
-        assert rig.cache.residency.ssd.used_bytes == SLOT_BYTES
+        assert rig.cache.ledger.below.used_bytes == SLOT_BYTES
         await rig.check()
     after = Writer(2).make(10)
     await rig.append("a", after)
@@ -70,7 +117,7 @@ async def test_two_records_of_one_slot_cost_one_session_and_no_space(rig: Memory
     """A slot claimed twice belongs to one; the other session ends there and gives back only what was its own."""
     await filled(rig, "a", 3 * SEGMENT_TOKENS)
     await filled(rig, "b", 3 * SEGMENT_TOKENS, tag=2)
-    taken, wrong = (next(iter(rig.cache.state.session(TENANT, n).segments)) for n in ("a", "b"))
+    taken, wrong = (next(iter(rig.cache.ledger.find(TENANT, n).segments)) for n in ("a", "b"))
     record = next(r for r in rig.metadata.segments() if r.segment_id == wrong.segment_id)
     claimed = next(r for r in rig.metadata.segments() if r.segment_id == taken.segment_id).slot
     await rig.metadata.commit(Changes(segments=[record._replace(slot=claimed)]), is_durable=True)
@@ -78,7 +125,7 @@ async def test_two_records_of_one_slot_cost_one_session_and_no_space(rig: Memory
     await rig.check()
 
     assert sorted(rig.token_count(name) for name in ("a", "b")) == [0, 3 * SEGMENT_TOKENS]
-    assert rig.cache.residency.ssd.used_bytes == 3 * SLOT_BYTES
+    assert rig.cache.ledger.below.used_bytes == 3 * SLOT_BYTES
 
 
 async def test_a_path_that_nobody_named_is_refused(rig: MemoryRig) -> None:
@@ -116,7 +163,7 @@ async def test_sessions_that_expired_meanwhile_are_gone(disk_rig: DiskRig) -> No
     await disk_rig.open()
 
     assert disk_rig.names() == {"b"}
-    assert len(disk_rig.cache.state.by_uid) == 1
+    assert len(disk_rig.cache.ledger.sessions()) == 1
 
 
 async def test_a_sliding_expiry_goes_on_after_a_crash(disk_rig: DiskRig) -> None:

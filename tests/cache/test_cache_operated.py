@@ -16,7 +16,7 @@ from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
 from ctxcache.format.slot import Slot
-from ctxcache.tiers.base import Range, Refusal
+from ctxcache.storage.tiers.base import Range, Refusal
 
 
 class HeldTier(SlowTier):
@@ -92,7 +92,7 @@ class OperatedStorm(Storm):
     async def change_shares(self) -> None:
         """Below what they have, too."""
         limit = self.dice.choice((0.1, 0.4, 0.7, 1.0))
-        self.rig.cache.state.usage.shares.become(
+        self.rig.cache.ledger.usage.shares.become(
             {TENANT: Share(limit / 2, limit), "other": Share(self.dice.choice((0.0, 0.2, 0.5)))}
         )
 
@@ -100,7 +100,7 @@ class OperatedStorm(Storm):
         """As settings read again do."""
         low = self.dice.choice((0.0, 0.1, 0.3))
         dirty = self.dice.choice((0.1, 0.5))
-        self.rig.cache.residency.watermarks = Watermarks(
+        self.rig.cache.ledger.watermarks = Watermarks(
             low=low,
             high=low + 0.1,
             dirty=dirty,
@@ -109,7 +109,7 @@ class OperatedStorm(Storm):
             tail_age_ns=self.dice.choice((0, 10**9)),
             write_behind_bytes_per_s=self.dice.choice((0, SLOT_BYTES)),
         )
-        self.rig.cache.residency.is_pressed.set()
+        self.rig.cache.state.is_pressed.set()
 
     async def drain(self) -> None:
         """What SSD is to have is written."""
@@ -165,10 +165,10 @@ async def test_whatever_an_operator_does_nothing_is_wrong(
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)
     with suppress(CapacityExceeded):
-        await rig.cache.residency.departures.remove(list(rig.cache.state.by_uid.values()))
+        await rig.cache.residency.departures.remove(list(rig.cache.ledger.sessions()))
     await rig.check()
-    kept_count = len(rig.cache.residency.quarantined)
-    left = rig.cache.residency.dram.used_bytes, rig.cache.residency.ssd.used_bytes
+    kept_count = len(rig.cache.ledger.below.quarantined)
+    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
     rig.cache._io.close()
     rig.arena.close()
 

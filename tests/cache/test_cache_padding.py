@@ -24,9 +24,9 @@ def beside_rows(
 ) -> list[bytearray]:
     """The files of the SSD tier, with zeros where the session's headers and rows lie."""
     on_disk = [bytearray(rig.segments_file(path).read_bytes()) for path in range(2)]
-    for segment in rig.cache.state.session(TENANT, session_id).segments:
-        assert segment.ssd is not None
-        slot = segment.ssd
+    for segment in rig.cache.ledger.find(TENANT, session_id).segments:
+        assert segment.durable is not None
+        slot = segment.durable
         for stream in streams:
             rows = layout.rows(stream, 0, segment.row_count)
             begin, end = slot.offset_bytes + rows.start, slot.offset_bytes + rows.stop

@@ -24,7 +24,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 ALLOWED = (
     CapacityExceeded, SessionAlreadyExists, SessionNotFound, TokenRangeOutOfBounds, TooManyRequests,
@@ -156,7 +156,7 @@ async def test_damage_found_by_many_at_once_is_counted_once(disk_rig: DiskRig) -
     tokens = Writer(1).make(300)
     await disk_rig.append("a", tokens, is_durable=True)
     await disk_rig.demote("a")
-    slot = disk_rig.cache.state.session(TENANT, "a").segments[2].ssd
+    slot = disk_rig.cache.ledger.find(TENANT, "a").segments[2].durable
     assert slot
     with disk_rig.segments_file(slot.path_index).open("r+b") as file:
         file.seek(slot.offset_bytes + 9000)

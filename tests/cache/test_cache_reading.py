@@ -5,7 +5,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from cache_rig import SEGMENT_TOKENS, TENANT, DiskRig, MemoryRig, Token, Writer, expected
+from cache_rig import (
+    SEGMENT_TOKENS,
+    SLOT_BYTES,
+    STREAMS,
+    TENANT,
+    DiskRig,
+    MemoryRig,
+    Token,
+    Writer,
+    expected,
+)
+from fakes import Operation
 
 from ctxcache.cache.reading import LEASE_LIFETIME_NS
 from ctxcache.errors import (
@@ -22,7 +33,6 @@ from ctxcache.errors import (
 )
 from ctxcache.format.header import decode_header
 from ctxcache.format.slot import Slot
-from ctxcache.testing.fakes import Operation
 
 LEASE_S = LEASE_LIFETIME_NS / 10**9
 End = Callable[[MemoryRig], Awaitable[object]]
@@ -42,7 +52,7 @@ async def filled(rig: MemoryRig | DiskRig, name: str, token_count: int, tag: int
         lambda rig: rig.truncate("a", (0, 200)),
         lambda rig: rig.delete("a"),
         lambda rig: rig.demote("a"),
-        lambda rig: rig.cache.residency.departures.remove(list(rig.cache.state.by_uid.values())),
+        lambda rig: rig.cache.residency.departures.remove(list(rig.cache.ledger.sessions())),
     ],
     ids=["truncate", "delete", "demote", "evict"],
 )
@@ -59,6 +69,25 @@ async def test_leased_rows_outlive_their_session(rig: MemoryRig, end: End) -> No
     assert rig.leased(lease) == expected(tokens)
     rig.cache.reading.release(lease.lease_id)
     await rig.append("b", Writer(2).make(3 * SEGMENT_TOKENS))
+    await rig.check()
+
+
+async def test_rows_in_dram_are_leased_at_once_and_others_are_waited_for(rig: MemoryRig) -> None:
+    """A lease that would have to wait is not begun, and counts as no access."""
+    tokens = await filled(rig, "a", 2 * SEGMENT_TOKENS)
+    reading, counters = rig.cache.reading, rig.cache.state.counters
+    lease = reading.acquire_resident(rig.request("a"))
+    assert lease is not None
+    assert rig.leased(lease) == expected(tokens)
+    reading.release(lease.lease_id)
+    await rig.demote("a")
+    counted = counters.read_token_count
+
+    assert reading.acquire_resident(rig.request("a")) is None
+    assert reading.acquire_resident(replace(rig.request("a"), is_summed=True)) is None
+    assert (reading.lease_count, counters.read_token_count) == (0, counted)
+    with pytest.raises(SessionNotFound):
+        reading.acquire_resident(rig.request("b"))
     await rig.check()
 
 
@@ -152,8 +181,8 @@ async def test_readers_of_overlapping_ranges_promote_a_segment_once(rig: MemoryR
     await rig.check()
 
     assert (
-        rig.cache.residency.dram.used_bytes
-        == 10 * rig.cache.state.by_uid[leases[0].view.uid].layout.size_bytes
+        rig.cache.ledger.memory.used_bytes
+        == 10 * rig.cache.ledger._by_uid[leases[0].view.uid].layout.size_bytes
     )
     assert rig.leased(leases[3]) == expected(tokens)
 
@@ -171,7 +200,7 @@ async def test_a_cancelled_reader_leaves_nothing_held(rig: MemoryRig) -> None:
     gate.set()
     await rig.check()
 
-    assert rig.cache.residency.dram.used_bytes == rig.cache.residency.ssd.used_bytes == 0
+    assert rig.cache.ledger.memory.used_bytes == rig.cache.ledger.below.used_bytes == 0
     assert tokens
 
 
@@ -185,7 +214,7 @@ async def test_a_lease_of_more_than_the_arena_moves_nothing(rig: MemoryRig) -> N
         await rig.acquire("big")
 
     assert rig.ssd.counts[Operation.READ] == reads
-    assert rig.cache.sessions.get(TENANT, "small").dram_bytes > 0
+    assert rig.cache.sessions.get(TENANT, "small").memory_bytes > 0
     await rig.check()
 
 
@@ -201,6 +230,29 @@ async def test_a_session_larger_than_the_arena_is_read_as_a_stream(rig: MemoryRi
 
     assert await rig.read("big") == expected(tokens)
     assert await rig.read("big", 60, 500) == expected(tokens[60:500])
+    await rig.check()
+
+
+async def test_a_stream_past_memory_outlives_its_session(rig: MemoryRig) -> None:
+    """It keeps its places on SSD until it is done, and none in memory, to where another reader brought a segment."""
+    await rig.create("big")
+    tokens = Writer(1).make(9 * SEGMENT_TOKENS)
+    for i in range(0, len(tokens), SEGMENT_TOKENS):
+        await rig.append("big", tokens[i : i + SEGMENT_TOKENS], is_durable=True)
+    await rig.demote("big")
+    found = dict.fromkeys(STREAMS, b"")
+    ledger = rig.cache.ledger
+    async with rig.cache.reading.stream(rig.request("big"), ()) as (_, _, rows):
+        async for item in rows:
+            if "big" in rig.names():
+                rig.cache.reading.release((await rig.acquire("big", 0, 10)).lease_id)
+                assert ledger.memory.used_bytes == SLOT_BYTES
+                await rig.delete("big")
+                assert (ledger.memory.used_bytes, ledger.below.used_bytes) == (0, 9 * SLOT_BYTES)
+            found[item.stream] += bytes(item.data)
+
+    assert found == expected(tokens)
+    assert ledger.below.used_bytes == 0
     await rig.check()
 
 
@@ -277,8 +329,8 @@ async def demoted(rig: DiskRig, token_count: int = 200) -> list[Token]:
 
 def segment_places(rig: DiskRig) -> list[tuple[int, int]]:
     """Path and offset of each segment of session a, in order."""
-    session = rig.cache.state.session(TENANT, "a")
-    return [(s.ssd.path_index, s.ssd.offset_bytes) for s in session.segments if s.ssd]
+    session = rig.cache.ledger.find(TENANT, "a")
+    return [(s.durable.path_index, s.durable.offset_bytes) for s in session.segments if s.durable]
 
 
 def patch(rig: DiskRig, place: tuple[int, int], at: int, data: bytes) -> bytes:
@@ -331,7 +383,7 @@ async def test_segments_that_changed_places_are_refused(disk_rig: DiskRig) -> No
     """Right bytes in the wrong place are damage like any other."""
     await demoted(disk_rig)
     first, _, third, _ = segment_places(disk_rig)
-    size = disk_rig.cache.state.session(TENANT, "a").layout.size_bytes
+    size = disk_rig.cache.ledger.find(TENANT, "a").layout.size_bytes
     patch(disk_rig, third, 0, patch(disk_rig, first, 0, patch(disk_rig, third, 0, bytes(size))))
     with pytest.raises(CorruptSegment):
         await disk_rig.read("a", 130, 140)
@@ -346,7 +398,7 @@ async def test_an_older_copy_put_back_is_refused(disk_rig: DiskRig) -> None:
     """A slot as it was under an earlier record does not pass for what is recorded now."""
     await filled(disk_rig, "a", 10)
     place = segment_places(disk_rig)[0]
-    size = disk_rig.cache.state.session(TENANT, "a").layout.size_bytes
+    size = disk_rig.cache.ledger.find(TENANT, "a").layout.size_bytes
     with disk_rig.segments_file(place[0]).open("rb") as file:
         file.seek(place[1])
         older = file.read(size)
@@ -368,12 +420,12 @@ async def test_a_segment_id_used_again_after_a_crash_does_not_take_older_bytes(r
     gate.set()
     with pytest.raises(TierFailure):
         await flush
-    before = rig.cache.state.session(TENANT, "a").segments[0]
+    before = rig.cache.ledger.find(TENANT, "a").segments[0]
     older = memoryview(bytearray(before.layout.size_bytes))
     await rig.ssd.read(Slot(0, 0, before.layout.size_bytes), 0, older)
     await rig.crash()
     await rig.append("a", Writer(2).make(10), is_durable=True)
-    after = rig.cache.state.session(TENANT, "a").segments[0]
+    after = rig.cache.ledger.find(TENANT, "a").segments[0]
     await rig.demote("a")
     await rig.ssd.write(Slot(0, 0, before.layout.size_bytes), 0, older)
 

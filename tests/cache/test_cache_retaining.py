@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, DiskRig, Token, Writer, expected
 
-from ctxcache.cache.retaining import Retaining
+from ctxcache.core.ledger.retaining import Retaining
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.retention import Grant
 
@@ -37,7 +37,7 @@ async def _store(rig: DiskRig, name: str, segment_count: int, tag: int = 1) -> l
 
 
 def _retention(rig: DiskRig) -> Retaining:
-    return rig.cache.placement.retention
+    return rig.cache.placement.retaining
 
 
 def _uid(rig: DiskRig, name: str) -> bytes:
@@ -61,7 +61,7 @@ def _now_s(rig: DiskRig) -> float:
 
 
 def _segments_in_dram(rig: DiskRig, name: str) -> int:
-    return rig.cache.sessions.get(rig.tenant, name).dram_bytes // SLOT_BYTES
+    return rig.cache.sessions.get(rig.tenant, name).memory_bytes // SLOT_BYTES
 
 
 async def test_what_is_retained_leaves_after_what_is_not(small: DiskRig) -> None:

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
+from fakes import Operation
 
 from ctxcache.cache.reservation import Reservation
-from ctxcache.core.expiry import Expiration
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import (
     CapacityExceeded,
     GenerationMismatch,
@@ -20,8 +21,7 @@ from ctxcache.errors import (
     WriteInProgress,
 )
 from ctxcache.format.streams import TOKENS
-from ctxcache.testing.fakes import Operation
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 
 @pytest.fixture
@@ -67,10 +67,10 @@ async def test_a_name_can_be_used_again_once_its_session_is_over(rig: MemoryRig,
     await rig.check()
 
     assert first.uid != second.uid
-    assert second.token_count == rig.cache.residency.ssd.used_bytes == 0
+    assert second.token_count == rig.cache.ledger.below.used_bytes == 0
     await rig.crash()
     assert rig.token_count("a") == 0
-    assert len(rig.cache.state.by_uid) == 1
+    assert len(rig.cache.ledger.sessions()) == 1
 
 
 async def test_sessions_and_models_are_bounded(rig: MemoryRig) -> None:
@@ -97,7 +97,7 @@ async def test_a_session_lives_as_long_whoever_sets_the_clock(rig: MemoryRig, st
     await rig.cache.sessions.expire_due()
 
     assert is_there == {"a"}
-    assert not rig.cache.state.by_uid
+    assert not rig.cache.ledger.sessions()
 
 
 async def test_touching_a_session_for_ever_takes_no_room(rig: MemoryRig) -> None:
@@ -109,7 +109,7 @@ async def test_touching_a_session_for_ever_takes_no_room(rig: MemoryRig) -> None
         await rig.create("b")
         await rig.delete("b")
 
-    assert rig.cache.state.expiry.entry_count < 100
+    assert len(rig.cache.ledger._expiry._heap) < 100
 
 
 async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
@@ -120,10 +120,12 @@ async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:
     await rig.create("b", ttl_s=100)
     before = rig.cache.sessions.get(TENANT, "a")
     found = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
-    order = sorted(rig.cache.state.by_uid, key=lambda uid: rig.cache.placement.rank(uid) or ())
+    order = sorted(
+        (s.uid for s in rig.cache.ledger.sessions()), key=lambda uid: rig.cache.placement.rank(uid) or ()
+    )
 
     assert (found.reason, found.dram_token_count, found.view) == ("", 0, before)
-    assert [rig.cache.state.by_uid[uid].session_id for uid in order] == ["a", "b"]
+    assert [rig.cache.ledger._by_uid[uid].session_id for uid in order] == ["a", "b"]
     rig.clock.advance(seconds=10)
     missed = rig.cache.sessions.lookup(TENANT, "a", MODEL.fingerprint())
     assert (missed.reason, missed.view) == ("SESSION_NOT_FOUND", None)
@@ -209,7 +211,7 @@ async def test_a_session_ends_before_the_first_of_its_bad_segments(rig: MemoryRi
     tokens = writer.make(4 * SEGMENT_TOKENS)
     await rig.append("a", tokens, is_durable=True)
     await rig.fork("a", "fork")
-    _, second, _, fourth = rig.cache.state.session(TENANT, "a").segments
+    _, second, _, fourth = rig.cache.ledger.find(TENANT, "a").segments
     await rig.cache.residency.mending.quarantine({fourth, second})
 
     for name in ("a", "fork"):
@@ -268,7 +270,7 @@ async def test_an_expired_session_waits_for_its_writer(rig: MemoryRig) -> None:
     await rig.cache.sessions.expire_due()
     await rig.check()
 
-    assert not rig.cache.state.by_uid
+    assert not rig.cache.ledger.sessions()
     assert rig.cache.state.counters.expired_session_count == 1
 
 
@@ -348,7 +350,7 @@ async def test_upkeep_goes_on_past_a_session_it_cannot_write(rig: MemoryRig, wri
         await rig.append(name, writer.make(SEGMENT_TOKENS))
     rig.ssd.fail(Operation.WRITE)
     await Upkeep(rig.cache).turn()
-    sessions = list(rig.cache.state.by_uid.values())
+    sessions = list(rig.cache.ledger.sessions())
     durable = [session.durable_end for session in sessions]
     await Upkeep(rig.cache).turn()
 
@@ -360,10 +362,10 @@ async def test_upkeep_keeps_room_free(rig: MemoryRig, writer: Writer) -> None:
     """Something of the arena is free after a turn, so that the next writer need not wait."""
     await rig.create("a")
     await rig.append("a", writer.make(6 * SEGMENT_TOKENS))
-    assert rig.cache.residency.dram.free_bytes < SLOT_BYTES
+    assert rig.cache.ledger.memory.free_bytes < SLOT_BYTES
     await Upkeep(rig.cache).turn()
 
-    assert rig.cache.residency.dram.free_bytes >= SLOT_BYTES
+    assert rig.cache.ledger.memory.free_bytes >= SLOT_BYTES
 
 
 async def test_a_slow_device_delays_no_deadline(rig: MemoryRig, writer: Writer) -> None:
@@ -375,7 +377,7 @@ async def test_a_slow_device_delays_no_deadline(rig: MemoryRig, writer: Writer) 
     running = asyncio.ensure_future(Upkeep(rig.cache, interval_s=0).run())
     await rig.reached(Operation.WRITE)
     rig.clock.advance(seconds=10)
-    while len(rig.cache.state.by_uid) == 2:  # noqa: ASYNC110  # until upkeep comes round
+    while len(rig.cache.ledger.sessions()) == 2:  # noqa: ASYNC110  # until upkeep comes round
         await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait([running])
@@ -392,4 +394,4 @@ async def test_upkeep_survives_its_own_bugs(rig: MemoryRig, monkeypatch: pytest.
     rig.clock.advance(seconds=10)
     await Upkeep(rig.cache).turn()
 
-    assert not rig.cache.state.by_uid
+    assert not rig.cache.ledger.sessions()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from cache_rig import SLOT_BYTES, TENANT, MemoryRig, Token, Writer, expected
+from fakes import FakeClock, MemoryTier, Operation
 
 from ctxcache.cache.hints import Action, Hint
 from ctxcache.cache.integrity import check_integrity
@@ -26,11 +27,10 @@ from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CacheError, CapacityExceeded, CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.metadata.base import Changes
-from ctxcache.metadata.memory import MemoryMetadata
-from ctxcache.testing.fakes import FakeClock, MemoryTier, Operation
-from ctxcache.tiers.base import Range
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.memory import MemoryMetadata
+from ctxcache.storage.tiers.base import Range
 
 STEPS = 80
 CUTS = 5
@@ -194,7 +194,7 @@ class Storm:
     def settle(self, name: str) -> Known | None:
         """What must be in the session, if it was not evicted; what was damaged may have been cut."""
         known = self.known.get(name)
-        session = self.rig.cache.state.by_uid.get(known.uid) if known else None
+        session = self.rig.cache.ledger.get(known.uid) if known else None
         if known is None or session is None:
             assert known is None or not known.is_pinned
             self.known.pop(name, None)
@@ -361,7 +361,7 @@ class Storm:
             clock=FakeClock(self.rig.clock.now_ns()),
         )  # fmt: skip
         after.ssd, after.metadata = self.rig.ssd.cut(), self.rig.metadata.cut()  # type: ignore[attr-defined]
-        is_there = self.rig.cache.state.by_uid
+        is_there = {session.uid for session in self.rig.cache.ledger.sessions()}
         promised = [
             (known.uid, [(known.tokens, known.durable_count), *filter(None, [known.other])])
             for known in self.known.values()
@@ -371,7 +371,7 @@ class Storm:
         await after.open()
         assert not check_integrity(after.cache)
         for uid, contents in promised:
-            session = after.cache.state.by_uid.get(uid)
+            session = after.cache.ledger.get(uid)
             with suppress(*[CorruptSegment] * is_damaged):
                 found = tokens_of(await after.read(session.session_id)) if session else []
                 assert is_damaged or any(
@@ -409,11 +409,11 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     rig.cache.writing.expire_due()
     with suppress(CapacityExceeded):
         await rig.cache.residency.departures.remove(
-            [rig.cache.state.sessions[TENANT, name] for name in rig.names()]
+            [rig.cache.ledger.find(TENANT, name) for name in rig.names()]
         )
     await rig.check()
-    kept_count = len(rig.cache.residency.quarantined)
-    left = rig.cache.residency.dram.used_bytes, rig.cache.residency.ssd.used_bytes
+    kept_count = len(rig.cache.ledger.below.quarantined)
+    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
     rig.cache._io.close()
     rig.arena.close()
 
@@ -457,14 +457,14 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)
     with suppress(CapacityExceeded):
-        await rig.cache.residency.departures.remove(list(rig.cache.state.by_uid.values()))
+        await rig.cache.residency.departures.remove(list(rig.cache.ledger.sessions()))
     await rig.check()
-    kept_count = len(rig.cache.residency.quarantined)
-    left = rig.cache.residency.dram.used_bytes, rig.cache.residency.ssd.used_bytes
+    kept_count = len(rig.cache.ledger.below.quarantined)
+    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
     rig.cache._io.close()
     rig.arena.close()
 
     assert left == (0, kept_count * SLOT_BYTES)
     placement = rig.cache.placement
-    for kept in ("_known", "_uids", "_kin_in_dram", "_watchers", "_ahead"):
+    for kept in ("_standings", "_uids", "_kin_in_memory", "_watchers", "_ahead"):
         assert not getattr(placement, kept), kept

@@ -72,8 +72,8 @@ def _names(rig: Rig, tenant: str) -> set[str]:
 
 def _used(rig: Rig, tenant: str) -> tuple[int, int]:
     """Segments in DRAM and on SSD."""
-    use = rig.cache.state.usage.of(tenant)
-    return use.dram_bytes // SLOT_BYTES, use.ssd_bytes // SLOT_BYTES
+    use = rig.cache.ledger.usage.of(tenant)
+    return use.memory_bytes // SLOT_BYTES, use.durable_bytes // SLOT_BYTES
 
 
 async def _flood(rig: Rig, tenant: str, session_count: int, tag: int, prefix: str = "flood") -> None:
@@ -353,7 +353,7 @@ async def test_whatever_tenants_do_nobody_within_its_share_loses_anything(
 
 def _is_within(rig: Rig, tenant: str) -> bool:
     share = SHARES.by_tenant.get(tenant)
-    kept_bytes = rig.cache.state.usage.of(tenant).kept_bytes
+    kept_bytes = rig.cache.ledger.usage.of(tenant).kept_bytes
     return share is not None and kept_bytes <= share.guaranteed * 12 * SLOT_BYTES
 
 
@@ -383,6 +383,6 @@ async def _act(
     elif what == "delete":
         await rig.delete(name)
     elif what in ("retain", "pin"):
-        session = rig.cache.state.session(rig.tenant, name)
-        ask = getattr(rig.cache.placement.retention, what)
+        session = rig.cache.ledger.find(rig.tenant, name)
+        ask = getattr(rig.cache.placement.retaining, what)
         ask(session.uid, 8 * SLOT_BYTES, rig.clock.monotonic_ns() / 10**9 + 1000, size)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, counted_lines, expected
+from fakes import Operation
 
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded
-from ctxcache.testing.fakes import Operation
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 ARENA_SEGMENTS = 32
 MARKS = Watermarks(low=2 / 32, high=4 / 32, dirty=8 / 32, dirty_limit=24 / 32, writer_wait_s=0)
@@ -45,13 +45,13 @@ async def large(tmp_path: Path) -> AsyncIterator[Make]:
 
 def free_segments(rig: MemoryRig) -> int:
     """Slots of the arena that are free."""
-    return rig.cache.residency.dram.free_bytes // SLOT_BYTES
+    return rig.cache.ledger.memory.free_bytes // SLOT_BYTES
 
 
 def dirty_segments(rig: MemoryRig) -> int:
     """Slots with rows that SSD has not."""
-    segments = rig.cache.state.segments.values()
-    return sum(segment.is_dirty for segment in segments)
+    segments = rig.cache.ledger.segments()
+    return sum(segment.is_unwritten for segment in segments)
 
 
 def durable(rig: MemoryRig, session_id: str) -> int:
@@ -88,7 +88,7 @@ async def test_room_is_made_up_to_the_high_watermark(large: Make, writer: Writer
 
     assert free_above == 2
     assert free_segments(rig) == 4
-    assert rig.cache.sessions.get(TENANT, "hot").dram_bytes == 16 * SLOT_BYTES
+    assert rig.cache.sessions.get(TENANT, "hot").memory_bytes == 16 * SLOT_BYTES
 
 
 async def test_what_was_leased_leaves_after_the_lease(large: Make, writer: Writer) -> None:
@@ -206,7 +206,7 @@ async def test_room_that_a_hanging_device_has_to_make_is_refused(large: Make, wr
         await rig.append(name, made, is_durable=name != "dirty")
     lease = await rig.acquire("held")
     assert not free_segments(rig)
-    assert not rig.cache.state.session(TENANT, "cold").segments[0].dram
+    assert not rig.cache.ledger.find(TENANT, "cold").segments[0].memory
     await rig.create("next")
     gate = rig.ssd.hold(Operation.WRITE)
     async with asyncio.timeout(PATIENCE_S):
@@ -338,7 +338,8 @@ def add_clean_sessions(rig: MemoryRig, sources: Sequence[Session], count: int) -
         )  # fmt: skip
         session.segments = list(source.segments)
         session.log_end = session.recorded_end = session.durable_end = source.log_end
-        rig.cache.state.add(session)
+        rig.cache.ledger.shared(source, source.segments)
+        rig.cache.ledger.opened(session)
 
 
 async def lines_of_a_turn(rig: MemoryRig, writer: Writer) -> int:
@@ -359,7 +360,7 @@ async def test_a_turn_costs_what_has_changed(large: Make, writer: Writer) -> Non
         await rig.create(f"s{number}")
         await rig.append(f"s{number}", writer.make(SEGMENT_TOKENS), is_durable=True)
     alone = await lines_of_a_turn(rig, writer)
-    sources = [rig.cache.state.sessions[TENANT, f"s{number}"] for number in range(3, 20)]
+    sources = [rig.cache.ledger.find(TENANT, f"s{number}") for number in range(3, 20)]
     add_clean_sessions(rig, sources, MANY_SESSIONS)
     among_many = await lines_of_a_turn(rig, writer)
 
@@ -407,7 +408,7 @@ async def test_room_among_many_costs_what_leaves(large: Make, writer: Writer) ->
     for number in range(5):
         await rig.create(f"s{number}")
         await rig.append(f"s{number}", writer.make(2 * SEGMENT_TOKENS), is_durable=True)
-    add_clean_sessions(rig, [rig.cache.state.sessions[TENANT, "held"]], 2000)
+    add_clean_sessions(rig, [rig.cache.ledger.find(TENANT, "held")], 2000)
     lines = []
     for number in range(12):
         with counted_lines() as counts:

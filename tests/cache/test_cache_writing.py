@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
+from fakes import Operation
 
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.placement.shares import Share, Shares
-from ctxcache.core.session import SessionView
 from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
@@ -21,7 +23,7 @@ from ctxcache.errors import (
     WriteInProgress,
     WriteOffsetMismatch,
 )
-from ctxcache.testing.fakes import Operation
+from ctxcache.server.upkeep import Upkeep
 
 RESERVATION_S = RESERVATION_LIFETIME_NS / 10**9
 GRACE_S = GRACE_NS / 10**9
@@ -80,7 +82,7 @@ async def test_what_cannot_fit_makes_nobody_leave(rig: MemoryRig, writer: Writer
         await rig.reserve("b", 7 * SEGMENT_TOKENS)
 
     assert rig.ssd.counts[Operation.WRITE] == 0
-    assert rig.cache.residency.dram.used_bytes == 2 * SLOT_BYTES
+    assert rig.cache.ledger.memory.used_bytes == 2 * SLOT_BYTES
 
 
 async def test_a_refused_extension_keeps_what_came_before(rig: MemoryRig, writer: Writer) -> None:
@@ -106,12 +108,12 @@ async def test_a_reservation_ends_by_itself_and_its_slots_wait(rig: MemoryRig, w
     with pytest.raises(ReservationNotFound):
         await commit(rig, reservation, 100)
     await rig.check()
-    kept = rig.cache.residency.dram.used_bytes
+    kept = rig.cache.ledger.memory.used_bytes
     rig.clock.advance(seconds=GRACE_S)
     rig.cache.writing.expire_due()
     await rig.check()
 
-    assert (kept, rig.cache.residency.dram.used_bytes) == (2 * SLOT_BYTES, 0)
+    assert (kept, rig.cache.ledger.memory.used_bytes) == (2 * SLOT_BYTES, 0)
     assert rig.token_count("a") == 0
 
 
@@ -175,7 +177,7 @@ async def test_a_reservation_that_ends_while_others_leave_for_it_takes_no_room(
         await reserving
     await rig.check()
 
-    assert (rig.cache.writing.held_count, rig.cache.residency.dram.used_bytes) == (0, 0)
+    assert (rig.cache.writing.held_count, rig.cache.ledger.memory.used_bytes) == (0, 0)
     await rig.close()
 
 
@@ -224,7 +226,52 @@ async def test_releasing_twice_frees_once(rig: MemoryRig) -> None:
     rig.cache.writing.expire_due()
     await rig.check()
 
-    assert rig.cache.residency.dram.used_bytes == 0
+    assert rig.cache.ledger.memory.used_bytes == 0
+
+
+async def test_what_an_abandoned_writer_left_is_written_at_the_next_look(
+    rig: MemoryRig, writer: Writer
+) -> None:
+    """Its tail grows no more: there is nothing left to wait for."""
+    await rig.create("a")
+    tokens = writer.make(10)
+    reservation = await rig.reserve("a", 20)
+    rig.place(reservation, 0, tokens)
+    await commit(rig, reservation, 10, keep_open=True)
+    await Upkeep(rig.cache).turn()
+    before = rig.cache.sessions.get(TENANT, "a")
+    rig.cache.writing.release(reservation, is_abandoned=True)
+    await rig.check()
+    await Upkeep(rig.cache).turn()
+    after = rig.cache.sessions.get(TENANT, "a")
+
+    assert (before.durable_token_count, after.durable_token_count) == (0, 10)
+    await rig.crash()
+    assert await rig.read("a") == expected(tokens)
+
+
+async def test_readers_come_and_go_beside_one_writer(rig: MemoryRig, writer: Writer) -> None:
+    """No other writer gets in while it writes, and the next one need not wait for readers."""
+    await rig.create("a")
+    tokens = writer.make(10)
+    await rig.append("a", tokens, is_durable=True)
+    reservation = await rig.reserve("a", 10)
+    leases = []
+    for _ in range(2):
+        leases.append(await rig.acquire("a"))
+        with pytest.raises(WriteInProgress):
+            await rig.reserve("a", 10)
+    rig.cache.reading.release(leases.pop().lease_id)
+    with pytest.raises(WriteInProgress):
+        await rig.reserve("a", 10)
+    rig.cache.writing.release(reservation)
+    after = writer.make(10)
+    await rig.append("a", after)
+
+    assert rig.leased(leases[0]) == expected(tokens)
+    rig.cache.reading.release(leases.pop().lease_id)
+    assert await rig.read("a") == expected([*tokens, *after])
+    await rig.check()
 
 
 async def test_an_abandoned_tail_is_not_written_again(rig: MemoryRig, writer: Writer) -> None:
@@ -293,7 +340,7 @@ async def test_a_writer_whose_prefix_was_lost_commits_nothing(
     disk_rig.place(reservation, 2 * SEGMENT_TOKENS, writer.make(SEGMENT_TOKENS + 10))
     if is_marked:
         await disk_rig.mark_written(reservation, 3 * SEGMENT_TOKENS)
-    damaged = disk_rig.cache.state.session(TENANT, "a").segments[1].ssd
+    damaged = disk_rig.cache.ledger.find(TENANT, "a").segments[1].durable
     assert damaged is not None
     with disk_rig.segments_file(damaged.path_index).open("r+b") as file:
         file.seek(damaged.offset_bytes + SLOT_BYTES // 2)
@@ -311,20 +358,54 @@ async def test_a_writer_whose_prefix_was_lost_commits_nothing(
     await disk_rig.check()
 
 
-async def test_a_session_does_not_expire_under_its_writer(rig: MemoryRig, writer: Writer) -> None:
-    """A commit counts as an access, also when the time had come before."""
+@pytest.mark.parametrize("is_durable", [False, True])
+async def test_a_commit_does_not_bring_an_expired_session_back(
+    rig: MemoryRig, writer: Writer, *, is_durable: bool
+) -> None:
+    """Others have been told that it is gone: so is its writer, before upkeep came by and after."""
     await rig.create("a", ttl_s=10)
+    await rig.append("a", writer.make(5), is_durable=is_durable)
     reservation = await rig.reserve("a", 10)
-    rig.place(reservation, 0, writer.make(10))
-    rig.clock.advance(seconds=11)
+    rig.place(reservation, 5, writer.make(10))
+    rig.clock.advance(seconds=10)
     await rig.cache.sessions.expire_due()
-    await commit(rig, reservation, 10)
+    with pytest.raises(SessionNotFound):
+        rig.token_count("a")
+    with pytest.raises(SessionNotFound):
+        await rig.cache.writing.extend(reservation, 1)
+    with pytest.raises(SessionNotFound):
+        await rig.cache.writing.commit(reservation, 15, is_durable=is_durable, keep_open=False)
+    with pytest.raises(SessionNotFound):
+        rig.token_count("a")
+    with pytest.raises(ReservationNotFound):
+        await commit(rig, reservation, 15)
 
-    assert rig.token_count("a") == 10
-    rig.clock.advance(seconds=11)
     await rig.cache.sessions.expire_due()
-    assert not rig.names()
+    assert not rig.cache.ledger.sessions()
     await rig.check()
+    await rig.crash()
+    assert not rig.names()
+
+
+async def test_each_commit_gives_a_session_its_time_anew(rig: MemoryRig, writer: Writer) -> None:
+    """A writer that commits in time goes on for as long as it likes; one with an absolute end does not."""
+    end = Expiration(None, rig.clock.now_ns() + 25 * 10**9)
+    await rig.create("sliding", ttl_s=10)
+    await rig.create("absolute")
+    await rig.cache.sessions.update(TENANT, "absolute", expiration=end, is_pinned=None)
+    opened = {name: await rig.reserve(name, 30) for name in ("sliding", "absolute")}
+    for reservation in opened.values():
+        rig.place(reservation, 0, writer.make(30))
+    for count in (10, 20):
+        rig.clock.advance(seconds=9)
+        for reservation in opened.values():
+            await rig.cache.writing.commit(reservation, count, is_durable=False, keep_open=True)
+    rig.clock.advance(seconds=9)
+    await commit(rig, opened["sliding"], 30)
+    with pytest.raises(SessionNotFound):
+        await commit(rig, opened["absolute"], 30)
+
+    assert rig.token_count("sliding") == 30
 
 
 async def test_what_a_writer_asks_for_is_checked(rig: MemoryRig, writer: Writer) -> None:

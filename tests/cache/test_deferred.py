@@ -33,9 +33,9 @@ class Asked(MemoryRig):
         hint = Hint(TENANT, name, Action.PREFETCH, ttl_ns=600 * SECOND_NS)
         return await self.cache.hints.carry_out(hint, deadline_s)
 
-    def dram_segment_count(self, name: str) -> int:
+    def memory_count(self, name: str) -> int:
         """How many of its segments are in DRAM."""
-        return self.cache.state.sessions[TENANT, name].amounts().dram_segment_count
+        return self.cache.ledger.find(TENANT, name).amounts().memory_count
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ async def test_the_time_of_who_asks_again_counts_from_then(asked: Asked) -> None
     assert len(asked.cache.hints.deferred) == 1
     asked.cache.reading.release(lease.lease_id)
     await asked.cache.prefetching.prefetch()
-    assert asked.dram_segment_count("waiting") == 2
+    assert asked.memory_count("waiting") == 2
     assert not len(asked.cache.hints.deferred)
 
 
@@ -72,8 +72,8 @@ async def test_who_is_larger_than_memory_does_not_wait_for_it(asked: Asked) -> N
     await asked.store("next", 1)
     answer = await asked.ask("large")
     assert (answer.outcome, answer.reason) == (Outcome.CLIPPED, NO_ROOM)
-    assert asked.dram_segment_count("large") == 7
+    assert asked.memory_count("large") == 7
 
-    asked.cache.placement.hinted(asked.cache.state.sessions[TENANT, "next"], 100.0)
+    asked.cache.placement.hinted(asked.cache.ledger.find(TENANT, "next"), 100.0)
     await asked.cache.prefetching.prefetch()
-    assert asked.dram_segment_count("next") == 1
+    assert asked.memory_count("next") == 1

@@ -6,34 +6,29 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import killed_restores
 import pytest
-from cache_rig import LAYOUT, MODEL, SLOT_BYTES, TENANT, MemoryRig, Writer
+from cache_rig import SLOT_BYTES, MemoryRig, Writer
 
-from ctxcache.backup import contents, laying_out
-from ctxcache.backup.contents import Image
-from ctxcache.backup.laying_out import Restored, lay_out, look
-from ctxcache.config import Settings
-from ctxcache.data_directory import DataDirectory
+from ctxcache.archive import laying_out
+from ctxcache.archive.files import source
+from ctxcache.archive.laying_out import Restored, Step, lay_out
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
     CorruptSegment,
     DataDirectoryUnusable,
     FileDamaged,
-    FileUnusable,
 )
-from ctxcache.format.archive import FrameMaker, Kind, pack_record
-from ctxcache.metadata import records
-from ctxcache.metadata.base import ModelRecord, SessionRecord
-from ctxcache.offline import verify_directory
-from ctxcache.rebuild import rebuild
-from ctxcache.storage import open_storage
+from ctxcache.server.offline import verify_directory
+from ctxcache.settings.config import Settings
+from ctxcache.storage.data_directory import DataDirectory
+from ctxcache.storage.opening import open_storage
+from ctxcache.storage.rebuild import rebuild
 
 FOR_EVER_NS = (1 << 62) - 1
 
@@ -55,13 +50,14 @@ def told(*_: object) -> None:
     """Nobody looks."""
 
 
-def laid_out(archive: Path, directory: Path, *, ssd_size_bytes: int = 1 << 20) -> Restored:
+def laid_out(archive: Path, directory: Path, *, ssd_size_bytes: int = 1 << 20, step: Step = told) -> Restored:
     """Make a store of it, with one SSD directory inside and one outside."""
     settings = killed_restores.settings(directory)
     assert settings.ssd_directories is not None
-    return lay_out(
-        archive, settings.data_directory, settings.ssd_directories, ssd_size_bytes=ssd_size_bytes,
-        now_ns=0, created_by="a test", step=told,
+    with source(str(archive)) as opened:
+        return lay_out(
+        opened, settings.data_directory, settings.ssd_directories, ssd_size_bytes=ssd_size_bytes,
+        now_ns=0, created_by="a test", step=step,
     )  # fmt: skip
 
 
@@ -92,7 +88,8 @@ async def starts(directory: Path) -> bool:
             refusals.append(str(error))
     assert times(directory) == before
     assert all(
-        "a restore into it did not end: `ctxcache restore` begins it anew" in said for said in refusals
+        "an import into it did not end: `ctxcache import --new-store` begins it anew" in said
+        for said in refusals
     )
     return len(refusals) < 3
 
@@ -138,16 +135,11 @@ async def test_what_goes_wrong_in_the_middle_leaves_nothing_that_starts(
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def torn(path: Path) -> Iterator[Image]:
-        yield next(contents.images(path))
-        raise FileDamaged(path=str(path), problem="it changed")
-
     def other_bytes(fd: int, data: bytearray, offset_bytes: int) -> None:
         os.pwrite(fd, bytes(data[:-4096]), offset_bytes)
 
     places: list[tuple[Any, str, Any, type[CacheError]]] = [
         (os, "posix_fallocate", no_room, DataDirectoryUnusable),
-        (laying_out, "images", torn, FileDamaged),
         (laying_out, "_write_all", other_bytes, CorruptSegment),
     ]
     for where, name, instead, error in places:
@@ -156,6 +148,21 @@ async def test_what_goes_wrong_in_the_middle_leaves_nothing_that_starts(
             with pytest.raises(error):
                 laid_out(archive, tmp_path / "store")
         assert not await starts(tmp_path / "store")
+    data = archive.read_bytes()  # noqa: ASYNC240  small
+    golden = (Path(__file__).parents[1] / "golden" / "archive-v1.ctxarchive").read_bytes()
+    for changed, told_of in (
+        (data[:-300] + b"x" * 300, "checksum"),
+        (golden.ljust(len(data)), "took its place"),
+    ):
+
+        def change(what: str, done: int, total: int, changed: bytes = changed) -> None:
+            if (what, done) == ("checking", total):
+                archive.write_bytes(changed)
+
+        with pytest.raises(FileDamaged, match=told_of):
+            laid_out(archive, tmp_path / "store", step=change)
+        assert not await starts(tmp_path / "store")
+        archive.write_bytes(data)  # noqa: ASYNC240  small
     found = laid_out(archive, tmp_path / "store")
     with DataDirectory.open(tmp_path / "store" / "data"):
         pass
@@ -209,30 +216,3 @@ async def test_a_store_opens_as_it_was_laid_out(archive: Path, tmp_path: Path) -
 
     assert sessions == {"a", "b"}
     assert not (tmp_path / "store" / "data" / "RESTORING").exists()
-
-
-def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
-    """A session without its model or its segments, and what is no file."""
-    model = ModelRecord(TENANT, MODEL, 0)
-    session = SessionRecord(
-        b"u" * 16, TENANT, "a", MODEL.model_id, tuple(spec.stream for spec in LAYOUT.specs), 1, (1,), ((0, 5),), 5, 0, 0,
-        FOR_EVER_NS, None, is_pinned=False,
-    )  # fmt: skip
-    facts = b'{"created_by": "a test", "create_time_ns": 0, "crash_count": 0}'
-    key = records.model_key(TENANT, MODEL.model_id)
-    with_model = (Kind.MODEL, pack_record(key, records.encode_model(model)))
-    with_session = (
-        Kind.SESSION,
-        pack_record(records.session_key(session.uid), records.encode_session(session)),
-    )
-    end = (Kind.END, [b'{"session_count": 1}'])
-    for frames in ([with_session, end], [with_model, with_session, end], [with_model, end], [end, end]):
-        made = FrameMaker()
-        path = tmp_path / "archive"
-        parts = [made.frame(kind, some) for kind, some in [(Kind.FACTS, [facts]), *frames]]
-        path.write_bytes(made.preamble + b"".join(parts))
-        with pytest.raises(FileDamaged):
-            look(path, now_ns=0, step=told)
-    for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(FileUnusable):
-            look(path, now_ns=0, step=told)

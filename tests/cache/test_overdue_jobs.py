@@ -40,7 +40,7 @@ async def test_a_job_that_never_starts_does_not_exempt_its_session_for_ever(
 ) -> None:
     """Its session ranks as all others do in the end, though the stream is there; and as before when it is put again."""
     rig.cache.queues.put(queue, "a", Job("stuck", None, **start))
-    placement, by_name = rig.cache.placement, rig.cache.state.session
+    placement, by_name = rig.cache.placement, rig.cache.ledger.find
 
     def is_above_others() -> bool:
         ranks = {name: placement.rank(by_name(TENANT, name).uid) or () for name in "ac"}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer
 
-from ctxcache.cache import placement
-from ctxcache.core.evictable import Evictable, Verdict
-from ctxcache.core.expiry import Expiration
+from ctxcache.core.ledger import feed
+from ctxcache.core.ledger.evictable import Evictable, Verdict
+from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Tier
@@ -94,7 +94,7 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
 
     await noted.append("a", writer.make(100))
     assert policy.since() == [
-        ("arrived", "a", (0.0,)), ("idle", "a", (2, 1, appended(100))), ("placed", "a", (Tier.DRAM,)),
+        ("arrived", "a", (0.0,)), ("idle", "a", (2, 1, appended(100))), ("placed", "a", (Tier.MEMORY,)),
     ]  # fmt: skip
     noted.clock.advance(seconds=5)
     lease = await noted.acquire("a")
@@ -106,9 +106,9 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
     await noted.cache.sessions.update(TENANT, "a", expiration=Expiration(10**12), is_pinned=None)
     assert [note for note in policy.since() if note[0] == "idle"] == [("idle", "a", (2, 2, 0))] * 2
     await noted.demote("a")
-    assert policy.since() == [("placed", "a", (Tier.SSD,))]
+    assert policy.since() == [("placed", "a", (Tier.BELOW,))]
     await noted.read("a")
-    assert ("placed", "a", (Tier.DRAM,)) in policy.since()
+    assert ("placed", "a", (Tier.MEMORY,)) in policy.since()
     await noted.delete("a")
     assert policy.since() == [("ended", "a", ())]
 
@@ -164,7 +164,7 @@ async def test_after_a_start_sessions_are_told_in_the_order_of_their_accesses(no
         ("recalled", "c", (1, 100.0)),
     ]
     ranks = noted.cache.placement.rank
-    uids = [noted.cache.state.sessions[TENANT, name].uid for name in ("a", "b", "c")]
+    uids = [noted.cache.ledger.find(TENANT, name).uid for name in ("a", "b", "c")]
     assert sorted(uids, key=lambda uid: ranks(uid) or ()) == uids
     await noted.close()
 
@@ -178,7 +178,10 @@ async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dra
     policy_of(noted).since()
     await noted.demote("b")
 
-    assert sorted(policy_of(noted).since()) == [("placed", "a", (Tier.SSD,)), ("placed", "b", (Tier.SSD,))]
+    assert sorted(policy_of(noted).since()) == [
+        ("placed", "a", (Tier.BELOW,)),
+        ("placed", "b", (Tier.BELOW,)),
+    ]
     await noted.check()
     noted.cache.reading.release(lease.lease_id)
 
@@ -201,7 +204,7 @@ async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
         noted.cache.reading.release((await noted.acquire("a")).lease_id)
     assert not looks
     lease = await noted.acquire("a")
-    assert noted.cache.state.evictable.first(lambda _: Verdict.LEAVES)
+    assert noted.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
     noted.cache.reading.release(lease.lease_id)
     assert looks
     await noted.check()
@@ -214,11 +217,11 @@ async def test_what_forks_share_falls_with_the_one_that_is_read(
     await noted.create("a")
     await noted.append("a", Writer(1).make(64), is_durable=True)
     await noted.fork("a", "b")
-    uid = {name: noted.cache.state.sessions[TENANT, name].uid for name in ("a", "b")}
+    uid = {name: noted.cache.ledger.find(TENANT, name).uid for name in ("a", "b")}
     monkeypatch.setattr(policy_of(noted), "rank", lambda name: (5.0 if name.endswith(b"a") else 3.0,))
     await noted.read("a")
     assert noted.cache.placement.rank(uid["a"]) == (0, 5.0)
-    assert noted.cache.state.resident._ranking.first()
+    assert noted.cache.ledger._resident._ranking.first()
     await noted.read("b")
     await noted.check()
 
@@ -240,7 +243,7 @@ async def test_ranks_that_all_rise_at_once_are_not_all_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making room looks at so many anew and no more, however many sessions there are."""
-    monkeypatch.setattr(placement, "LOOKS", 50)
+    monkeypatch.setattr(feed, "LOOKS", 50)
     policy = Tide()
     rig = MemoryRig(tmp_path, 6, (400,), make_policy=lambda: policy)
     await rig.open()
@@ -250,10 +253,10 @@ async def test_ranks_that_all_rise_at_once_are_not_all_looked_at(
     rig.cache.placement.passed()
     before = policy.look_count
     for policy.height in range(1, 11):
-        assert rig.cache.state.evictable.first(lambda _: Verdict.LEAVES)
+        assert rig.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
     assert policy.look_count - before == 50
     rig.cache.placement.passed()
-    assert rig.cache.state.evictable.first(lambda _: Verdict.LEAVES)
+    assert rig.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
     assert policy.look_count - before > 50
     await rig.close()
 
@@ -267,7 +270,7 @@ async def test_nothing_is_kept_of_sessions_that_are_gone(name: str, tmp_path: Pa
     writer = Writer(1)
     for number in range(60):
         await rig.create(f"s{number}")
-        session = rig.cache.state.sessions[TENANT, f"s{number}"]
+        session = rig.cache.ledger.find(TENANT, f"s{number}")
         rig.cache.placement.hinted(session, number)
         rig.cache.placement.expected(session, None)
         await rig.append(f"s{number}", writer.make(64), is_durable=True)
@@ -278,7 +281,7 @@ async def test_nothing_is_kept_of_sessions_that_are_gone(name: str, tmp_path: Pa
         await rig.delete(session_id)
 
     kept = rig.cache.placement
-    assert not any((kept._known, kept._uids, kept._kin_in_dram, kept._watchers, kept._ahead))
+    assert not any((kept._standings, kept._uids, kept._kin_in_memory, kept._watchers, kept._ahead))
     assert policy.prefetch() is None
     assert not getattr(policy, "_queue", None)
     assert not getattr(policy, "_held", None)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Token, Writer, counted_lines, expected
+from fakes import Operation
 
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policy import Capacities
-from ctxcache.core.session import Session
 from ctxcache.errors import CorruptSegment, TierFailure
-from ctxcache.testing.fakes import Operation
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 
 ARENA_SEGMENTS = 24
 """Of which the high watermark keeps 3 free."""
@@ -54,11 +54,11 @@ class Foreseen(MemoryRig):
 
     def session(self, name: str) -> Session:
         """The cache's own."""
-        return self.cache.state.sessions[TENANT, name]
+        return self.cache.ledger.find(TENANT, name)
 
     def in_dram(self, *names: str) -> list[int]:
         """How many segments of each are in DRAM."""
-        return [self.session(name).amounts().dram_segment_count for name in names]
+        return [self.session(name).amounts().memory_count for name in names]
 
     def hint(self, *names: str) -> None:
         """These are the queue, in this order."""
@@ -166,10 +166,10 @@ async def test_what_finds_no_room_is_not_tried_again_and_again(foreseen: Foresee
     assert foreseen.ssd.counts[Operation.READ] - reads <= PARTS
     assert foreseen.in_dram(*NAMES[:5]) == [PARTS] * 5
 
-    foreseen.cache.placement.is_wanted.clear()
+    foreseen.cache.state.is_prefetch_wanted.clear()
     for lease in leases:
         foreseen.cache.reading.release(lease.lease_id)
-    assert foreseen.cache.placement.is_wanted.is_set()
+    assert foreseen.cache.state.is_prefetch_wanted.is_set()
     await foreseen.prefetch()
     assert foreseen.in_dram("f") == [PARTS]
 
@@ -216,7 +216,7 @@ async def test_a_failure_leaves_a_session_aside_until_its_next_hint(foreseen: Fo
 
 async def test_a_session_found_bad_ends_there(foreseen: Foreseen) -> None:
     """Bytes that are not its own end a session as a read of them would, and nobody is given them."""
-    slot = foreseen.session("a").segments[1].ssd
+    slot = foreseen.session("a").segments[1].durable
     assert slot
     await foreseen.ssd.write(slot, 0, memoryview(bytes(slot.size_bytes)))
     foreseen.hint("a")
@@ -239,7 +239,7 @@ async def test_a_caller_that_waits_goes_first(foreseen: Foreseen) -> None:
         await asyncio.sleep(0)
     assert foreseen.ssd.counts[Operation.READ] <= PARTS
     assert foreseen.counted() == (0, 0, 0)
-    assert not list(foreseen.cache.placement.unread())
+    assert not list(foreseen.cache.placement.unread)
 
     gate.set()
     foreseen.cache.reading.release((await foreground).lease_id)
@@ -252,7 +252,7 @@ async def test_who_comes_before_its_promotion_is_over_waits_for_no_second_one(fo
     gate = foreseen.ssd.hold(Operation.READ)
     foreseen.hint("a")
     ahead = asyncio.create_task(foreseen.prefetch())
-    await until(lambda: list(foreseen.cache.placement.unread()))
+    await until(lambda: list(foreseen.cache.placement.unread))
     reader = asyncio.create_task(foreseen.read("a"))
     await until(lambda: foreseen.cache.reading.lease_count)
     gate.set()
@@ -260,7 +260,7 @@ async def test_who_comes_before_its_promotion_is_over_waits_for_no_second_one(fo
     assert await reader == expected(foreseen.tokens["a"])
     await ahead
     assert foreseen.cache.state.counters.promoted_segment_count == PARTS
-    assert not list(foreseen.cache.placement.unread())
+    assert not list(foreseen.cache.placement.unread)
 
 
 @pytest.mark.parametrize("ending", ["delete", "truncate", "cancel"])
@@ -269,7 +269,7 @@ async def test_a_promotion_may_lose_its_session(foreseen: Foreseen, ending: str)
     gate = foreseen.ssd.hold(Operation.READ)
     foreseen.hint("a", "b")
     ahead = asyncio.create_task(foreseen.prefetch())
-    await until(lambda: list(foreseen.cache.placement.unread()))
+    await until(lambda: list(foreseen.cache.placement.unread))
     if ending == "delete":
         await foreseen.delete("a")
     elif ending == "truncate":
@@ -281,7 +281,7 @@ async def test_a_promotion_may_lose_its_session(foreseen: Foreseen, ending: str)
     await foreseen.check()
 
     assert ahead.cancelled() == (ending == "cancel")
-    assert not any(known.coming_count for known in foreseen.cache.placement._known.values())
+    assert not any(standing.coming_count for standing in foreseen.cache.placement._standings.values())
     await foreseen.prefetch()
     assert foreseen.in_dram("b") == [PARTS]
 
@@ -290,7 +290,7 @@ async def test_a_budget_bounds_what_is_promoted_for_a_caller(foreseen: Foreseen)
     """The first segments come, as many as are paid for; what is there already, or used, costs nothing."""
     session, promote = foreseen.session("a"), foreseen.cache.prefetching.promote_ahead
     assert await promote(session, 2 * SLOT_BYTES + 1) == 2 * SLOT_BYTES
-    assert [segment.dram is not None for segment in session.segments] == [True, True, False, False]
+    assert [segment.memory is not None for segment in session.segments] == [True, True, False, False]
     assert await promote(session, 100 * SLOT_BYTES) == 2 * SLOT_BYTES
     assert await promote(session, 100 * SLOT_BYTES) == 0
     assert await promote(foreseen.session("b"), SLOT_BYTES - 1) == 0

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from cache_rig import LAYOUT, SEGMENT_TOKENS, DiskRig, MemoryRig, Writer, expected
+from fakes import Operation
 
 from ctxcache.cache.scrubbing import Bad
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TooManyRequests
 from ctxcache.format.slot import Slot
-from ctxcache.testing.fakes import Operation
 
 PLANTED = 100
 SEGMENTS = 120
@@ -28,9 +28,9 @@ async def scrub(rig: DiskRig | MemoryRig, *, bytes_per_second: int = 0) -> list[
 
 def damage(rig: DiskRig, segment: Segment, at: int) -> None:
     """Flip a bit of what SSD has."""
-    assert segment.ssd is not None
-    fd = os.open(rig.ssd.paths[segment.ssd.path_index], os.O_RDWR)
-    offset = segment.ssd.offset_bytes + at
+    assert segment.durable is not None
+    fd = os.open(rig.ssd.paths[segment.durable.path_index], os.O_RDWR)
+    offset = segment.durable.offset_bytes + at
     os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 4]), offset)
     os.close(fd)
 
@@ -46,7 +46,7 @@ async def test_a_hundred_of_a_hundred_are_found_in_one_pass(tmp_path: Path) -> N
         for begin in range(0, 10 * SEGMENT_TOKENS, SEGMENT_TOKENS):
             await rig.append(f"s{tag}", written[f"s{tag}"][begin : begin + SEGMENT_TOKENS])
         await rig.demote(f"s{tag}")
-    segments = list(rig.cache.state.segments.values())
+    segments = list(rig.cache.ledger.segments())
     bad = draw.sample(segments, PLANTED)
     for segment in bad:
         stream = draw.randrange(len(LAYOUT.specs))
@@ -71,16 +71,16 @@ async def test_a_bad_place_is_kept_from_use_until_it_is_tested(disk_rig: DiskRig
     await disk_rig.create("a")
     await disk_rig.append("a", Writer(1).make(100), is_durable=True)
     await disk_rig.demote("a")
-    victim = next(s for s in disk_rig.cache.state.segments.values() if s.begin == SEGMENT_TOKENS)
-    slot = victim.ssd
+    victim = next(s for s in disk_rig.cache.ledger.segments() if s.begin == SEGMENT_TOKENS)
+    slot = victim.durable
     damage(disk_rig, victim, LAYOUT.offsets[1])
     (bad,) = await scrub(disk_rig)
-    kept = set(disk_rig.cache.residency.quarantined)
+    kept = set(disk_rig.cache.ledger.below.quarantined)
     await disk_rig.close()
     await disk_rig.open()
-    kept_too = set(disk_rig.cache.residency.quarantined)
+    kept_too = set(disk_rig.cache.ledger.below.quarantined)
     await disk_rig.check()
-    used_bytes = disk_rig.cache.residency.ssd.used_bytes
+    used_bytes = disk_rig.cache.ledger.below.used_bytes
     released = await disk_rig.cache.scrubbing.release()
     await disk_rig.check()
 
@@ -88,11 +88,11 @@ async def test_a_bad_place_is_kept_from_use_until_it_is_tested(disk_rig: DiskRig
     assert "layer 0 hidden" in bad.problem
     assert kept == kept_too == {slot}
     assert released == (1, 0)
-    assert not disk_rig.cache.residency.quarantined
-    assert disk_rig.cache.residency.ssd.used_bytes == used_bytes - LAYOUT.size_bytes
+    assert not disk_rig.cache.ledger.below.quarantined
+    assert disk_rig.cache.ledger.below.used_bytes == used_bytes - LAYOUT.size_bytes
     await disk_rig.close()
     await disk_rig.open()
-    assert not disk_rig.cache.residency.quarantined
+    assert not disk_rig.cache.ledger.below.quarantined
 
 
 async def test_a_place_that_keeps_nothing_stays_bad(
@@ -102,8 +102,8 @@ async def test_a_place_that_keeps_nothing_stays_bad(
     await disk_rig.create("a")
     await disk_rig.append("a", Writer(1).make(100), is_durable=True)
     await disk_rig.demote("a")
-    victim = next(s for s in disk_rig.cache.state.segments.values() if s.begin == SEGMENT_TOKENS)
-    slot = victim.ssd
+    victim = next(s for s in disk_rig.cache.ledger.segments() if s.begin == SEGMENT_TOKENS)
+    slot = victim.durable
     damage(disk_rig, victim, LAYOUT.offsets[1])
     await scrub(disk_rig)
     write = disk_rig.ssd.write
@@ -114,7 +114,7 @@ async def test_a_place_that_keeps_nothing_stays_bad(
     monkeypatch.setattr(disk_rig.ssd, "write", write_other_bytes)
 
     assert await disk_rig.cache.scrubbing.release() == (0, 1)
-    assert disk_rig.cache.residency.quarantined == {slot}
+    assert disk_rig.cache.ledger.below.quarantined == {slot}
 
 
 async def test_one_pass_at_a_time(disk_rig: DiskRig) -> None:
@@ -134,7 +134,7 @@ async def test_two_who_release_do_not_test_what_is_in_use_again(disk_rig: DiskRi
     await disk_rig.create("a")
     await disk_rig.append("a", tokens, is_durable=True)
     await disk_rig.demote("a")
-    first = min(disk_rig.cache.state.segments.values(), key=lambda segment: segment.begin)
+    first = min(disk_rig.cache.ledger.segments(), key=lambda segment: segment.begin)
     damage(disk_rig, first, LAYOUT.offsets[1])
     await scrub(disk_rig)
     release = disk_rig.cache.scrubbing.release
@@ -171,15 +171,15 @@ async def test_a_tail_that_moves_away_and_back_while_it_is_read_is_not_bad(tmp_p
     await rig.create("a")
     tokens = (writer := Writer(1)).make(10)
     await rig.append("a", tokens, is_durable=True)
-    (segment,) = rig.cache.state.segments.values()
-    place = segment.ssd
+    (segment,) = rig.cache.ledger.segments()
+    place = segment.durable
     gate = rig.ssd.hold(Operation.READ)
     scrubbing = asyncio.ensure_future(scrub(rig))
     await rig.reached(Operation.READ)
     for _ in range(2):
         tokens += (more := writer.make(10))
         await rig.append("a", more, is_durable=True)
-    assert segment.ssd == place
+    assert segment.durable == place
     gate.set()
 
     assert await scrubbing == []

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import ctxcache
 
-from ctxcache.config import Settings, load
-from ctxcache.knobs import KNOBS, Kind
-from ctxcache.knobs.reference import toml
+from ctxcache.settings.config import Settings, load
+from ctxcache.settings.knobs import KNOBS, Kind
+from ctxcache.settings.knobs.reference import toml
 
 
 @pytest.mark.parametrize(

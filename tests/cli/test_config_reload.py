@@ -10,7 +10,7 @@ from command_line import ctxcache, ctxcache_json
 from server_process import ServerProcess
 
 from ctxcache.client import Client
-from ctxcache.knobs import KNOBS
+from ctxcache.settings.knobs import KNOBS
 
 BEFORE = {"max_sessions": 1000, "default_ttl_s": 600, "tail_age_s": 30, "max_concurrent_rpcs": 64}
 

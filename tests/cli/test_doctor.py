@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from command_line import Ran, ctxcache
 from failing_places import small_filesystem
+from metadata_contract import make_model
 from server_process import ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
-from ctxcache.data_directory import DATA_FORMAT
-from ctxcache.testing.metadata import make_model
+from ctxcache.storage.data_directory import DATA_FORMAT
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
 KEYS = ["name", "status", "found", "used", "advice"]

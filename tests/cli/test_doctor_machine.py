@@ -9,10 +9,10 @@ import pytest
 
 from ctxcache.cli.doctor import machine, memory
 from ctxcache.cli.doctor.finding import Status
-from ctxcache.clock import boot_ns
-from ctxcache.config import Settings
-from ctxcache.facts_file import write_facts
-from ctxcache.store_clock import BOOT_ID
+from ctxcache.runtime.clock import boot_ns
+from ctxcache.runtime.facts_file import write_facts
+from ctxcache.runtime.store_clock import BOOT_ID
+from ctxcache.settings.config import Settings
 
 
 def test_two_memory_nodes_have_advice(tmp_path: Path) -> None:

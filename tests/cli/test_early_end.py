@@ -11,7 +11,7 @@ import pytest
 from server_process import ServerProcess, without_settings
 
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.data_directory import DataDirectory
+from ctxcache.storage.data_directory import DataDirectory
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
 HANG = """
@@ -76,8 +76,8 @@ def ended(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[str
     "step",
     [
         "mmap:mmap",
-        "ctxcache.storage:SsdFiles",
-        "ctxcache.metadata.rocksdb:_open",
+        "ctxcache.storage.opening:SsdFiles",
+        "ctxcache.storage.metadata.rocksdb:_open",
         "ctxcache.cache:Cache.open",
     ],
 )
@@ -99,7 +99,7 @@ def test_a_rebuild_at_the_start_is_ended_at_once(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", "--ssd-size-bytes", "16MiB") as server:
         server.terminate()
     (tmp_path / "data" / "metadata" / "CURRENT").unlink()
-    process = start("ctxcache.rebuild:scan", tmp_path, "--rebuild-metadata", "true")
+    process = start("ctxcache.storage.rebuild:scan", tmp_path, "--rebuild-metadata", "true")
     ended(process, signal.SIGTERM)
 
     assert process.returncode == ExitCode.OK

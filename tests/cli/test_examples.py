@@ -17,13 +17,12 @@ from stored import store_session
 from stored_model import stored_model
 from typer.testing import CliRunner
 
-from ctxcache.backup.receiving import receive
 from ctxcache.cli.examples import TITLE
 from ctxcache.cli.main import app
 from ctxcache.client import Client
 
-PLUGINS = {"demo", "worker"}
-"""What gpu_worker brings: tests/demo and tests/gpu_worker/test_worker_command.py run these, where torch is."""
+PLUGINS = {("bench",), ("demo",), ("trace", "replay"), ("worker",)}
+"""What the lab and gpu_worker bring: tests/lab and tests/gpu_worker/test_worker_command.py run these."""
 SMALL = {
     "CTXCACHE_ARENA_SIZE_BYTES": "64MiB", "CTXCACHE_SSD_SIZE_BYTES": "64MiB", "CTXCACHE_LISTEN": "127.0.0.1:0",
     "CTXCACHE_METRICS_LISTEN": "",
@@ -46,7 +45,7 @@ def _commands(command: Any, path: Path_) -> Iterator[tuple[Path_, str]]:
     if below is None or path == ("ctxcache",):
         yield path, command.epilog or ""
     for name, one in (below or {}).items():
-        if name not in PLUGINS:
+        if (*path, name)[1:] not in PLUGINS:
             yield from _commands(one, (*path, name))
 
 
@@ -121,14 +120,16 @@ def test_an_example_works(
         "CTXCACHE_TARGET": server.target, "XDG_STATE_HOME": str(place / "state"), "HOME": str(place),
     }  # fmt: skip
     monkeypatch.chdir(place)
-    for file in ("chat-17.ctxexport", "all.ctxexport") if path == ("ctxcache", "import") else ():
+    for file in ("chat-17.ctxarchive", "all.ctxarchive") if path == ("ctxcache", "import") else ():
         CliRunner().invoke(app, ["export", SESSION, "--to", file, "--force"], env=environment)
+    if "import" in line and "monday" in line:
+        CliRunner().invoke(
+            app, ["export", "--store", "--to", f"{tmp_path}/monday.ctxarchive"], env=environment
+        )
     with Client(server.target, access="local") as reader:
         if line.startswith("ctxcache lease"):
             reader.read(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}"))
             line = line.replace("17", str(next(reader.list_leases()).lease_id))
-        if line.startswith("ctxcache restore"):
-            receive((answer.data for answer in reader.backup()), tmp_path / "monday.ctxbackup")
         if path in REALLY_RUN - {("ctxcache", "serve")}:
             ran = CliRunner().invoke(app, shlex.split(line)[1:], env=environment)
             code, said = ran.exit_code, ran.output
@@ -176,6 +177,7 @@ def test_every_command_has_examples(path: Path_) -> None:
 
 def test_the_plugins_are_those_that_are_tested_elsewhere() -> None:
     """None else escapes the tests above."""
-    names = set(getattr(typer.main.get_command(app), "commands", {}))
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    names = {(name,) for name in commands} | {("trace", name) for name in commands["trace"].commands}
 
-    assert names - {path[1] for path in COMMANDS if len(path) > 1} == PLUGINS
+    assert names - {path[1 : 1 + count] for path in COMMANDS for count in (1, 2)} == PLUGINS

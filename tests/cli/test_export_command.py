@@ -20,7 +20,7 @@ from stored import connected
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "export-v1.ctxexport"
+GOLDEN = Path(__file__).parents[1] / "golden" / "archive-v1.ctxarchive"
 TOKEN_COUNT = 130
 
 
@@ -167,12 +167,12 @@ def test_what_fails_is_told_and_the_others_come_in(
     with connected(there.target) as client:
         client.register_model(replace(SPEC, model_id="every-kind"))
 
-    code, told, sentence = failing(there.target, "import", str(file))
+    code, told, sentence = failing(there.target, "import", str(file), "--from-tenant", "acme")
 
     assert code is ExitCode.CONFLICT
     assert {one["reason"] for one in told["sessions"]} == {"MODEL_FINGERPRINT_MISMATCH"}
     assert set(statuses(told).values()) == {"failed"}
-    assert sentence.startswith("ctxcache: 3 of 3 sessions failed; sessions/every-kind: models/every-kind is")
+    assert sentence.startswith("ctxcache: 4 of 4 sessions failed; sessions/every-kind: models/every-kind is")
     assert names(there.target) == []
 
 
@@ -187,7 +187,7 @@ def test_an_absolute_expiry_is_kept_or_based_anew(
     done(there.target, "import", str(tmp_path / "x"))
     # Exported in 2017, an hour before its end.
     before = datetime.now(UTC)
-    done(here.target, "import", str(GOLDEN), "--only", "long:1")
+    done(here.target, "import", str(GOLDEN), "--only", "long:1", "--from-tenant", "acme")
 
     with connected(there.target) as client:
         kept = client.get_session("sessions/x")

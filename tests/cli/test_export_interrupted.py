@@ -14,19 +14,19 @@ from command_line import TIMEOUT_S, asked
 from server_process import COMMAND_LINE, ServerProcess, without_settings
 from stored import connected
 
+from ctxcache.archive import exporting
+from ctxcache.archive.exporting import Exporter
+from ctxcache.archive.files import Source, destination
+from ctxcache.archive.frames import FrameWriter
+from ctxcache.archive.importing import GATHERED_BYTES, UNFINISHED, UNFINISHED_TTL_S, Importer
+from ctxcache.archive.outcomes import OnConflict, Outcome, Status, Step, Wishes
+from ctxcache.archive.reader import ArchiveReader
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import FileUnusable, Unavailable
-from ctxcache.portable import exporting
-from ctxcache.portable.exporting import Exporter
-from ctxcache.portable.files import Source, destination
-from ctxcache.portable.frame_writer import FrameWriter
-from ctxcache.portable.importing import UNFINISHED, UNFINISHED_TTL_S, Importer
-from ctxcache.portable.outcomes import Outcome, Status, Step
-from ctxcache.portable.session_reader import SessionReader
-from ctxcache.portable.wishes import OnConflict, Wishes
 
 TOKEN_COUNT = 150
+LONG_TOKEN_COUNT = 2 * GATHERED_BYTES // (4 + sum(one.row_bytes for one in SPEC.streams))
 
 
 def nothing(_name: str, _count: int, _size_bytes: int) -> None:
@@ -36,7 +36,7 @@ def nothing(_name: str, _count: int, _size_bytes: int) -> None:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three to a session of ours."""
-    monkeypatch.setattr(exporting, "BLOCK_BYTES", 64 * (4 + sum(one.row_bytes for one in SPEC.streams)))
+    monkeypatch.setattr(exporting, "ROWS_BYTES", 64 * (4 + sum(one.row_bytes for one in SPEC.streams)))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def imported(client: Client, data: bytes, wishes: Wishes, step: Step = nothing) 
     try:
         os.write(fd, data)
         os.lseek(fd, 0, os.SEEK_SET)
-        reader = SessionReader(Source(fd, "export", len(data)))
+        reader = ArchiveReader(Source(fd, "export", len(data)))
         return list(Importer(client, wishes, reader.begin_time_ns, step).take(reader.sessions()))
     finally:
         os.close(fd)
@@ -98,8 +98,8 @@ def contents(data: bytes) -> dict[str, Rows]:
         os.write(fd, data)
         os.lseek(fd, 0, os.SEEK_SET)
         all_of_it: dict[str, Rows] = {}
-        for one in SessionReader(Source(fd, "export", len(data))).sessions():
-            parts = [{stream: part.copy() for stream, part in block.items()} for block in one.blocks()]
+        for one in ArchiveReader(Source(fd, "export", len(data))).sessions():
+            parts = [{stream: part.copy() for stream, part in some.items()} for some in one.rows()]
             if not one.is_void:
                 all_of_it[one.described.session_id] = {
                     stream: np.concatenate([part[stream] for part in parts])
@@ -203,7 +203,7 @@ def test_what_a_killed_export_leaves_is_used_up(tmp_path: Path) -> None:
     """Its name is never there; the next one takes the rest over, however long it was."""
     file = tmp_path / "x"
     script = (
-        "import os, signal, sys\nfrom ctxcache.portable.files import destination\n"
+        "import os, signal, sys\nfrom ctxcache.archive.files import destination\n"
         "with destination(sys.argv[1], is_forced=False) as fd:\n"
         "    os.write(fd, bytes(1000))\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -232,7 +232,7 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
 
 def test_what_was_filled_so_far_may_go(client: Client) -> None:
     """Evicted, or deleted by somebody: that is the failure, of this session alone; clearing up does not hide it."""
-    rows = keep(client, SPEC, "a", TOKEN_COUNT)
+    rows = keep(client, SPEC, "a", LONG_TOKEN_COUNT)
     keep(client, SPEC, "b", 3)
     _, data = exported(client, "a", "b")
 
@@ -295,8 +295,8 @@ class Importing:
 
 @pytest.fixture
 def export(client: Client) -> tuple[bytes, Rows]:
-    """A session that is in a file and not in the store."""
-    rows = keep(client, SPEC, "x", TOKEN_COUNT)
+    """A session that is in a file and not in the store, of more bytes than go into one append."""
+    rows = keep(client, SPEC, "x", LONG_TOKEN_COUNT)
     _, data = exported(client, "x")
     client.delete_session("sessions/x")
     return data, rows

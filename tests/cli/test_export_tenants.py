@@ -13,8 +13,8 @@ from server_process import ServerProcess, write_secret
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
-from ctxcache.core.identity import Grant, Role
-from ctxcache.tokens import Token, digest_of
+from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.tokens import Token, digest_of
 
 GRANTS = {"a": Grant("a", has_shared_memory=True), "b": Grant("b"), "ops": Grant("ops", Role.OPERATOR)}
 """By a token's text, which is its name and its tenant's too."""
@@ -100,6 +100,32 @@ def test_a_file_goes_from_tenant_to_tenant(
     assert not connect("b").get_session("sessions/x").is_pinned
     assert connect("ops").get_session("sessions/y").is_pinned
     assert not list(connect("a").list_sessions())
+
+
+def test_a_store_is_exported_by_operators_and_imported_by_each_tenant(
+    run: Callable[..., Ran], connect: Callable[[str], Client], tmp_path: Path
+) -> None:
+    """All tenants' sessions are in it, those of one name too; an import into a store that runs takes those of one tenant."""
+    file = str(tmp_path / "store")
+    for token in "ab":
+        for session in list(connect(token).list_sessions()):
+            connect(token).delete_session(session.name)
+    rows: dict[str, Rows] = {token: keep(connect(token), SPEC, "x", 40 + ord(token)) for token in "ab"}
+    for token in "ab":
+        connect(token).flush_session("sessions/x")
+    assert run("a", "export", "--store", "--to", file).exit_code == ExitCode.PERMISSION_DENIED
+    assert list(tmp_path.iterdir()) == []
+    assert run("ops", "export", "--store", "--to", file, is_real=True).exit_code == 0
+    for token in "ab":
+        connect(token).delete_session("sessions/x")
+
+    refused = run("a", "import", file)
+    assert refused.exit_code == ExitCode.USAGE
+    assert "--from-tenant says whose" in refused.stderr
+    for token, tenant in (("a", "b"), ("b", "b")):
+        assert run(token, "import", file, "--from-tenant", tenant, is_real=True).exit_code == 0
+        assert_equal(found(connect(token), "x"), rows["b"])
+    assert run("b", "import", file, "--from-tenant", "nobody", "--only", "x").exit_code == ExitCode.USAGE
 
 
 def test_who_does_not_say_who_it_is_gets_no_file(pki: Pki, server: ServerProcess, tmp_path: Path) -> None:

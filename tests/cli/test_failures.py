@@ -80,7 +80,7 @@ def test_how_to_print_is_known_of_any_words(words: str, output: Output) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("restore", "PATH"),
+        ("import", "PATH", "--new-store"),
         ("import", "PATH", "--check"),
         ("simulate", "PATH"),
         ("trace", "replay", "PATH"),
@@ -99,10 +99,10 @@ def test_a_file_that_cannot_be_read_has_one_reason(failed: Any, tmp_path: Path, 
         assert error["facts"] == {"path": str(path)}
 
 
-def test_a_file_that_is_neither_backup_nor_export_has_one_reason(failed: Any, tmp_path: Path) -> None:
-    """Whichever of them it was to be."""
+def test_a_file_that_is_no_archive_has_one_reason(failed: Any, tmp_path: Path) -> None:
+    """For a new store as for one that runs."""
     (tmp_path / "it").write_bytes(bytes(100))
-    for words in (("restore", "--dry-run"), ("import", "--check")):
+    for words in (("import", "--new-store", "--check"), ("import", "--new-store"), ("import", "--check")):
         exit_code, _, err = failed(*words, str(tmp_path / "it"), "-o", "json")
         assert (exit_code, json.loads(err)["error"]["reason"]) == (ExitCode.DATA_LOSS, "FILE_DAMAGED"), err
 

@@ -72,11 +72,11 @@ def test_a_plugin_that_needs_what_is_not_installed_says_what_to_install(tmp_path
     assert ran.exit_code == ExitCode.USAGE
     assert ran.sentence == (
         "ctxcache: `ctxcache wave` needs no_such_torch, which is not installed; "
-        "install it with pip install 'ctxcache[wave]'"
+        "install it with pip install 'waving[wave]'"
     )
 
 
-@pytest.mark.parametrize("module", ["ctxcache", "gpu_worker"])
+@pytest.mark.parametrize("module", ["ctxcache", "gpu_worker", "waving"])
 def test_a_missing_part_of_ours_is_a_bug(tmp_path: Path, module: str) -> None:
     """Nobody is told to install what this distribution should have brought."""
     ran = ctxcache("wave", environment=install(tmp_path, f"import {module}.no_such_part"))

@@ -15,7 +15,7 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.privacy import check_secret, secret_refusal
+from ctxcache.runtime.privacy import check_secret, secret_refusal
 
 CARELESS = ("sh", "-c", 'umask 0; exec "$@"', "sh")
 """Runs a command such that it makes files for everybody, by default."""
@@ -43,7 +43,7 @@ def test_nothing_that_is_made_is_for_others(tmp_path: Path) -> None:
     with ServerProcess(data, wrapper=CARELESS) as server:
         store_session(server.target, "a")
         for name, verb in (
-            ("backup", ("backup", "FILE")),
+            ("backup", ("export", "--store", "--to", "FILE")),
             ("export", ("export", "a", "--to", "FILE")),
             ("recording.jsonl", ("trace", "record", "FILE", "--duration", "1s")),
         ):

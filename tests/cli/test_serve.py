@@ -21,8 +21,8 @@ from stored import TOKEN_COUNT, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.config import Settings, default_data_directory
-from ctxcache.knobs import KNOBS
+from ctxcache.settings.config import Settings, default_data_directory
+from ctxcache.settings.knobs import KNOBS
 
 
 def test_the_ready_line_says_where_everything_is(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from failing_places import powerless, small_filesystem
 from server_process import ServerDidNotStart, ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.config import Settings
-from ctxcache.data_directory import DATA_FORMAT
+from ctxcache.settings.config import Settings
+from ctxcache.storage.data_directory import DATA_FORMAT
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
 SHARED_MEMORY = Settings.model_fields["arena_directory"].default

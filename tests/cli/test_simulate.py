@@ -246,7 +246,7 @@ def test_without_matplotlib_one_sentence_says_what_to_install(load: Path, tmp_pa
 
     assert (ran.exit_code, ran.stdout) == (ExitCode.USAGE, "")
     assert ran.sentence == (
-        "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[bench]'"
+        "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[plot]'"
     )
 
 

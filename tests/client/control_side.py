@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ctxcache.frames import FrameReader, Kind, encode_frame
 from ctxcache.v1 import arena_pb2
+from ctxcache.wire.frames import FrameReader, Kind, encode_frame
 
 Answer = Callable[[arena_pb2.AccessRequest], arena_pb2.AccessResponse]
 

@@ -29,8 +29,8 @@ from ctxcache.format.identity import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.status import code_of, message_of, trailing_metadata, wire_facts
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc, model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
+from ctxcache.wire.status import code_of, message_of, trailing_metadata, wire_facts
 
 Connect = Callable[..., Client]
 HIDDEN = Stream(0, StateKind.HIDDEN)

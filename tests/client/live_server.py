@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ctxcache.config import Settings
-from ctxcache.server import Server
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 
 T = TypeVar("T")
 PATIENCE_S = 20.0

@@ -21,11 +21,11 @@ from ctxcache.client.grpc_access import SURE_FOR_NS, GrpcAccess
 from ctxcache.client.hold import Moment
 from ctxcache.client.leased_rows import LeasedRows
 from ctxcache.client.socket_access import UNREAD_LIMIT, SocketAccess
-from ctxcache.config import Settings
 from ctxcache.errors import CacheError, DeadlineExceeded, LeaseNotFound, Unavailable
-from ctxcache.frames import FrameReader, Kind, encode_frame
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.arena_pb2 import Operation, Reserve
+from ctxcache.wire.frames import FrameReader, Kind, encode_frame
 
 NAME = "sessions/a"
 SOON_S = 10.0

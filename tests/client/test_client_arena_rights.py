@@ -17,9 +17,9 @@ from server_process import ServerProcess, write_secret
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
-from ctxcache.core.identity import Grant
 from ctxcache.errors import PermissionDenied, Unavailable
-from ctxcache.tokens import Token, digest_of
+from ctxcache.identity.grants import Grant
+from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2
 
 STRANGER = 12345

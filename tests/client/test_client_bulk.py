@@ -23,8 +23,8 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.streams import TOKENS
-from ctxcache.framed_socket import Kind
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
+from ctxcache.wire.framed_socket import Kind
 
 NAME = "sessions/a"
 TOKEN_COUNT = 200

@@ -24,8 +24,8 @@ from ctxcache.errors import (
     Unauthenticated,
     Unavailable,
 )
-from ctxcache.status import from_rpc_error
 from ctxcache.v1 import arena_pb2, hints_pb2, session_pb2, session_pb2_grpc
+from ctxcache.wire.status import from_rpc_error
 
 MIB = 1 << 20
 SPIFFE = "spiffe://example.org/ns/{}/sa/engine"

@@ -14,7 +14,6 @@ from live_server import LiveServer
 
 from ctxcache.client import Client, EngineQueue, QueuedJob
 from ctxcache.client import engine_queue as engine_queue_module
-from ctxcache.config import Settings
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
@@ -23,7 +22,8 @@ from ctxcache.errors import (
     TooManyRequests,
     Unavailable,
 )
-from ctxcache.server import Server
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import hints_pb2
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 

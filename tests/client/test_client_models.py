@@ -11,9 +11,9 @@ from live_server import LiveServer
 
 from ctxcache.client import CallerModel, Client, DecodeBatch, SessionWriter
 from ctxcache.client.client import Access
-from ctxcache.config import Settings
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.streams import DType, StreamSpec
+from ctxcache.settings.config import Settings
 from ctxcache.v1.session_pb2 import Session
 
 MIB = 1 << 20

@@ -19,7 +19,6 @@ from ctxcache.client.attach import Attachment
 from ctxcache.client.client import Access
 from ctxcache.client.control import connect_control
 from ctxcache.client.tls import ClientTls
-from ctxcache.core.identity import Grant, Role
 from ctxcache.errors import (
     CacheError,
     InvalidConfiguration,
@@ -30,9 +29,10 @@ from ctxcache.errors import (
     SessionNotFound,
     Unauthenticated,
 )
-from ctxcache.status import from_rpc_error
-from ctxcache.tokens import Token, digest_of
+from ctxcache.identity.grants import Grant, Role
+from ctxcache.identity.tokens import Token, digest_of
 from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
+from ctxcache.wire.status import from_rpc_error
 
 GRANTS = {
     "a": Grant("a", has_shared_memory=True, writes_in_place=True),

@@ -15,8 +15,7 @@ from ctxcache.client.client import Access
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.hold import Hold
 from ctxcache.client.leased_rows import LeasedRows
-from ctxcache.config import Settings
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import (
     CacheError,
     CorruptSegment,
@@ -28,7 +27,8 @@ from ctxcache.errors import (
 from ctxcache.format.layout import HEADER_FIXED_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.server import Server
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
@@ -74,7 +74,7 @@ def leave(live: LiveServer) -> None:
     """Have every session on SSD only."""
 
     async def leave_all(server: Server) -> None:
-        for session in list(server._cache.state.by_uid.values()):
+        for session in list(server._cache.ledger.sessions()):
             await server._cache.residency.demote(session)
 
     live.run(leave_all(live.server))
@@ -82,12 +82,12 @@ def leave(live: LiveServer) -> None:
 
 def segments_of(live: LiveServer) -> list[Segment]:
     """The segments that the server has, in the order in which they were made."""
-    return live.ask(lambda server: [each for _, each in sorted(server._cache.state.segments.items())])
+    return live.ask(lambda server: sorted(server._cache.ledger.segments(), key=lambda each: each.segment_id))
 
 
 def slots_of(live: LiveServer) -> list[Slot]:
     """Where the session's segments lie, in order."""
-    found = [segment.ssd for segment in segments_of(live)]
+    found = [segment.durable for segment in segments_of(live)]
     assert None not in found
     return [slot for slot in found if slot]
 
@@ -200,7 +200,7 @@ def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, 
     """Deleted under the reader: all can be read, and the slots are free only when it has gone."""
     with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         client.delete_session(NAME)
-        used = live.ask(lambda server: server._cache.residency.ssd.used_bytes_by_path)
+        used = live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)
         add(client, "b", TOKEN_COUNT, first=1000)
 
         assert sum(used) > 0
@@ -208,7 +208,7 @@ def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, 
     client.get_session("sessions/b")
     live.until(lambda server: len(server._cache.reading._leases) == 0)
     client.delete_session("sessions/b")
-    assert sum(live.ask(lambda server: server._cache.residency.ssd.used_bytes_by_path)) == 0
+    assert sum(live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)) == 0
 
 
 def _reused(live: LiveServer, client: Client) -> None:

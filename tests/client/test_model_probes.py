@@ -188,10 +188,10 @@ def test_probes_survive_and_travel(server: ServerProcess, spec: ModelSpec, tmp_p
         client.append(
             f"sessions/{spec.model_id}", model, {TOKENS: np.arange(5, dtype=np.int32).reshape(-1, 1)}
         )
-    _run(server.target, "backup", tmp_path / "backup")
+    _run(server.target, "export", "--store", "--to", tmp_path / "backup")
     _run(server.target, "export", spec.model_id, "--to", tmp_path / "export")
     sizes = ("--data-directory", tmp_path / "restored", "--ssd-size-bytes", "64MiB")
-    _run(server.target, "restore", tmp_path / "backup", *sizes)
+    _run(server.target, "import", tmp_path / "backup", "--new-store", *sizes)
 
     with ServerProcess(tmp_path / "restored") as other, Client(other.target) as client:
         assert kept(client, spec) == probe()

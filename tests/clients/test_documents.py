@@ -13,7 +13,7 @@ from server_process import ServerProcess
 from xxhash import xxh3_64_intdigest
 
 from ctxcache import errors
-from ctxcache.status import CODES
+from ctxcache.wire.status import CODES
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")

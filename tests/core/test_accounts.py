@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.accounts import Rankings, ranking
-from ctxcache.core.eviction import Ranking
+from ctxcache.core.ledger.rankings import Ranking, Rankings, ranking
 from ctxcache.core.placement.order import Key
 
 STEPS = st.lists(

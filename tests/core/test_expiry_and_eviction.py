@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.eviction import SLACK, Ranking
-from ctxcache.core.expiry import Expiration, ExpiryQueue
+from ctxcache.core.ledger.expiry import Expiration, ExpiryQueue
+from ctxcache.core.ledger.rankings import SLACK, Ranking
 from ctxcache.core.placement.order import Key
 
 
@@ -39,7 +39,7 @@ def test_a_session_touched_without_end_takes_no_more_room() -> None:
     for time in range(1000):
         queue.schedule(b"a", 10**9 + time)
 
-    assert queue.entry_count == 1
+    assert len(queue._heap) == 1
 
 
 def test_a_session_that_is_not_gone_yet_is_due_again() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctxcache.core.identity import Grant, Role, Rule, find, parse_rules
+from ctxcache.identity.grants import Grant, Role, Rule, find, parse_rules
 
 
 def rules(text: str) -> tuple[Rule, ...]:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
 from ctxcache.core.placement.belady import Belady
-from ctxcache.core.placement.ledger import Act, Ledger, Move
 from ctxcache.core.placement.look_ahead import LookAhead
 from ctxcache.core.placement.policies import POLICIES, RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
@@ -17,8 +16,9 @@ from ctxcache.core.placement.queue import Window
 from ctxcache.core.placement.ranked import Ranked
 from ctxcache.core.placement.recency import LeastRecentlyUsed, TailOptimised
 from ctxcache.core.placement.value import ReturnValue
+from ctxcache.simulate.tiers import Act, Move, Tiers
 
-CAPACITIES = Capacities(dram_bytes=100, ssd_bytes=300)
+CAPACITIES = Capacities(memory_bytes=100, below_bytes=300)
 BUFFER_BYTES = 10
 MAKERS: dict[str, Callable[[Capacities], Policy]] = {
     **POLICIES,
@@ -43,7 +43,7 @@ class _Checked:
 
     def __init__(self, policy: Policy, capacities: Capacities = CAPACITIES) -> None:
         self.capacities = capacities
-        self.ledger = Ledger(capacities, policy, buffer_bytes=BUFFER_BYTES)
+        self.tiers = Tiers(capacities, policy, buffer_bytes=BUFFER_BYTES)
         self.pins: dict[bytes, int] = {}
         self.in_turn: set[bytes] = set()
         self.sizes: dict[bytes, tuple[int, Tier]] = {}
@@ -54,7 +54,7 @@ class _Checked:
     def play(self, event: str, uid: bytes, size_bytes: int, passed_s: int) -> None:
         """One event, as far as it means anything for the session."""
         self.now_s += passed_s
-        ledger, policy = self.ledger, self.ledger.policy
+        ledger, policy = self.tiers, self.tiers.policy
         if event == "arrived":
             self.in_turn.add(uid)
             self._follow(uid, ledger.arrived(uid, self.now_s))
@@ -101,22 +101,20 @@ class _Checked:
             # After each move, not only after the last: whoever carries them out has no more room.
             self._check()
         for tier in Tier:
-            assert self.ledger.used_bytes(tier) == sum(
+            assert self.tiers.used_bytes(tier) == sum(
                 size for size, where in self.sizes.values() if where is tier
             )
-        assert {uid: self.ledger.tier(uid) for uid in self.sizes} == {
-            u: t for u, (_, t) in self.sizes.items()
-        }
+        assert {uid: self.tiers.tier(uid) for uid in self.sizes} == {u: t for u, (_, t) in self.sizes.items()}
         assert all(uid in self.sizes for uid, count in self.pins.items() if count)
 
     def _check(self) -> None:
-        limits = {Tier.DRAM: self.capacities.dram_bytes, Tier.SSD: self.capacities.ssd_bytes}
+        limits = {Tier.MEMORY: self.capacities.memory_bytes, Tier.BELOW: self.capacities.below_bytes}
         for tier, limit in limits.items():
             assert sum(size for size, where in self.sizes.values() if where is tier) <= limit
 
 
 def _other(tier: Tier) -> Tier:
-    return Tier.SSD if tier is Tier.DRAM else Tier.DRAM
+    return Tier.BELOW if tier is Tier.MEMORY else Tier.MEMORY
 
 
 def _play(make: Callable[[Capacities], Policy], events: Events) -> _Checked:
@@ -159,10 +157,15 @@ def test_nobody_in_the_window_leaves_while_others_can(events: Events) -> None:
         _check_window(policy, checked, queue)
 
 
+def _window_length(policy: LookAhead) -> int:
+    """How many jobs of the queue's head are exempt from eviction while others can go."""
+    return policy._capacities.total_bytes // policy._average_bytes
+
+
 def _check_window(policy: LookAhead, checked: _Checked, queue: dict[bytes, float]) -> None:
     held = checked.sizes
     length = CAPACITIES.total_bytes // max(sum(size for size, _ in held.values()) // max(len(held), 1), 1)
-    assert policy.window_length == length
+    assert _window_length(policy) == length
     # Of jobs with one order at the border none is in the window.
     orders = sorted(queue.values())
     window = {uid for uid, order in queue.items() if order < (orders[length:] or [1e9])[0]}
@@ -177,12 +180,12 @@ def test_beyond_the_window_the_queue_leaves_from_its_tail() -> None:
     """Who has no job goes first, then who has the last one, though the window does not reach that far."""
     capacities = Capacities(0, 80)
     policy = LookAhead(capacities)
-    ledger = Ledger(capacities, policy)
+    ledger = Tiers(capacities, policy)
     for number in range(2):
         _turn(ledger, bytes([number]), number)
     for number, order in ((8, 0), (9, 1), (1, 2), (0, 3)):
         policy.hinted(bytes([number]), order)
-    assert policy.window_length == 2
+    assert _window_length(policy) == 2
 
     _turn(ledger, b"none", 2)
     assert not ledger.tier(b"\0")
@@ -221,7 +224,7 @@ def test_a_window_is_the_head_of_the_queue(steps: list[tuple[str, int, int]]) ->
         assert heard == inside
 
 
-def _turn(ledger: Ledger, uid: bytes, now_s: float, *, size_bytes: int = 40, turn_count: int = 1) -> bool:
+def _turn(ledger: Tiers, uid: bytes, now_s: float, *, size_bytes: int = 40, turn_count: int = 1) -> bool:
     """Play a turn; whether the session was there."""
     was_there = ledger.tier(uid) is not None
     ledger.arrived(uid, now_s)
@@ -231,17 +234,17 @@ def _turn(ledger: Ledger, uid: bytes, now_s: float, *, size_bytes: int = 40, tur
 
 def test_the_least_recently_used_is_demoted_then_evicted() -> None:
     """DRAM's coldest goes to SSD, the store's coldest out of it."""
-    ledger = Ledger(Capacities(80, 80), LeastRecentlyUsed())
+    ledger = Tiers(Capacities(80, 80), LeastRecentlyUsed())
     for number in range(5):
         _turn(ledger, bytes([number]), number)
 
     tiers = [ledger.tier(bytes([number])) for number in range(5)]
-    assert tiers == [None, Tier.SSD, Tier.SSD, Tier.DRAM, Tier.DRAM]
+    assert tiers == [None, Tier.BELOW, Tier.BELOW, Tier.MEMORY, Tier.MEMORY]
 
 
 def test_a_hinted_session_is_promoted_before_its_turn() -> None:
     """The head of the queue comes from SSD; whoever is not waited for makes room."""
-    ledger = Ledger(Capacities(80, 80), LookAhead(Capacities(80, 80)))
+    ledger = Tiers(Capacities(80, 80), LookAhead(Capacities(80, 80)))
     for number in range(4):
         _turn(ledger, bytes([number]), number)
     ledger.policy.hinted(b"\0", 1)
@@ -256,7 +259,7 @@ def test_a_hinted_session_is_promoted_before_its_turn() -> None:
 
 def test_whoever_is_needed_later_gives_way_to_a_prefetch() -> None:
     """DRAM is full with the window's second: the first takes its place, and does not give it back."""
-    ledger = Ledger(Capacities(40, 200), LookAhead(Capacities(40, 200)))
+    ledger = Tiers(Capacities(40, 200), LookAhead(Capacities(40, 200)))
     for number in range(8):
         _turn(ledger, bytes([number]), number, size_bytes=10 if number < 6 else 40)
     ledger.policy.hinted(b"\6", 1)
@@ -271,7 +274,7 @@ def test_a_scan_of_one_shots_does_not_flood_what_returns(make: Callable[[int], P
     """Sessions that were used again outlive any number that were not; under LRU they do not."""
 
     def survivors(policy: Policy) -> int:
-        ledger = Ledger(Capacities(80, 320), policy)
+        ledger = Tiers(Capacities(80, 320), policy)
         for turn in range(3):
             for number in range(4):
                 _turn(ledger, bytes([number]), turn, turn_count=turn + 1)
@@ -285,7 +288,7 @@ def test_a_scan_of_one_shots_does_not_flood_what_returns(make: Callable[[int], P
 
 def test_what_can_be_recomputed_in_time_leaves_first() -> None:
     """T-LRU gives up the small session although the large one is colder."""
-    ledger = Ledger(Capacities(0, 100), TailOptimised(40))
+    ledger = Tiers(Capacities(0, 100), TailOptimised(40))
     _turn(ledger, b"large", 0, size_bytes=60)
     _turn(ledger, b"small", 1, size_bytes=20)
     _turn(ledger, b"new", 2, size_bytes=30)
@@ -294,10 +297,10 @@ def test_what_can_be_recomputed_in_time_leaves_first() -> None:
     assert ledger.tier(b"small") is None
 
 
-def _learned() -> tuple[Ledger, ReturnValue]:
+def _learned() -> tuple[Tiers, ReturnValue]:
     """A store that has seen first turns stay away, and third turns return after 30 s."""
     policy = ReturnValue(Capacities(0, 400))
-    ledger = Ledger(Capacities(0, 400), policy)
+    ledger = Tiers(Capacities(0, 400), policy)
     for number in range(400):
         now_s = 20.0 * number
         _turn(ledger, b"one-shot %d" % number, now_s)
@@ -367,7 +370,7 @@ def test_who_comes_up_is_looked_at_again() -> None:
     assert policy.evict(lambda uid: uid in (b"near", b"far")) == b"far"
 
 
-def _serve_queue(ledger: Ledger, pick: Callable[[int], int], rounds: int, *, start: int = 0) -> None:
+def _serve_queue(ledger: Tiers, pick: Callable[[int], int], rounds: int, *, start: int = 0) -> None:
     """Keep 20 jobs in the queue, in the order of their numbers, and start the one that `pick` says of them."""
     waiting = [start * 100 + number for number in range(20)]
     for number in waiting:
@@ -386,7 +389,7 @@ def _serve_queue(ledger: Ledger, pick: Callable[[int], int], rounds: int, *, sta
 def test_an_order_that_does_not_come_true_is_left_aside() -> None:
     """Nobody is fetched by a queue whose last job starts first; one that comes true is followed again."""
     policy = ReturnValue(CAPACITIES)
-    ledger = Ledger(CAPACITIES, policy)
+    ledger = Tiers(CAPACITIES, policy)
     assert policy.follows_order
     _serve_queue(ledger, lambda _: -1, 100)
     assert not policy.follows_order
@@ -398,10 +401,10 @@ def test_an_order_that_does_not_come_true_is_left_aside() -> None:
 def test_who_waits_stays_though_the_order_is_false() -> None:
     """That a job waits is believed while such jobs come, whatever their places were worth."""
     policy = ReturnValue(CAPACITIES)
-    ledger = Ledger(CAPACITIES, policy)
+    ledger = Tiers(CAPACITIES, policy)
     for again in range(4):
         _serve_queue(ledger, lambda done: done * 7, 100, start=again)
-    ledger = Ledger(CAPACITIES, policy)
+    ledger = Tiers(CAPACITIES, policy)
     for uid in (b"waits", b"idle"):
         _turn(ledger, uid, 9000)
     policy.hinted(b"waits", 0)
@@ -413,7 +416,7 @@ def test_who_waits_stays_though_the_order_is_false() -> None:
 def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
     """Phantoms wait as long as real jobs do and then are worth what idle sessions are."""
     policy = ReturnValue(CAPACITIES)
-    ledger = Ledger(CAPACITIES, policy)
+    ledger = Tiers(CAPACITIES, policy)
     for number in range(400):
         _turn(ledger, b"phantom %d" % number, 10.0 * number)
         policy.hinted(b"phantom %d" % number, number)
@@ -426,7 +429,7 @@ def test_jobs_that_never_come_do_not_keep_their_sessions() -> None:
 @settings(max_examples=60)
 @given(events=EVENTS)
 def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ranked], events: Events) -> None:
-    """The order of ranks is the order in which sessions leave, for the ledger and for whoever asks for ranks."""
+    """The order of ranks is the order in which sessions leave, for the tiers and for whoever asks for ranks."""
     policy = make(CAPACITIES)
     checked = _Checked(policy)
     for event, number, size_bytes, passed_s in events:
@@ -442,7 +445,7 @@ def test_who_is_evicted_is_whose_rank_is_lowest(make: Callable[[Capacities], Ran
 def test_who_is_new_says_nothing_about_a_queue() -> None:
     """No queue of a store can name a session that is not there yet: however many come, it is believed."""
     policy = ReturnValue(CAPACITIES)
-    ledger = Ledger(CAPACITIES, policy)
+    ledger = Tiers(CAPACITIES, policy)
     _turn(ledger, b"waits", 0)
     policy.hinted(b"waits", 0)
     for number in range(100):
@@ -454,4 +457,4 @@ def test_who_is_new_says_nothing_about_a_queue() -> None:
 def test_a_buffer_larger_than_dram_is_refused() -> None:
     """What cannot be kept free is not promised."""
     with pytest.raises(ValueError, match="buffer"):
-        Ledger(Capacities(1, 1), LeastRecentlyUsed(), buffer_bytes=2)
+        Tiers(Capacities(1, 1), LeastRecentlyUsed(), buffer_bytes=2)

@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.inclusive import InclusiveLedger
-from ctxcache.core.placement.ledger import Act, Move
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Tier
 from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.simulate.tiers import Act, InclusiveTiers, Move
 
-CAPACITIES = Capacities(dram_bytes=100, ssd_bytes=200)
+CAPACITIES = Capacities(memory_bytes=100, below_bytes=200)
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(("turn", "arrived", "ended", "pin", "unpin", "hinted", "prefetch")),
@@ -22,7 +21,7 @@ EVENTS = st.lists(
 )
 
 
-def _turn(ledger: InclusiveLedger, uid: bytes, now_s: float, size_bytes: int = 40) -> list[Move]:
+def _turn(ledger: InclusiveTiers, uid: bytes, now_s: float, size_bytes: int = 40) -> list[Move]:
     return ledger.arrived(uid, now_s) + ledger.idle(uid, Facts(size_bytes, 1, 8), now_s)
 
 
@@ -55,7 +54,7 @@ def test_no_capacity_is_exceeded_and_nothing_pinned_is_evicted(
 ) -> None:
     """SSD holds all but what is in DRAM alone; what is used is what the sessions add up to."""
     policy = Worth() if name == "worth" else POLICIES[name](CAPACITIES)
-    ledger = InclusiveLedger(CAPACITIES, policy, buffer_bytes=10)
+    ledger = InclusiveTiers(CAPACITIES, policy, buffer_bytes=10)
     sizes, pins = dict[bytes, int](), dict[bytes, int]()
     for now_s, (event, number, size_bytes) in enumerate(events):
         uid, moves = bytes([number]), list[Move]()
@@ -81,40 +80,40 @@ def test_no_capacity_is_exceeded_and_nothing_pinned_is_evicted(
         sizes |= {move.uid: sizes[move.uid] - move.size_bytes for move in refused}
 
         held = {uid: size for uid, size in sizes.items() if ledger.tier(uid)}
-        in_dram = sum(size for uid, size in held.items() if ledger.tier(uid) is Tier.DRAM)
+        in_dram = sum(size for uid, size in held.items() if ledger.tier(uid) is Tier.MEMORY)
         on_ssd = sum(size for uid, size in held.items() if ledger.is_on_ssd(uid))
-        assert ledger.used_bytes(Tier.SSD) == on_ssd <= 300
-        assert all(ledger.tier(uid) is Tier.DRAM for uid in held if not ledger.is_on_ssd(uid))
-        assert ledger.used_bytes(Tier.DRAM) == in_dram <= 100
+        assert ledger.used_bytes(Tier.BELOW) == on_ssd <= 300
+        assert all(ledger.tier(uid) is Tier.MEMORY for uid in held if not ledger.is_on_ssd(uid))
+        assert ledger.used_bytes(Tier.MEMORY) == in_dram <= 100
         assert all(ledger.tier(uid) for uid, count in pins.items() if count)
 
 
 def test_leaving_dram_costs_nothing_and_growing_what_it_grew() -> None:
     """SSD is written as much as came; it is full with what both tiers together take."""
-    ledger = InclusiveLedger(Capacities(80, 80), LeastRecentlyUsed())
+    ledger = InclusiveTiers(Capacities(80, 80), LeastRecentlyUsed())
     moves = [move for number in range(5) for move in _turn(ledger, bytes([number]), number)]
     moves += _turn(ledger, b"\4", 5, 60)
 
     written = [move.size_bytes for move in moves if move.act in (Act.ADMIT, Act.GROW)]
     assert written == [40, 40, 40, 40, 40, 20]
     tiers = [ledger.tier(bytes([number])) for number in range(5)]
-    assert tiers == [None, None, Tier.SSD, Tier.SSD, Tier.DRAM]
-    assert ledger.used_bytes(Tier.SSD) == 140
+    assert tiers == [None, None, Tier.BELOW, Tier.BELOW, Tier.MEMORY]
+    assert ledger.used_bytes(Tier.BELOW) == 140
 
 
 def test_a_session_larger_than_dram_lies_on_ssd() -> None:
     """It is kept and read where it lies."""
-    ledger = InclusiveLedger(Capacities(80, 80), LeastRecentlyUsed())
+    ledger = InclusiveTiers(Capacities(80, 80), LeastRecentlyUsed())
     _turn(ledger, b"large", 0, 100)
 
-    assert ledger.tier(b"large") is Tier.SSD
+    assert ledger.tier(b"large") is Tier.BELOW
     assert not ledger.arrived(b"large", 1)
 
 
-def _full() -> tuple[InclusiveLedger, Worth]:
+def _full() -> tuple[InclusiveTiers, Worth]:
     """DRAM of 80 of 200 bytes of SSD, which is full of five sessions worth more than 9."""
     policy = Worth()
-    ledger = InclusiveLedger(Capacities(80, 120), policy)
+    ledger = InclusiveTiers(Capacities(80, 120), policy)
     for number in range(5):
         _turn(ledger, bytes([10 + number]), number)
     return ledger, policy
@@ -127,8 +126,8 @@ def test_what_is_worth_less_than_all_of_a_full_ssd_stays_in_dram_and_leaves_from
     third = _turn(ledger, b"\3", 7, 60)
 
     assert [(move.act, move.uid, move.tier) for move in first] == [
-        (Act.DROP, b"\x0d", Tier.SSD),
-        (Act.ADMIT, b"\1", Tier.DRAM),
+        (Act.DROP, b"\x0d", Tier.BELOW),
+        (Act.ADMIT, b"\1", Tier.MEMORY),
     ]
     assert [(move.act, move.uid) for move in second] == [(Act.EVICT, b"\1"), (Act.ADMIT, b"\2")]
     assert [(move.act, move.uid) for move in third] == [
@@ -148,14 +147,16 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
     moves = _turn(ledger, b"\x14", 6, 80)
 
     assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
-    assert ledger.tier(b"\1") is Tier.SSD
+    assert ledger.tier(b"\1") is Tier.BELOW
 
     ledger, policy = _full()
     _turn(ledger, b"\1", 5)
     policy.said = {b"\1": 20}
     moves = _turn(ledger, b"\1", 6, 50)
 
-    assert [(move.act, move.size_bytes) for move in moves if move.tier is Tier.SSD and move.uid == b"\1"] == [
+    assert [
+        (move.act, move.size_bytes) for move in moves if move.tier is Tier.BELOW and move.uid == b"\1"
+    ] == [
         (Act.DEMOTE, 40),
         (Act.GROW, 10),
     ]
@@ -164,15 +165,15 @@ def test_who_is_worth_it_by_now_is_written_when_it_leaves_dram_or_grows() -> Non
 def test_who_is_fetched_does_not_leave_for_one_that_dram_gives_up_for_it() -> None:
     """It is worth least on SSD, and whoever leaves DRAM has come to be worth writing: another makes room."""
     ledger, policy = _full()
-    on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Tier.SSD)
+    on_ssd = next(uid for uid in (b"\x0a", b"\x0b", b"\x0c") if ledger.tier(uid) is Tier.BELOW)
     _turn(ledger, b"\1", 5)
     policy.said = {b"\1": 20.0, on_ssd: 0.0} | {uid: 30.0 for uid in policy.dram if uid != b"\1"}
     policy.prefetch = lambda accepts=lambda _: True: on_ssd  # type: ignore[method-assign]  # noqa: ARG005
     moves = ledger.prefetch()
 
     assert (Act.DEMOTE, b"\1") in [(move.act, move.uid) for move in moves]
-    assert moves[-1] == Move(Act.PROMOTE, on_ssd, 40, Tier.DRAM)
-    assert ledger.tier(on_ssd) is Tier.DRAM
+    assert moves[-1] == Move(Act.PROMOTE, on_ssd, 40, Tier.MEMORY)
+    assert ledger.tier(on_ssd) is Tier.MEMORY
 
 
 def test_who_has_something_on_ssd_grows_there_whatever_it_is_worth() -> None:
@@ -180,13 +181,13 @@ def test_who_has_something_on_ssd_grows_there_whatever_it_is_worth() -> None:
     ledger, _ = _full()
     moves = _turn(ledger, b"\x0a", 5, 70)
 
-    assert Move(Act.GROW, b"\x0a", 30, Tier.SSD) in moves
+    assert Move(Act.GROW, b"\x0a", 30, Tier.BELOW) in moves
     assert ledger.is_on_ssd(b"\x0a")
 
 
 def test_a_policy_without_ranks_has_everything_written() -> None:
     """As S3-FIFO and ARC: nobody can say what one session is worth beside another."""
-    ledger = InclusiveLedger(CAPACITIES, POLICIES["arc"](CAPACITIES))
+    ledger = InclusiveTiers(CAPACITIES, POLICIES["arc"](CAPACITIES))
     for number in range(20):
         _turn(ledger, bytes([number]), number)
         assert ledger.is_on_ssd(bytes([number]))

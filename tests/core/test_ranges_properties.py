@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.core import ranges
-from ctxcache.core.expiry import Expiration
 from ctxcache.core.extents import Extents, SlotAllocator
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import Usage
+from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.core.ranges import Ranges
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS_SPEC
@@ -230,12 +232,12 @@ def make_session(sizes: list[int]) -> Session:
         expiration=Expiration(1), create_time_ns=0, access_time_ns=0, expire_time_ns=1,
     )  # fmt: skip
     for i, size in enumerate(sizes):
-        session.segments.append(
-            Segment(
-                segment_id=i, tenant="t", writer_uid=bytes(16), generation=1, begin=session.log_end,
-                model_fingerprint=bytes(32), layout=LAYOUT, row_count=size,
-            )
+        segment = Segment(
+            segment_id=i, tenant="t", writer_uid=bytes(16), generation=1, begin=session.log_end,
+            model_fingerprint=bytes(32), layout=LAYOUT, use=Usage(NO_SHARES).of("t"),
         )  # fmt: skip
+        segment.row_count = size
+        session.segments.append(segment)
         session.append_rows(session.log_end + size)
     return session
 

@@ -4,8 +4,10 @@ from itertools import permutations
 
 import pytest
 
-from ctxcache.core.residence import Kin, Residence
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.kin import Kin, Residence
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.usage import Usage
+from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import TOKENS_SPEC
@@ -21,16 +23,18 @@ def test_kin_is_found_in_any_order(order: tuple[bytes, ...]) -> None:
     segments = [
         Segment(
             segment_id=i, tenant="t", writer_uid=bytes(16), generation=1, begin=8 * i,
-            model_fingerprint=bytes(32), layout=LAYOUT, row_count=8, ssd=Slot(0, i, 10 + i),
+            model_fingerprint=bytes(32), layout=LAYOUT, use=Usage(NO_SHARES).of("t"),
         )
         for i in range(6)
     ]  # fmt: skip
+    for i, segment in enumerate(segments):
+        segment.recorded(Slot(0, i, 10 + i), 8, 0)
     residences = {uid: Residence(uid) for uid in order}
     for uid in order:
         for i in LISTED[uid]:
             segments[i].list_in(residences[uid])
             residences[uid].amounts([])
-    segments[3].dram = Slot(0, 0, 7)
+    segments[3].promoted(Slot(0, 0, 7))
 
     kin = {residences[uid].kin for uid in b"a b c d".split()}
     assert [set(found.uids) for found in kin if found] == [{b"a", b"b", b"c", b"d"}]

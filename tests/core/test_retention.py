@@ -130,8 +130,8 @@ def test_a_pin_counts_in_both_tiers_and_a_retention_in_the_store_alone() -> None
     assert retention.retain(b"r", 10, 1e9, 3, 5) == Grant(10, 105)
     assert retention.pin(b"p", 10, 20, 4, 5) == Grant(10, 20)
 
-    assert (retention.store_level(b"r"), retention.dram_level(b"r")) == (4, 0)
-    assert (retention.store_level(b"p"), retention.dram_level(b"p")) == (5, 5)
+    assert (retention.store_level(b"r"), retention.memory_level(b"r")) == (4, 0)
+    assert (retention.store_level(b"p"), retention.memory_level(b"p")) == (5, 5)
     retention.expire(20)
     assert (retention.store_level(b"r"), retention.store_level(b"p")) == (4, 0)
     retention.release(b"r")

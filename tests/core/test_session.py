@@ -1,8 +1,10 @@
 """A session's arithmetic over segments that overlap."""
 
-from ctxcache.core.expiry import Expiration
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import Usage
+from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 
@@ -11,10 +13,12 @@ LAYOUT = SegmentLayout((StreamSpec(Stream(0, StateKind.HIDDEN), 96, DType.FLOAT1
 
 def segment(segment_id: int, begin: int, row_count: int) -> Segment:
     """So many rows from a position on."""
-    return Segment(
+    made = Segment(
         segment_id=segment_id, tenant="a", writer_uid=bytes(16), generation=1, begin=begin,
-        model_fingerprint=bytes(32), layout=LAYOUT, row_count=row_count,
+        model_fingerprint=bytes(32), layout=LAYOUT, use=Usage(NO_SHARES).of("a"),
     )  # fmt: skip
+    made.row_count = row_count
+    return made
 
 
 def test_a_position_is_its_last_writers() -> None:

@@ -21,7 +21,6 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import stream_to_wire
 from ctxcache.errors import CacheError, WriteInProgress
 from ctxcache.format.identity import wire_checksum
-from ctxcache.status import from_rpc_error
 from ctxcache.v1.session_pb2 import (
     DURABILITY_DISK,
     AppendHeader,
@@ -30,6 +29,7 @@ from ctxcache.v1.session_pb2 import (
     Chunk,
     Session,
 )
+from ctxcache.wire.status import from_rpc_error
 from tests.faults.harness import Report
 from tests.faults.ledger import Ledger, Shape
 from tests.server_process import ServerProcess

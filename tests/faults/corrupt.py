@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ctxcache.cache import Cache
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
-from ctxcache.metadata import records
-from ctxcache.metadata.memory import MemoryMetadata
-from ctxcache.rebuild import rebuild
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.memory import MemoryMetadata
+from ctxcache.storage.rebuild import rebuild
 from tests.faults.corrupt_store import (
     LAYOUT,
     Image,
@@ -66,7 +66,7 @@ class Segments:
         store.close()
         directory.close()
         cache = await self._open()
-        self._segments = [s for s in cache.state.segments.values() if s.ssd]
+        self._segments = [s for s in cache.ledger.segments() if s.durable]
         self._records._sync()
         for path, fd in enumerate(self._fds):
             pages = range(0, os.fstat(fd).st_size, PAGE)
@@ -117,8 +117,8 @@ class Segments:
 
     def _pick(self) -> tuple[Segment, int, int]:
         segment = self._random.choice(self._segments)
-        assert segment.ssd is not None
-        return segment, self._fds[segment.ssd.path_index], segment.ssd.offset_bytes
+        assert segment.durable is not None
+        return segment, self._fds[segment.durable.path_index], segment.durable.offset_bytes
 
     def _flipped(self, fd: int, at: int) -> bytes:
         return bytes([os.pread(fd, 1, at)[0] ^ 1 << self._random.randrange(8)])
@@ -131,7 +131,7 @@ class Segments:
             cache = await self._open()
             names = list(self._image.sessions)
             if segment:
-                listers = cache.state.listers(cache.state.segments[segment.segment_id])
+                listers = cache.ledger.listers(cache.ledger._segments[segment.segment_id])
                 touched = [(s.tenant, s.session_id) for s in listers]
                 names = [*touched, self._random.choice(names)]
             broken, refused = await judge(cache, self._image.sessions, names)
@@ -198,7 +198,7 @@ class Records:
             cache = new_cache(self._arena, ssd, store, crash_count=directory.crash_count)
             await cache.open()
             broken, _ = await judge(cache, self._image.sessions, list(self._image.sessions))
-            extra = set(cache.state.sessions) - set(self._image.sessions)
+            extra = {(s.tenant, s.session_id) for s in cache.ledger.sessions()} - set(self._image.sessions)
             broken += [f"{name} is back" for name in extra]
             await cache.residency.drain()
         except REFUSALS:

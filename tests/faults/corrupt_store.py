@@ -15,21 +15,21 @@ import numpy.typing as npt
 
 from ctxcache.cache import Cache
 from ctxcache.cache.asked import Request
-from ctxcache.clock import SystemClock
-from ctxcache.core.expiry import Expiration
+from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.placement.recency import LeastRecentlyUsed
-from ctxcache.data_directory import DataDirectory
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec, ranges_of
-from ctxcache.metadata.base import MetadataStore
-from ctxcache.metadata.catalog import Catalog
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.metadata.witness import Witness
-from ctxcache.ssd_directories import in_order, write_down
-from ctxcache.tiers.dram import DramArena
-from ctxcache.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.runtime.clock import SystemClock
+from ctxcache.storage.data_directory import DataDirectory
+from ctxcache.storage.metadata.base import MetadataStore
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
+from ctxcache.storage.ssd_directories import in_order, write_down
+from ctxcache.storage.tiers.dram import DramArena
+from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 from tests.faults.rows import rows_of
 
 SSD_BYTES = 2 << 20
@@ -206,7 +206,7 @@ async def judge(cache: Cache, sessions: dict[Name, Tokens], names: Sequence[Name
     """
     broken, refused = [], 0
     for name in names:
-        session = cache.state.sessions.get(name)
+        session = cache.ledger.named(*name)
         if session is None:
             broken.append(f"{name} is gone")
             continue

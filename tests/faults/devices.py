@@ -2,14 +2,17 @@
 
 Sessions are durable on both. When one is gone, look-ups, lists and tokens counted must be true before
 anything is read; what is claimed is read and compared; sessions on the other device are whole. When it is
-back, all of them are. Worst case: every session lies on both devices, and most of the tokens are lost.
+back, all of them are. At last each hangs, over FUSE: it answers nothing, and says no error either; the first one
+has the catalog besides. Worst case: every session lies on both devices, and most of the tokens are lost.
 """
 
 import argparse
 import errno
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from ctxcache.format.streams import TOKENS
 from ctxcache.v1 import admin_pb2
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
-from tests.faults.harness import Harness, Report
+from tests.faults.hanging_disk import HangingDisk, hanging_disk, why_not
+from tests.faults.harness import Found, Harness, Report, Unsupported
 from tests.faults.planted import command
 from tests.faults.rows import first_difference, rows_of
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
@@ -28,6 +32,8 @@ MODEL = CallerModel(model_spec())
 STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
 TOKENS_PER_APPEND = 96
 WITHIN_S, UPKEEP_S = 20.0, 1.2
+HANG_AFTER_S = 2
+NEED_FUSE = ("waits_for_what_hangs", "waits_for_the_catalog")
 LEAST_SHARE = 0.4
 """Of all tokens, that one of two devices must have: sessions are spread evenly, but for one."""
 REFUSED_EXIT = 9
@@ -92,6 +98,10 @@ def _scenario(options: argparse.Namespace, report: Report, server: ServerProcess
     _at_run_time(report, server, sizes)
     report.end_if_found()
     _displaced(report, server, places, sizes)
+    report.end_if_found()
+    for index in (1, 0):
+        _hangs(options, report, places.folder, index)
+        report.end_if_found()
 
 
 def _fill(client: Client, sizes: Mapping[str, int]) -> None:
@@ -225,6 +235,95 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
     _is_whole(report, "mounted again", server, sizes)
 
 
+def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int) -> None:
+    """The device under one directory answers nothing any more: neither reads nor commits nor the end wait for it."""
+    when = f"hang{index}"
+    if problem := why_not():
+        if options.control in NEED_FUSE:
+            raise Unsupported(problem)
+        report.figures[when] = f"not tested: {problem}"
+        return
+    program = command([options.control]) if options.control else COMMAND_LINE
+    directories = [folder / f"{when}_ssd{i}" for i in range(2)]
+    mount_point = directories[index]
+    with hanging_disk(mount_point, folder / f"{when}_behind") as disk:
+        server = ServerProcess(
+            folder / f"{when}_data", *(part for path in directories for part in ("--ssd-directories", str(path))),
+            "--ssd-hang-after-s", str(HANG_AFTER_S), "--drain-timeout-s", "5", "--flush-timeout-s", "5",
+            program=program,
+        )  # fmt: skip
+        try:
+            sizes = {f"sessions/h{i}": 100 + 61 * i % 500 for i in range(options.sessions)}
+            with server, Client(server.target) as client:
+                _fill(client, sizes)
+                path = next(tier.path for tier in client.stats().tiers if str(mount_point) in tier.path)
+                _is_noticed(report, when, client, server, disk, path, sizes)
+                report.end_if_found()
+                server.signal(signal.SIGTERM)
+                if not _until(lambda: _main_thread_is_gone(server.pid)):
+                    report.find(f"{when}: a server does not end while its device hangs")
+                disk.tell("answer")
+                server.wait(WITHIN_S)
+            server.start()
+            _is_whole(report, when, server, sizes)
+        finally:
+            # A process in the hands of a device that hangs cannot be killed either.
+            disk.tell("answer")
+            server.close()
+
+
+def _is_noticed(
+    report: Report, when: str, client: Client, server: ServerProcess, disk: HangingDisk, path: str,
+    sizes: Mapping[str, int],
+) -> None:  # fmt: skip
+    with ThreadPoolExecutor(len(sizes)) as callers:
+        threads_before = _thread_count(server.pid)
+        disk.tell("hang")
+        reads = [callers.submit(_read_or_refused, client, name) for name in sizes]
+        try:
+            if not _until(lambda: all(read.done() for read in reads)):
+                report.find(f"{when}: reads of a device that answers nothing are not answered either")
+            elif not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_LOST):
+                report.find(f"{when}: a device that answers nothing is not lost")
+            report.end_if_found()
+            _judge(report, when, client, sizes)
+            report.end_if_found()
+            report.figures[f"{when}_more_threads"] = _thread_count(server.pid) - threads_before
+            late = {f"sessions/hlate{i}": 200 for i in range(4)}
+            filling = callers.submit(_fill, client, late)
+            if not _until(filling.done):
+                report.find(f"{when}: commits wait for a device that answers nothing")
+            report.end_if_found()
+            filling.result()
+            for i, (name, size) in enumerate(late.items()):
+                if _read(report, when, client, name, i, client.get_session(name).token_count) != size:
+                    report.find(
+                        f"{when}: {name} was acknowledged beside a device that hangs, and is not there"
+                    )
+            report.end_if_found()
+        except Found:
+            disk.tell("answer")
+            raise
+
+
+def _read_or_refused(client: Client, name: str) -> None:
+    with suppress(CacheError), client.read(name, MODEL) as rows:
+        rows.array(TOKENS)
+
+
+def _thread_count(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _main_thread_is_gone(pid: int) -> bool:
+    """Whether the process has ended, but for threads that the kernel keeps for a device."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 def _state(client: Client, path: str) -> admin_pb2.PathState.ValueType:
     return next(tier.state for tier in client.stats().tiers if tier.path == path)
 
@@ -251,6 +350,8 @@ HARNESS = Harness(
         "claims_what_is_lost": "sessions show what lies on a lost path",
         "cut_for_good": "records of sessions are cut when a path is lost",
         "takes_any_directory": "a path is used though its directory is gone",
+        "waits_for_what_hangs": "operations that a device does not return are waited for",
+        "waits_for_the_catalog": "the event loop waits for each write of the catalog",
     },
     _options,
 )

@@ -30,9 +30,9 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.status import DETAILS_KEY
 from ctxcache.v1 import arena_pb2_grpc
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, AcquireLease, Operation
+from ctxcache.wire.status import DETAILS_KEY
 from tests.faults.fuzz_control import fuzz_control
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.messages import MessageMaker, Plausible, hostile_texts

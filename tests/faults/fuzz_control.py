@@ -8,8 +8,8 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
-from ctxcache.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
 from ctxcache.v1.arena_pb2 import AccessRequest, AccessResponse, ControlHello
+from ctxcache.wire.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
 from tests.faults.messages import MessageMaker, mutate
 
 TIMEOUT_S = 30.0

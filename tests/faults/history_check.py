@@ -218,8 +218,8 @@ class Model:
         )  # fmt: skip
 
     def append(self, state: State, op: Op) -> Iterator[State]:
-        """Rows behind the first `begin`. A writer's commit is an access also where the time had come."""
-        if not state.is_there or count_of(state.runs) != op.begin:
+        """Rows behind the first `begin`."""
+        if not self._is_live(state, op) or count_of(state.runs) != op.begin:
             return
         if op.generation >= 0 and state.generation not in (-1, op.generation):
             return
@@ -312,8 +312,7 @@ class Model:
     def _touched(self, state: State, op: Op) -> State:
         if not state.ttl_ns:
             return state
-        # A commit is heard of also behind the end of its session's time.
-        return state._replace(is_over=False, due=(max(state.due[0], op.called_ns + state.ttl_ns), NEVER_NS))
+        return state._replace(due=(max(state.due[0], op.called_ns + state.ttl_ns), NEVER_NS))
 
     def _written(self, state: State, op: Op) -> State:
         """With its record written, where the answer says so; without, a crash may take the change back."""

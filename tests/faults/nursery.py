@@ -219,8 +219,8 @@ def _become_server(request: dict[str, Any], stdout: int, stderr: int) -> NoRetur
 
 
 if __name__ == "__main__":
-    from ctxcache import server  # noqa: F401  forked servers find it imported
     from ctxcache.cli import main  # noqa: F401
+    from ctxcache.server import server  # noqa: F401  forked servers find it imported
     from tests.faults import plants  # noqa: F401
 
     _serve_forks(socket.socket(fileno=int(sys.argv[1])))

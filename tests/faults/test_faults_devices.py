@@ -3,6 +3,7 @@
 import pytest
 
 from tests.faults.devices import HARNESS
+from tests.faults.harness import Unsupported
 
 SHORT = ["--sessions", "6"]
 
@@ -17,6 +18,9 @@ def test_one_of_two_devices_takes_its_sessions_and_no_other() -> None:
 @pytest.mark.parametrize("control", HARNESS.controls)
 def test_a_planted_bug_is_found(control: str) -> None:
     """Or the run above means nothing."""
-    report = HARNESS.execute([*SHORT, "--control", control])
+    try:
+        report = HARNESS.execute([*SHORT, "--control", control])
+    except Unsupported as reason:
+        pytest.skip(f"NOTICE: a device that hangs is not tested here: {reason}")
 
     assert report.is_good, report

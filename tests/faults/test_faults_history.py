@@ -90,6 +90,14 @@ HISTORIES: dict[str, tuple[bool, list[Fact]]] = {
     "gone too early": (False, [
         ("create", 0, 1, {"due": (10**9, 10**9)}), ("absent", 2, 3, {}),
     ]),
+    "appended to behind its end": (False, [
+        ("create", 0, 1, {"ttl_ns": 10**9}), ("absent", 2 * 10**9, 3 * 10**9, {}),
+        ("append", 4 * 10**9, 5 * 10**9, FIVE),
+    ]),
+    "appended to in time": (True, [
+        ("create", 0, 1, {"ttl_ns": 10**9}), ("append", 10**9 // 2, 10**9, FIVE),
+        ("read", 2 * 10**9 - 1, 2 * 10**9, FIVE), ("absent", 4 * 10**9, 5 * 10**9, {}),
+    ]),
     "there too late": (False, [
         ("create", 0, 1, {"due": (10**9, 10**9)}), ("present", 2 * 10**9, 3 * 10**9, {}),
     ]),

@@ -14,9 +14,9 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.rebuild import Rebuilt, rebuild
-from ctxcache.scan import scan
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.rebuild import Rebuilt, rebuild
+from ctxcache.storage.scan import scan
 from tests.faults.planted import command as planted
 from tests.faults.test_golden_directory import golden, server, wrong_sessions
 from tests.golden.make_directory import EXPIRE_TIME, SSD_NAMES

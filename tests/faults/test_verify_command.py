@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctxcache.scan import scan
+from ctxcache.storage.scan import scan
 from tests.faults.test_golden_directory import golden, server
 from tests.golden.make_directory import SSD_NAMES
 from tests.server_process import COMMAND_LINE

@@ -2,28 +2,87 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from tiny_models import VOCABULARY_SIZE, build
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from ctxcache.format.streams import StateKind, Stream
+from ctxcache.client.arena import Bytes
+from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.generation import continue_greedy
+from gpu_worker.pipeline.cache_target import CacheTarget
+from gpu_worker.pipeline.compute import Modules
+from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.devices import Host
+from gpu_worker.pipeline.pipeline import Pipeline, Settings
+from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.plan import RestorePlan
-from gpu_worker.restore import restore_cache
+from gpu_worker.rows import stored_dtype
 
 PROMPT_TOKENS = 70
 DECODED_TOKENS = 12
 NEW_TOKENS = 16
-PIECE_TOKENS = 64
 RELATIVE_BOUND = 1e-5
+RESTORE_TIMEOUT_S = 60.0
+
+
+class HeldRows:
+    """Rows that a test holds, as a source; `rows_of` gives all rows of a stream."""
+
+    def __init__(self, rows_of: Callable[[Stream], Tensor]) -> None:
+        self._rows_of = rows_of
+
+    def row_bytes(self, stream: Stream) -> int:
+        """See Source."""
+        rows = self._rows_of(stream)
+        return rows.shape[1] * rows.element_size()
+
+    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+        """See Source."""
+        np.copyto(into, self._rows_of(stream)[begin:end].contiguous().view(torch.uint8).numpy())
+
+    def check(self) -> None:
+        """See Source."""
+
+    def abort(self) -> None:
+        """See Source."""
+
+
+def restored_cache(
+    adapter: Adapter,
+    plan: RestorePlan,
+    source: HeldRows | Callable[[Stream], Tensor],
+    *,
+    positions: Tensor,
+    token_ids: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Cache:
+    """The cache of a session that a pipeline of its own restores by the plan. Raises why it could not."""
+    count = len(positions)
+    target = CacheTarget(adapter, count, cache)
+    first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
+    schedule = Schedule.of_methods(plan, count, first_tokens)
+    with (
+        Pipeline(Host(), Settings(slot_bytes=1 << 16, slot_count=2)) as pipeline,
+        pipeline.start(
+            schedule,
+            source if isinstance(source, HeldRows) else HeldRows(source),
+            target,
+            Modules(adapter, positions),
+            deadline=Deadline.after_s(RESTORE_TIMEOUT_S),
+            token_ids=token_ids,
+        ) as restoration,
+    ):
+        restoration.wait_all()
+    return target.cache
 
 
 @dataclass(frozen=True)
@@ -47,16 +106,12 @@ class Session:
         """Where they stand: 0..T-1."""
         return torch.arange(self.token_count)
 
-    def read(self, stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
-        """Rows in pieces, as a store hands them out."""
-        yield from torch.split(self.rows[stream][begin:end], PIECE_TOKENS)
-
     def restore(self, plan: str, *, positions: Tensor | None = None, cache: Cache | None = None) -> Cache:
         """The session restored by the plan in its compact form."""
-        return restore_cache(
+        return restored_cache(
             self.adapter,
             RestorePlan.parse(plan),
-            self.read,
+            self.rows.__getitem__,
             positions=self.positions if positions is None else positions,
             token_ids=self.token_ids,
             cache=cache,
@@ -93,6 +148,13 @@ def all_streams(adapter: Adapter) -> list[Stream]:
     """Every stream the model can save, token ids apart."""
     kinds = (StateKind.HIDDEN, adapter.kind)
     return [Stream(layer, kind) for layer in range(len(adapter.layers)) for kind in kinds]
+
+
+def rows_of(data: memoryview, spec: StreamSpec) -> Tensor:
+    """Rows [T, row] of the bytes that the store keeps of them."""
+    stored = torch.empty(data.nbytes // spec.row_bytes, spec.row_bytes, dtype=torch.uint8)
+    np.copyto(stored.numpy(), np.frombuffer(data, np.uint8).reshape(stored.shape))
+    return stored.view(stored_dtype(spec))
 
 
 def relative_errors(actual: Cache, expected: Cache) -> list[float]:

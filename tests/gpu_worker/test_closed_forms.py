@@ -20,9 +20,9 @@ from gpu_worker.planning.closed_forms import (
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import LayerHolding, Span
 from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import PM9A3_BYTES_PER_S, hcache_profile, kvpr_profile
+from gpu_worker.planning.known_profiles import PM9A3_BYTES_PER_S, hcache_profile
 from gpu_worker.planning.option import layer_options
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.profile import Link, Place, Profile
 
 TOKENS = 1024
 _SECONDS = st.floats(0.01, 10.0)
@@ -103,6 +103,19 @@ def test_naive_hybrid_is_the_best_of_all_counts(
     assert max(schedule.recomputed * token_compute_s, schedule.kv * kv_io_s) == min(ends)
 
 
+def _kvpr_profile() -> Profile:
+    """KVPR's A100 machine: peak rates of its section 4, as its Table 1 uses them."""
+    link = Link(32e9)
+    return Profile(
+        name="kvpr testbed",
+        copy=link,
+        ssd=link,
+        remote=link,
+        gemm_flops_per_s=312e12,
+        attention_flops_per_s=312e12,
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "split", "transfers_activations"),
     [
@@ -116,7 +129,7 @@ def test_naive_hybrid_is_the_best_of_all_counts(
 )
 def test_kvpr_split_of_table_1(model: str, split: int, *, transfers_activations: bool) -> None:
     """Batch 32, 1,024 tokens, fp16, 32 GB/s, 312 TFLOPS: l of equation 10 for both schedules."""
-    layer, profile, batch = known_model(model).layers[0], kvpr_profile(), 32
+    layer, profile, batch = known_model(model).layers[0], _kvpr_profile(), 32
     activation_s = profile.copy.seconds(batch * layer.hidden_row_bytes)
     kv_s = profile.copy.seconds(batch * layer.kv_row_bytes)
     recompute_s = batch * layer.project_flops / profile.gemm_flops_per_s

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.planning.drift import Drift, DriftBounds, DriftDetector
+from gpu_worker.planning.adaptive import Drift, DriftBounds, DriftDetector
 from gpu_worker.planning.known_profiles import known_profile
 from gpu_worker.planning.profile import Place, Stage
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
-from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound
+from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound, WriteInProgress
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine
@@ -192,7 +193,7 @@ def test_a_lost_save_is_named_and_made_up_for(client: Client, session_id: str) -
     with TransformersEngine(_model("llama"), client, _spec("llama"), plan) as engine:
         engine.turn(
             session_id, TURNS[0], max_new_tokens=REPLY_TOKENS,
-            on_token=_once(lambda: client.delete_session(f"sessions/{session_id}")),
+            on_token=_once(lambda: _delete(client, f"sessions/{session_id}")),
         )  # fmt: skip
         turn = engine.turn(session_id, TURNS[1], max_new_tokens=REPLY_TOKENS, history=_history("llama", 1))
 
@@ -200,6 +201,20 @@ def test_a_lost_save_is_named_and_made_up_for(client: Client, session_id: str) -
     assert turn.reused_token_count == 0
     assert turn.token_ids == _never_dropped("llama")[1]
     assert _saved_ids(client, session_id) == _history("llama", 2)
+
+
+def _delete(client: Client, name: str) -> None:
+    """Delete a session as soon as no save of it is open."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        try:
+            client.delete_session(name)
+        except WriteInProgress:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.005)
+        else:
+            return
 
 
 def _once(action: Callable[[], None]) -> Callable[[int], None]:

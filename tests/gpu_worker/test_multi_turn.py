@@ -6,18 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import all_streams, relative_errors, saved_session
+from sessions import all_streams, relative_errors, restored_cache, saved_session
 from tiny_models import CONFIGS, build
 from torch import Tensor
 from transformers import DynamicCache
 
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.assemble import CacheAssembler
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.generation import continue_greedy
+from gpu_worker.pipeline.cache_target import CacheTarget
+from gpu_worker.pipeline.compute import Modules
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.restore import Restorer, restore_cache
 
 TURNS = [list(range(40)), [9, 41, 3], [7, 7, 60, 12, 33]]
 REPLY_TOKENS = 6
@@ -37,10 +37,10 @@ def _talk(adapter: Adapter, plan: RestorePlan | None) -> list[int]:
     for turn in TURNS:
         new_ids = [*said[-1:], *turn]
         if plan is not None and cached_ids:
-            restored = restore_cache(
+            restored = restored_cache(
                 adapter,
                 plan,
-                lambda stream, begin, end: [rows[stream][begin:end]],
+                rows.__getitem__,
                 positions=torch.arange(len(cached_ids)),
                 token_ids=torch.tensor(cached_ids),
             )
@@ -68,13 +68,13 @@ def test_dropped_every_turn_says_the_same(name: str, method: str) -> None:
 def test_any_cut_into_pieces_restores_the_same(sizes: list[int]) -> None:
     """However the rows of a layer are cut into pieces, empty ones too, the cache is bit for bit the same."""
     session = saved_session("neox")
-    restorer = Restorer(session.adapter, session.positions)
-    assembler = CacheAssembler(session.adapter, token_count=session.token_count)
+    compute = Modules(session.adapter, session.positions)
+    target = CacheTarget(session.adapter, session.token_count)
     for layer in range(3):
-        rows, begin = session.rows[Stream(layer, StateKind.KV)], 0
+        rows, begin = session.rows[Stream(layer, StateKind.KV)].view(torch.uint8), 0
         for size in [*sizes, session.token_count]:
             end = min(begin + size, session.token_count)
-            assembler.put(layer, begin, *restorer.layer(layer, Method.KV, rows[begin:end], begin=begin))
+            compute.restore(layer, Method.KV, rows[begin:end], begin, target.room(layer, begin, end))
             begin = end
 
-    assert relative_errors(assembler.finish(), session.kept_cache) == [0.0] * 6
+    assert relative_errors(target.cache, session.kept_cache) == [0.0] * 6

@@ -1,11 +1,10 @@
 """Rows in few bits through capture and restore: close to the kept cache, and never taken for anything else."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
-from sessions import RELATIVE_BOUND, Session, relative_errors, saved_session
+from sessions import RELATIVE_BOUND, Session, relative_errors, restored_cache, saved_session
 from tiny_models import build
 from torch import Tensor
 from torch.nn import functional
@@ -20,8 +19,8 @@ from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.packed_rows import pack, widen
+from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.restore import Restorer, restore_cache
 
 KEPT_BOUNDS = {
     StateKind.HIDDEN_INT8: 0.03,
@@ -35,12 +34,12 @@ KL_BOUNDS = {8: 2e-3, 4: 0.5}
 
 
 def _restored(session: Session, kinds: list[StateKind]) -> Cache:
-    def read(stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
-        rows = session.rows[Stream(stream.layer, unpacked(stream.kind))][begin:end]
-        yield from torch.split(rows if stream.kind not in PACKINGS else pack(rows, stream.kind), 64)
+    def rows_of(stream: Stream) -> Tensor:
+        rows = session.rows[Stream(stream.layer, unpacked(stream.kind))]
+        return rows if stream.kind not in PACKINGS else pack(rows, stream.kind)
 
     plan = RestorePlan(tuple(Method[kind.name] for kind in kinds))
-    return restore_cache(session.adapter, plan, read, positions=session.positions)
+    return restored_cache(session.adapter, plan, rows_of, positions=session.positions)
 
 
 def _kl_nats(session: Session, cache: Cache) -> float:

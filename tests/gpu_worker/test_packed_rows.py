@@ -10,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from independent_reader import unpack_row
+from sessions import rows_of
 
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import RowNotRepresentable, ShapeMismatch, UnsupportedDtype
 from gpu_worker.kernels.quantization import dequantize, quantize
 from gpu_worker.packed_rows import pack, widen
-from gpu_worker.rows import pack_rows, unpack_rows
+from gpu_worker.rows import pack_rows
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "segments.json").read_text(encoding="utf-8"))
 each_kind = pytest.mark.parametrize("kind", PACKINGS, ids=lambda kind: kind.name.lower())
@@ -63,7 +64,7 @@ def test_rows_go_through_the_store_in_few_bits(kind: StateKind, token_count: int
     spec = StreamSpec(Stream(0, kind), PACKINGS[kind].row_bytes(96), DType.PACKED)
 
     data = pack_rows(rows, spec)
-    packed = unpack_rows(memoryview(bytearray(data)), spec)
+    packed = rows_of(data, spec)
 
     assert data.nbytes == token_count * spec.row_bytes
     assert bytes(pack_rows(packed, spec)) == bytes(data)

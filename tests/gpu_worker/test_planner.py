@@ -23,9 +23,23 @@ from gpu_worker.planning.planner import Request, compare, plan
 from gpu_worker.planning.profile import Curve, Link, Place, Stage
 from gpu_worker.planning.reasons import reason
 from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT
-from gpu_worker.planning.shape import LayerKind, ModelShape, shared_layer
+from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 
 KV_ONLY = (StateKind.KV,)
+
+
+def _shared_layer(layer: LayerShape) -> LayerShape:
+    """A layer like `layer` that reads the K and V of an earlier one."""
+    return LayerShape(
+        kind=LayerKind.SHARED,
+        hidden_row_bytes=layer.hidden_row_bytes,
+        kv_row_bytes=0,
+        project_flops=0,
+        linear_flops=layer.linear_flops - layer.project_flops,
+        attention_flops=layer.attention_flops,
+        window=layer.window,
+        element_bytes=layer.element_bytes,
+    )
 
 
 def _counts(plan_methods: tuple[Method | None, ...]) -> Counter[Method | None]:
@@ -167,7 +181,7 @@ def test_linear_layers_come_back_as_their_state() -> None:
 def test_layers_without_state_of_their_own_are_skipped() -> None:
     """A layer that reads another one's K/V has nothing to restore, and nothing to wait for."""
     layer = known_model("llama-3-8b").layers[0]
-    model = ModelShape("shared", (layer, shared_layer(layer), layer))
+    model = ModelShape("shared", (layer, _shared_layer(layer), layer))
     found = plan(request(model, 1024, engine=Engine(can_recompute=False)))
 
     assert found.methods == (Method.KV, None, Method.KV)
@@ -180,7 +194,7 @@ def test_layers_without_state_of_their_own_are_skipped() -> None:
 @pytest.mark.parametrize("can_recompute", [False, True])
 def test_layers_that_all_share_are_planned(can_recompute: bool) -> None:  # noqa: FBT001  # a case of the test
     """A pipeline stage may own none with a state: then there is nothing to restore, nor anything to split."""
-    model = ModelShape("shared", (shared_layer(known_model("llama-3-8b").layers[0]),) * 2)
+    model = ModelShape("shared", (_shared_layer(known_model("llama-3-8b").layers[0]),) * 2)
     asked = request(model, 1024, engine=Engine(can_recompute=can_recompute, can_split=True))
 
     assert plan(asked).end_s == 0
@@ -340,7 +354,7 @@ def test_tensor_parallel_devices_share_the_work() -> None:
 def test_planning_imports_neither_torch_nor_numpy() -> None:
     """The planner runs where torch is not installed."""
     code = (
-        "import sys, gpu_worker.planning.explain, gpu_worker.planning.layout, gpu_worker.planning.drift;"
+        "import sys, gpu_worker.planning.explain, gpu_worker.planning.layout, gpu_worker.planning.adaptive;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
 

@@ -14,8 +14,6 @@ from ctxcache.errors import ModelFingerprintMismatch, ModelProbeMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import Difference, ModelProbe
 from ctxcache.format.streams import DType
-from gpu_worker.engines.batched import BatchedEngine
-from gpu_worker.engines.packed import PackedModel, SequenceCache, Work
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families import adapt
@@ -24,6 +22,8 @@ from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.probe import probe_of
 from gpu_worker.saving import Saver
+from lab.batching.engine import BatchedEngine
+from lab.batching.packed import PackedModel, SequenceCache, Work
 
 PLAN = RestorePlan.uniform(Method.KV, 3)
 PROMPT = list(range(5, 75))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sessions import saved_session
+from sessions import HeldRows, restored_cache, saved_session
 from tiny_models import LAYER_COUNT, WINDOW, build
-from torch import Tensor
 
+from ctxcache.client.arena import Bytes
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import adapt
@@ -23,12 +23,10 @@ from gpu_worker.planning.known_profiles import hcache_profile, known_profile
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import NO_LIMIT, Place, Stage
 from gpu_worker.planning.shape import LayerKind
-from gpu_worker.profiling.bandwidth import copy_bytes_per_s, read_bytes_per_s
-from gpu_worker.profiling.measure import LENGTHS, measure
+from gpu_worker.profiling.measure import LENGTHS, copy_bytes_per_s, measure, read_bytes_per_s
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
 from gpu_worker.profiling.stopwatch import Stopwatch
-from gpu_worker.restore import restore_cache
 
 CPU = torch.device("cpu")
 HISTORY = 1024
@@ -98,15 +96,17 @@ def test_window_of_the_shape_is_what_restoring_reads() -> None:
     shape = model_shape(session.adapter, "gemma3")
     asked = []
 
-    def read(stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
-        asked.append((stream.layer, begin))
-        return session.read(stream, begin, end)
+    class Asked(HeldRows):
+        def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+            asked.append((stream.layer, begin))
+            super().fill(stream, begin, end, into)
 
     plan = AdaptivePlanner(shape, known_profile("cpu"), engine=Engine(can_recompute=False)).plan(
         Holding.alike(LAYER_COUNT, [StateKind.KV], [Span(Place.DRAM, 0, session.token_count)]),
         session.token_count,
     )
-    restore_cache(session.adapter, plan.restore_plan(), read, positions=session.positions)
+    source = Asked(session.rows.__getitem__)
+    restored_cache(session.adapter, plan.restore_plan(), source, positions=session.positions)
 
     assert asked == [(layer, pieces[0].begin) for layer, pieces in enumerate(plan.layers)]
 

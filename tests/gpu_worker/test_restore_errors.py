@@ -1,13 +1,11 @@
 """Every way a restore can be fed wrongly raises its own error and hands out no cache."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from sessions import contents, relative_error, saved_session
+from sessions import HeldRows, contents, relative_error, restored_cache, saved_session
 from tiny_models import build, random_model
-from torch import Tensor
 from transformers import (
     BloomConfig,
     DynamicCache,
@@ -16,19 +14,20 @@ from transformers import (
     StaticCache,
 )
 
+from ctxcache.client.arena import Bytes
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.assemble import CacheAssembler
 from gpu_worker.errors import (
-    IncompleteRestore,
-    RowsOutOfOrder,
+    RestoreFailed,
     ShapeMismatch,
     UnsupportedArchitecture,
     UnsupportedDtype,
 )
 from gpu_worker.families import adapt
+from gpu_worker.pipeline.cache_target import CacheTarget
+from gpu_worker.pipeline.compute import Modules, Restorer
+from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.restore import Restorer, restore_cache
 
 T = 82
 KV_SIZE = 64
@@ -78,53 +77,43 @@ def test_layers_and_methods_the_model_lacks_are_refused(layer: int, method: Meth
 
 
 def test_short_layer_gives_no_cache() -> None:
-    """When the last piece of one layer is missing, restore names it and hands nothing out."""
+    """When the last rows of one layer are missing, restore names the stream and hands nothing out."""
     session = saved_session("llama")
 
-    with pytest.raises(IncompleteRestore, match="layer 2 holds 64 of 82 tokens"):
-        restore_cache(
-            session.adapter,
-            RestorePlan.uniform(Method.KV, 3),
-            lambda stream, begin, end: [session.rows[stream][begin : 64 if stream.layer == 2 else end]],
-            positions=session.positions,
+    class Short:
+        """What a client reads: the third layer ends after 64 tokens."""
+
+        def pieces(self, stream: Stream) -> list[Any]:
+            rows = session.rows[stream].view(torch.uint8).numpy()
+            return [rows[:40], rows[40 : 64 if stream.layer == 2 else T]]
+
+    class FromClient(HeldRows):
+        def __init__(self) -> None:
+            super().__init__(session.rows.__getitem__)
+            # Any: of a client's rows only the pieces are asked for.
+            rows: Any = Short()
+            self.fill = LeasedSource(rows).fill  # type: ignore[method-assign]
+
+    with pytest.raises(ShapeMismatch, match=r"kv.* rows: expected shape up to 64, got \[0, 82\)"):
+        restored_cache(
+            session.adapter, RestorePlan.uniform(Method.KV, 3), FromClient(), positions=session.positions
         )
-
-
-def test_missing_layer_gives_no_cache() -> None:
-    """A layer of which nothing arrived is as incomplete as a short one."""
-    session = saved_session("llama")
-    assembler = CacheAssembler(session.adapter, token_count=T)
-
-    with pytest.raises(IncompleteRestore, match="layer 0 holds 0 of 82 tokens"):
-        assembler.finish()
-
-
-def test_pieces_out_of_order_are_refused() -> None:
-    """A piece that leaves a gap raises RowsOutOfOrder with the token the layer continues at."""
-    session = saved_session("llama")
-    restorer = Restorer(session.adapter, session.positions)
-    assembler = CacheAssembler(session.adapter, token_count=T)
-    rows = session.rows[Stream(0, StateKind.KV)]
-    assembler.put(0, 0, *restorer.layer(0, Method.KV, rows[:10]))
-
-    with pytest.raises(RowsOutOfOrder, match="continues at token 10, the piece starts at 11"):
-        assembler.put(0, 11, *restorer.layer(0, Method.KV, rows[11:20], begin=11))
 
 
 def test_layers_may_arrive_interleaved() -> None:
     """Pieces of different layers in any order give the same cache as layer after layer."""
     session = saved_session("gemma3")
-    restorer = Restorer(session.adapter, session.positions)
-    assembler = CacheAssembler(session.adapter, token_count=T)
+    compute = Modules(session.adapter, session.positions)
+    target = CacheTarget(session.adapter, T)
     for step in (0, 1):
         for layer in (2, 0, 1):
-            first = assembler.first_token(layer)
+            first = target.first_token(layer)
             middle = (first + T) // 2
             begin, end = ((first, middle), (middle, T))[step]
-            rows = session.rows[Stream(layer, StateKind.KV)][begin:end]
-            assembler.put(layer, begin, *restorer.layer(layer, Method.KV, rows, begin=begin))
+            rows = session.rows[Stream(layer, StateKind.KV)][begin:end].view(torch.uint8)
+            compute.restore(layer, Method.KV, rows, begin, target.room(layer, begin, end))
 
-    cache = assembler.finish()
+    cache = target.cache
 
     assert all(
         relative_error(contents(cache, i)[0], contents(session.kept_cache, i)[0]) == 0.0 for i in range(3)
@@ -137,31 +126,35 @@ def test_sliding_layers_are_read_only_as_far_as_they_attend() -> None:
     session = saved_session("mistral-sliding")
     asked: list[tuple[int, int]] = []
 
-    def read(stream: Stream, begin: int, end: int) -> Iterator[Tensor]:
-        asked.append((begin, end))
-        yield session.rows[stream][begin:end]
+    class Asked(HeldRows):
+        def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
+            asked.append((begin, end))
+            super().fill(stream, begin, end, into)
 
-    cache = restore_cache(
-        session.adapter, RestorePlan.uniform(Method.KV, 3), read, positions=session.positions
+    source = Asked(session.rows.__getitem__)
+    cache = restored_cache(
+        session.adapter, RestorePlan.uniform(Method.KV, 3), source, positions=session.positions
     )
 
     assert asked == [(T - 23, T)] * 3
     assert cache.get_seq_length() == T
 
 
-def test_errors_of_the_reader_pass_through() -> None:
-    """What reading raises reaches the caller as it is, with no cache in the making left behind."""
+def test_errors_of_the_reader_are_the_cause() -> None:
+    """An error of a bug in reading reaches the caller as the cause of a failed restore."""
     session = saved_session("llama")
 
-    with pytest.raises(KeyError):
-        restore_cache(
-            session.adapter, RestorePlan.uniform(Method.KV, 3), _no_rows, positions=session.positions
+    class Broken(HeldRows):
+        def fill(self, *_: Any, **__: Any) -> None:  # Any: never looked at
+            raise KeyError("planted")
+
+    source = Broken(session.rows.__getitem__)
+    with pytest.raises(RestoreFailed, match="planted") as caught:
+        restored_cache(
+            session.adapter, RestorePlan.uniform(Method.KV, 3), source, positions=session.positions
         )
 
-
-def _no_rows(*_: object) -> Any:
-    # Any: never returns.
-    raise KeyError
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize(("plan", "field"), [("kv:0-1", "plan"), ("tokens:0,kv:1-2", "token_ids")])
@@ -170,7 +163,12 @@ def test_plans_that_do_not_fit_are_refused(plan: str, field: str) -> None:
     session = saved_session("llama")
 
     with pytest.raises(InvalidArgument) as caught:
-        restore_cache(session.adapter, RestorePlan.parse(plan), session.read, positions=session.positions)
+        restored_cache(
+            session.adapter,
+            RestorePlan.parse(plan),
+            session.rows.__getitem__,
+            positions=session.positions,
+        )
 
     assert caught.value.field == field
 
@@ -180,10 +178,10 @@ def test_token_ids_of_another_length_are_refused() -> None:
     session = saved_session("llama")
 
     with pytest.raises(ShapeMismatch, match="token ids"):
-        restore_cache(
+        restored_cache(
             session.adapter,
             RestorePlan.uniform(Method.TOKENS, 3),
-            session.read,
+            session.rows.__getitem__,
             positions=session.positions,
             token_ids=session.token_ids[1:],
         )
@@ -208,10 +206,13 @@ def test_static_cache_without_room_is_refused() -> None:
 
 def test_empty_session_restores_to_an_empty_cache() -> None:
     """A session of no tokens is a cache of no tokens."""
-    adapter = saved_session("llama").adapter
+    session = saved_session("llama")
 
-    cache = restore_cache(
-        adapter, RestorePlan.uniform(Method.KV, 3), lambda *_: [], positions=torch.arange(0)
+    cache = restored_cache(
+        session.adapter,
+        RestorePlan.uniform(Method.KV, 3),
+        session.rows.__getitem__,
+        positions=torch.arange(0),
     )
 
     assert isinstance(cache, DynamicCache)

@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import RELATIVE_BOUND, Session, contents, relative_error, saved_session
+from sessions import RELATIVE_BOUND, Session, contents, relative_error, restored_cache, saved_session
 from tiny_models import ROPE_FAMILIES
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_neox
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_llama
 
-from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.generation import prefill
 from gpu_worker.plan import RestorePlan
-from gpu_worker.positions import positions_after_truncation
-from gpu_worker.restore import restore_cache
 
 LIVE = [(0, 4), (40, 82)]
 
@@ -27,11 +24,11 @@ def _kept(rows: Tensor) -> Tensor:
 
 
 def _restore_truncated(session: Session, kind: StateKind) -> DynamicCache:
-    cache = restore_cache(
+    cache = restored_cache(
         session.adapter,
         RestorePlan.parse(f"{kind.name.lower()}:0-{len(session.adapter.layers) - 1}"),
-        lambda stream, begin, end: [_kept(session.rows[stream])[begin:end]],
-        positions=positions_after_truncation(session.adapter, LIVE),
+        lambda stream: _kept(session.rows[stream]),
+        positions=torch.arange(sum(end - begin for begin, end in LIVE)),
     )
     assert isinstance(cache, DynamicCache)
     return cache
@@ -83,21 +80,3 @@ def test_hidden_and_kv_truncate_alike(kind: StateKind) -> None:
 
     reference = _restore_truncated(session, StateKind.KV)
     assert relative_error(contents(cache, 2)[0], contents(reference, 2)[0]) < RELATIVE_BOUND
-
-
-@pytest.mark.parametrize("name", ["opt", "gpt2"])
-def test_learned_positions_refuse_to_move(name: str) -> None:
-    """Where positions are learned, dropping tokens before kept ones is refused with the reason."""
-    adapter = saved_session(name).adapter
-
-    with pytest.raises(PositionsNotRelocatable, match="only the newest tokens can be dropped"):
-        positions_after_truncation(adapter, LIVE)
-
-    assert len(positions_after_truncation(adapter, [(0, 40)])) == 40
-
-
-@pytest.mark.parametrize("live", [[(4, 4)], [(0, 8), (6, 9)], [(5, 3)]])
-def test_ranges_must_ascend(live: list[tuple[int, int]]) -> None:
-    """Empty, overlapping and reversed ranges are refused."""
-    with pytest.raises(InvalidArgument, match="live_ranges"):
-        positions_after_truncation(saved_session("llama").adapter, live)

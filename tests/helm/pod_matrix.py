@@ -25,11 +25,11 @@ from run_pod import Cluster, Pod, built_images, lacking
 
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
-from ctxcache.core.identity import parse_grant
 from ctxcache.errors import Unauthenticated
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
-from ctxcache.tokens import Token, digest_of, new_secret
+from ctxcache.identity.grants import parse_grant
+from ctxcache.identity.tokens import Token, digest_of, new_secret
 from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 IMAGES = built_images()
@@ -280,7 +280,7 @@ def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any
         assert backup.wait(120) == {"backup": 0}, (number, backup.log())
         backup.remove()
     (file,) = [path for path in made.cluster.claim("cache-ctxcache-backup").iterdir() if path.is_file()]
-    assert file.suffix == ".ctxbackup"
+    assert file.suffix == ".ctxarchive"
     tested = made.run("pod/cache-ctxcache-test")
     assert tested.wait(60) == {"ask": 0}, tested.log()
     assert pod.stop()["store"][0] == 0

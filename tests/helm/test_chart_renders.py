@@ -10,7 +10,7 @@ import pytest
 import yaml
 from chart import CASES, CHART, HERE, ROOT, helm, named, objects, only, render, store_pod
 
-from ctxcache.config import load
+from ctxcache.settings.config import load
 
 OLDEST, NEWEST = "1.30", "1.37"
 # Not Kubernetes' own: their schemas are their operators'.

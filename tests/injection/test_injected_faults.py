@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import pytest
+from fakes import FakeClock
 
 from ctxcache.errors import TooManyRequests
-from ctxcache.injection.faults import FAULT_LIMIT, Fault, FaultKind, Faults
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.storage.injection.faults import FAULT_LIMIT, Fault, FaultKind, Faults
 
 READ, WRITE = FaultKind.SSD_READ_ERROR, FaultKind.SSD_WRITE_ERROR
 S = 10**9

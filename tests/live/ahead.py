@@ -75,13 +75,13 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
     early = [tier for tier, lead_s in found if tier and lead_s >= needed_s]
     return Ahead(
         policy, len(found), int(bytes_per_s), round(needed_s, 4), round(period_s, 4), len(hits),
-        hits.count(Tier.DRAM), len(early), early.count(Tier.DRAM),
+        hits.count(Tier.MEMORY), len(early), early.count(Tier.MEMORY),
     )  # fmt: skip
 
 
 def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:
     """Bytes per second of leases, one after the other, of sessions that lie on SSD."""
-    if any(engine.tier(uid) is not Tier.SSD for uid in uids):
+    if any(engine.tier(uid) is not Tier.BELOW for uid in uids):
         raise AssertionError("they are not where they are to be read from")
     began_s = time.monotonic()
     for uid in uids:

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.client import Client
-from ctxcache.config import Settings
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Tier
 from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.settings.config import Settings
 from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Hint, Load
-from ctxcache.simulate.replay import Replay
+from ctxcache.simulate.replay import Replay, Waiting
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
-from ctxcache.simulate.waiting import Waiting
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store
 from tests.live.running import RunningServer
 from tests.live.scheduler import Hints, Scheduler
@@ -79,7 +78,7 @@ class Outcome:
         """Turns by what they found, and sessions evicted."""
         tiers = Counter(tier for _, tier in self.found)
         return {
-            "turns": len(self.found), "in_dram": tiers[Tier.DRAM], "on_ssd": tiers[Tier.SSD],
+            "turns": len(self.found), "in_dram": tiers[Tier.MEMORY], "on_ssd": tiers[Tier.BELOW],
             "missed": tiers[None], "evicted": self.evicted_count, "written_kib": self.written_bytes >> 10,
         }  # fmt: skip
 
@@ -98,7 +97,7 @@ class _Noted(Replay):
         self.waits_s: list[float] = []
 
     def _start(self, turn: Turn, since_s: float, now_s: float) -> float:
-        self.found.append((turn.session, self.store.ledger.tier(turn.session)))
+        self.found.append((turn.session, self.store.tiers.tier(turn.session)))
         self.waits_s.append(now_s - since_s)
         return super()._start(turn, since_s, now_s)
 
@@ -132,7 +131,7 @@ def live(
         Engine(store, client, hints, goes_on=goes_on, is_durable=is_durable),
     )
     # The same calls, done for real.
-    replay.store.ledger = engine  # type: ignore[assignment]
+    replay.store.tiers = engine  # type: ignore[assignment]
     replay.waiting = engine.policy  # type: ignore[assignment]
 
     def counts() -> tuple[int, int]:

@@ -11,12 +11,12 @@ from typing import Protocol
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.rows import SessionRows
-from ctxcache.core.placement.ledger import Move
 from ctxcache.core.placement.policy import Facts, Tier
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.simulate.tiers import Move
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.rows import first_difference, rows_of
 from tests.live.names import name_of, owner_of
@@ -96,7 +96,7 @@ class Engine:
             raise AssertionError(f"{uid!r} has {found.token_count} tokens, not {known_tokens}")
         if not known_tokens or found.token_count < known_tokens:
             return None
-        return Tier.DRAM if found.dram_token_count == found.token_count else Tier.SSD
+        return Tier.MEMORY if found.dram_token_count == found.token_count else Tier.BELOW
 
     def is_on_ssd(self, uid: bytes) -> bool:  # noqa: ARG002  for a ledger's
         """What the store writes it counts itself."""

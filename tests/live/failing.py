@@ -5,7 +5,7 @@ The descriptor is put in the place of another that refuses, so that it is the ke
 
 import os
 
-from ctxcache.config import Settings
+from ctxcache.settings.config import Settings
 from tests.live.running import RunningServer
 
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ctxcache.client import Client
-from ctxcache.recordings.replay import Due
 from ctxcache.recordings.writing import created, write
 from ctxcache.simulate.recorded import Called
+from lab.replay.replay import Due
 from tests.live.running import RunningServer
 
 PATIENCE_S = 60.0

@@ -12,10 +12,10 @@ from typing import Any, Self, TypeVar
 
 from ctxcache.cache import Cache
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.config import Settings
-from ctxcache.server import Server
-from ctxcache.testing.fakes import NANOSECONDS, FakeClock
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.server import Server
+from ctxcache.server.upkeep import Upkeep
+from ctxcache.settings.config import Settings
+from tests.fakes import NANOSECONDS, FakeClock
 
 T = TypeVar("T")
 PATIENCE_S = 60.0

@@ -79,7 +79,7 @@ def test_turns_that_waited_in_the_queue_find_their_sessions_in_dram(policy: str,
     assert not differences(running, expected)
     hits = [tier for (_, tier), wait_s in zip(running.found, running.waits_s, strict=True) if tier and wait_s]
     assert len(hits) > len(turns) / 2
-    assert hits.count(Tier.DRAM) >= 0.99 * len(hits)
+    assert hits.count(Tier.MEMORY) >= 0.99 * len(hits)
 
 
 @pytest.mark.parametrize("slot_count", [None, 2])

@@ -7,8 +7,8 @@ import pytest
 
 from ctxcache.client import Client
 from ctxcache.recordings.reading import contents
-from ctxcache.recordings.replay import replay
 from ctxcache.simulate.trace import Trace, Turn
+from lab.replay.replay import replay
 from tests.live.compare import Outcome, Setting, Sizes, differences, live, simulated
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES
 from tests.live.load import Shape, make_turns

@@ -1,5 +1,6 @@
 """The catalog on a device that refuses or takes less: it gives up with a log line, and never tears an entry."""
 
+import asyncio
 import errno
 import os
 import threading
@@ -7,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hung_device import HungDevice
+from metadata_contract import make_session
 from xxhash import xxh3_64_intdigest
 
-from ctxcache.metadata import catalog as catalogs
-from ctxcache.metadata.catalog import Catalog
-from ctxcache.metadata.catalog_contents import END, pack, pack_mark, read_catalog
+from ctxcache.storage.metadata import catalog as catalogs
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.catalog_contents import END, pack, pack_mark, read_catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 INSTANCE_ID = "00" * 16
 
@@ -99,6 +104,122 @@ def test_a_device_that_hangs_costs_few_descriptors(
     catalog.close(99)
 
     assert links.count(str(tmp_path / "00000001.log")) <= 3
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDevice]:
+    """The device of the catalog's first log, whose writes hang from now on."""
+    device = HungDevice(str(tmp_path / "00000001.log"), ("write",))
+    with device.hung(monkeypatch):
+        yield device
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Catalog:
+    """A catalog with one commit, which waits for a device no longer than a moment."""
+    made = Catalog(tmp_path, INSTANCE_ID, hang_after_s=0.05)
+    made.begin(0, no_records)
+    made.append([(b"s/one", b"1")], 1)
+    while not read_catalog(tmp_path, INSTANCE_ID).records or made._is_base_due:
+        continue
+    return made
+
+
+async def test_a_commit_returns_when_the_catalog_has_it(tmp_path: Path) -> None:
+    """Durable or not: what is acknowledged is there after the death of the process."""
+    store = RocksDbMetadata(tmp_path / "metadata", catalog=Catalog(tmp_path / "catalog", INSTANCE_ID))
+    for uid in range(1, 100):
+        await store.commit(Changes(sessions=[make_session(uid)]), is_durable=uid % 10 == 0)
+        assert read_catalog(tmp_path / "catalog", INSTANCE_ID).sequence == store.commit_count
+    store.close()
+
+
+async def test_a_write_that_hangs_is_given_up_by_all_who_wait(
+    impatient: Catalog, hanging: HungDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event loop goes on meanwhile; later commits do not wait for what is lost."""
+    waiting = []
+    for sequence in (2, 3, 4):
+        impatient.append([(b"s/two", b"%d" % sequence)], sequence)
+        waiting.append(asyncio.create_task(impatient.wait(impatient.last_write)))
+    await asyncio.gather(*waiting)
+    impatient.append([(b"s/two", b"5")], 5)
+    assert impatient.last_write
+    is_waited_for = not impatient.last_write.done()
+    hanging.answer()
+    impatient.close(5)
+
+    assert not is_waited_for
+    assert hanging.waiting_count == 1
+    assert caplog.text.count("catalog_failed") == 1
+
+
+async def test_after_a_hang_the_catalog_begins_anew(
+    impatient: Catalog, hanging: HungDevice, tmp_path: Path
+) -> None:
+    """With a base of all records, once the device has returned the write; what was missing is named until then."""
+    impatient.append([(b"s/two", b"2")], 2)
+    await impatient.wait(impatient.last_write)
+    impatient.append([(b"s/three", b"3")], 3)
+    impatient._snapshot = lambda: iter([(b"s/one", b"1"), (b"s/two", b"2"), (b"s/three", b"3")])
+    hanging.answer()
+    sequence = 3
+    while not (tmp_path / "00000002.base").exists():
+        sequence += 1
+        impatient.append([(b"s/late", b"%d" % sequence)], sequence)
+        await impatient.wait(impatient.last_write)
+    impatient.close(sequence)
+    contents = read_catalog(tmp_path, INSTANCE_ID)
+
+    assert contents.problems == []
+    assert contents.sequence == sequence
+    assert contents.records.keys() == {b"s/one", b"s/two", b"s/three", b"s/late"}
+
+
+async def test_no_end_is_marked_behind_commits_that_are_missing(
+    impatient: Catalog, hanging: HungDevice, tmp_path: Path
+) -> None:
+    """The next run must not go on in a log that lacks commits, though the device has answered by the end."""
+    impatient.append([(b"s/two", b"2")], 2)
+    await impatient.wait(impatient.last_write)
+    impatient.append([(b"s/three", b"3")], 3)
+    hanging.answer()
+    while impatient._writer.is_owed:
+        continue
+    impatient.close(3)
+    again = Catalog(tmp_path, INSTANCE_ID)
+    again.begin(3, lambda: iter([(b"s/one", b"1"), (b"s/two", b"2"), (b"s/three", b"3")]))
+    again.append([(b"s/four", b"4")], 4)
+    again.close(4)
+    contents = read_catalog(tmp_path, INSTANCE_ID)
+
+    assert (contents.sequence, len(contents.records), contents.problems) == (4, 4, [])
+
+
+def test_an_end_does_not_wait_for_a_write_that_hangs(
+    impatient: Catalog, hanging: HungDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has noticed it before: the end comes all the same."""
+    impatient.append([(b"s/two", b"2")], 2)
+    hanging.came.wait()
+    impatient.close(2)
+
+    assert hanging.is_hung
+    assert "the end has waited" in caplog.text
+
+
+def test_commits_that_nobody_waits_for_do_not_pile_up(
+    impatient: Catalog, hanging: HungDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Callers that went away leave their commits behind: with so many bytes the device counts as one that hangs."""
+    monkeypatch.setattr(catalogs, "BACKLOG_LIMIT_BYTES", 1000)
+    for sequence in range(2, 100):
+        impatient.append([(b"s/two", bytes(100))], sequence)
+    hanging.answer()
+    impatient.close(99)
+
+    assert "bytes of commits wait for it" in caplog.text
+    assert hanging.waiting_count <= 2
 
 
 def test_an_end_does_not_wait_for_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

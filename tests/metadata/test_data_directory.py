@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.data_directory import DataDirectory
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
+from ctxcache.storage.data_directory import DataDirectory
 
 HOLD_UNTIL_KILLED = """
 import sys
-from ctxcache.data_directory import DataDirectory
+from ctxcache.storage.data_directory import DataDirectory
 directory = DataDirectory.open(sys.argv[1])
 print("open", flush=True)
 sys.stdin.read()

@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hung_device import HungDevice
+from metadata_contract import make_model, make_session
 
 from ctxcache.errors import CorruptMetadata
 from ctxcache.format.slot import Slot
-from ctxcache.metadata import catalog as catalogs
-from ctxcache.metadata import records
-from ctxcache.metadata.base import Changes
-from ctxcache.metadata.catalog import Catalog
-from ctxcache.metadata.catalog_contents import read_catalog
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.metadata.witness import Witness
-from ctxcache.testing.metadata import make_model, make_session
+from ctxcache.storage.metadata import catalog as catalogs
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.catalog_contents import read_catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
 
 INSTANCE = "00ff"
 
@@ -38,6 +39,12 @@ def commit(store: RocksDbMetadata, *uids: int, log_end: int = 0) -> None:
     asyncio.run(store.commit(Changes(sessions=sessions), is_durable=True))
 
 
+def wait_for_base(directory: Path) -> None:
+    """Until the catalog's first base is whole: its threads write it beside the commits."""
+    while not (directory / "catalog" / "00000001.base").exists():
+        continue
+
+
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[Path]:
     """A directory as a killed process leaves it: copied while the store is open."""
@@ -46,6 +53,7 @@ def stored(tmp_path: Path) -> Iterator[Path]:
     commit(store, 1, 2, 3)
     commit(store, 2, log_end=7)
     asyncio.run(store.commit(Changes(deleted_session_uids=[make_session(3).uid]), is_durable=True))
+    wait_for_base(tmp_path / "live")
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
     yield tmp_path / "killed"
     store.close()
@@ -109,8 +117,7 @@ def test_a_catalog_without_metadata_is_refused(stored: Path, damage: str) -> Non
 def test_a_first_start_that_was_cut_off_is_no_loss(tmp_path: Path) -> None:
     """The catalog is begun before the first commit: that there is none yet is no reason to refuse."""
     store = open_store(tmp_path / "live")
-    assert store._catalog
-    store._catalog._worker.submit(lambda: None).result()
+    wait_for_base(tmp_path / "live")
     shutil.copytree(tmp_path / "live" / "catalog", tmp_path / "killed" / "catalog")
     store.close()
     again = open_store(tmp_path / "killed")
@@ -196,6 +203,33 @@ def test_a_damaged_witness_is_said(stored: Path, caplog: pytest.LogCaptureFixtur
 
     assert witness.sequence == 4
     assert "witness_damaged" in caplog.text
+
+
+def test_a_commit_does_not_wait_for_a_directory_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other directories have the witness; the late file has the last word it was told once it answers."""
+    for name in ("hung", "there"):
+        (tmp_path / name).mkdir()
+    directories = [tmp_path / "hung", tmp_path / "there"]
+    witness = Witness(directories, INSTANCE, patience_s=0.05)
+    device = HungDevice(str(tmp_path / "hung" / "WITNESS"), ("pwrite",))
+    with device.hung(monkeypatch):
+        for sequence in (1, 2, 3):
+            witness.note(sequence)
+        came_count = device.waiting_count
+        noted = [Witness([path], INSTANCE, is_read_only=True).sequence for path in directories]
+        device.answer()
+        while Witness([tmp_path / "hung"], INSTANCE, is_read_only=True).sequence < 1:
+            continue
+        # The write is there a moment before its thread says so.
+        while Witness([tmp_path / "hung"], INSTANCE, is_read_only=True).sequence < 4:
+            witness.note(4)
+    witness.close()
+
+    assert came_count == 1
+    assert noted == [0, 3]
+    assert caplog.text.count("witness_late") == 1
 
 
 def test_a_torn_catalog_ends_before_the_tear(stored: Path) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes import FakeClock
+from metadata_contract import MetadataContract
 
-from ctxcache.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
-from ctxcache.injection.metadata import SlowMetadata
-from ctxcache.metadata.base import MetadataStore
-from ctxcache.metadata.memory import MemoryMetadata
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.fakes import FakeClock
-from ctxcache.testing.metadata import MetadataContract
+from ctxcache.storage.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
+from ctxcache.storage.injection.ssd import SlowMetadata
+from ctxcache.storage.metadata.base import MetadataStore
+from ctxcache.storage.metadata.memory import MemoryMetadata
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 
 class TestMemoryMetadata(MetadataContract):

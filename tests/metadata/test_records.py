@@ -8,6 +8,7 @@ from typing import cast, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from metadata_contract import make_model, make_segment, make_session
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
@@ -16,9 +17,8 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.metadata import records
-from ctxcache.metadata.base import ModelRecord, SegmentRecord, SessionRecord
-from ctxcache.testing.metadata import make_model, make_segment, make_session
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.base import ModelRecord, SegmentRecord, SessionRecord
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 SIZE = st.integers(0, (1 << 63) - 1)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metadata_contract import make_segment, make_session
 
 from ctxcache.errors import CapacityExceeded, TierFailure
-from ctxcache.metadata import records, rocksdb
-from ctxcache.metadata.base import Changes
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.metadata import make_segment, make_session
+from ctxcache.storage.metadata import records, rocksdb
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 MANY = 5000
 NO_ROOM = "IO error: No space left on device: While appending to file: 000004.log"

@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from metadata_contract import make_segment, make_session
 from rocksdict import Options, Rdict
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, TierFailure
-from ctxcache.metadata import records
-from ctxcache.metadata.base import Changes
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.metadata import make_segment, make_session
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 RECORD_COUNT = 50
 COMMITS_UNTIL_KILLED = """
 import asyncio, sys
-from ctxcache.metadata.base import Changes
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.metadata import make_segment
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from metadata_contract import make_segment
 
 async def main():
     store = RocksDbMetadata(sys.argv[1])
@@ -41,9 +41,9 @@ asyncio.run(main())
 """
 COMMITS_AT_ONCE = """
 import asyncio, sys
-from ctxcache.metadata.base import Changes
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.testing.metadata import make_segment
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from metadata_contract import make_segment
 
 async def main():
     store = RocksDbMetadata(sys.argv[1])
@@ -52,6 +52,10 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+# The processes find the tests' modules where this one does.
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def fill(path: Path, *, is_killed: bool = False) -> None:
@@ -115,7 +119,7 @@ def test_acknowledged_commits_survive_kill_9(tmp_path: Path, kill_after: int) ->
             str(tmp_path / "metadata"),
             str(acknowledged),
         ]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as writer:
             assert writer.stdout is not None
             for _ in range(kill_after):
                 acknowledged = int(writer.stdout.readline())
@@ -133,7 +137,8 @@ def test_commits_at_once_share_their_syncs(tmp_path: Path) -> None:
     """Five hundred durable commits that come together cost a few syncs, not five hundred."""
     trace = tmp_path / "trace"
     command = ["strace", "-f", "-e", "trace=fdatasync", "-o", str(trace)]
-    subprocess.run([*command, sys.executable, "-c", COMMITS_AT_ONCE, str(tmp_path / "metadata")], check=True)
+    arguments = [*command, sys.executable, "-c", COMMITS_AT_ONCE, str(tmp_path / "metadata")]
+    subprocess.run(arguments, check=True, env=ENVIRONMENT)
     syncs = [line for line in trace.read_text().splitlines() if "fdatasync(" in line]
 
     assert 0 < len(syncs) < 25

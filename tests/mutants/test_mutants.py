@@ -10,7 +10,7 @@ from tests.mutants.table import check, load
 STALE = """
 [[mutant]]
 name = "stale"
-file = "ctxcache/sizes.py"
+file = "ctxcache/settings/sizes.py"
 old = "a line that is not there"
 new = ""
 why = "-"
@@ -42,7 +42,7 @@ def test_a_line_that_is_gone_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
 
     assert main(["--table", str(table)]) == UNUSABLE
     assert capsys.readouterr().err.splitlines() == [
-        "stale: no longer applies: 'a line that is not there' occurs 0 times in ctxcache/sizes.py",
+        "stale: no longer applies: 'a line that is not there' occurs 0 times in ctxcache/settings/sizes.py",
         "stale: there is no tests/no_such_test.py",
     ]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
 from scraped import Values, parsed
 from service_rig import Client, GrpcWay
 
-from ctxcache.config import Settings
-from ctxcache.server import Server
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 ARENA_BYTES, SSD_BYTES = 1 << 20, 3 << 19

@@ -9,11 +9,11 @@ import pytest
 from observed import fetch, observed, small_settings
 from service_rig import until
 
-from ctxcache.addresses import metrics_place
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
 from ctxcache.observe import endpoint as endpoint_module
 from ctxcache.observe.endpoint import Answer, Endpoint, Page
-from ctxcache.server import Server
+from ctxcache.server.addresses import metrics_place
+from ctxcache.server.server import Server
 
 
 async def test_pages_answer(tmp_path: Path) -> None:

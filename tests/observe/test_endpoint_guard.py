@@ -15,7 +15,7 @@ from service_rig import until
 
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.observe.bearer import Bearer
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 
 TOKEN = "0123456789abcdef"  # noqa: S105  # of a test
 

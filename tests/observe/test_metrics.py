@@ -9,10 +9,10 @@ import pytest
 from observed import fetch, load, observed, value, values_of
 from service_rig import GrpcWay
 
-from ctxcache.knobs import KNOBS
 from ctxcache.observe.metric import Kind
 from ctxcache.observe.reading import OTHER, TENANTS_SHOWN, shown_tenants
 from ctxcache.observe.table import METRICS, TABLE
+from ctxcache.settings.knobs import KNOBS
 from ctxcache.v1 import arena_pb2
 
 ONLY_WHEN_IT_FAILS = {"ctxcache_upkeep_failures_total"}

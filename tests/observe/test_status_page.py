@@ -24,7 +24,7 @@ from ctxcache.observe.status import status_of
 from ctxcache.observe.status_page import page
 from ctxcache.observe.status_pages import is_own_name
 from ctxcache.observe.table import METRICS
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(

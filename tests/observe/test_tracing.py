@@ -23,7 +23,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.observe import tracing
 from ctxcache.observe.tracing import OtelSpans, open_spans
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 
 HIDDEN = Stream(0, StateKind.HIDDEN)
 MODEL = ModelSpec(
@@ -152,7 +152,7 @@ def test_without_a_span_nothing_is_sent() -> None:
 
 def test_what_is_not_used_is_not_imported() -> None:
     """Neither a server without an endpoint nor a client imports OpenTelemetry."""
-    code = "import sys, ctxcache.server, ctxcache.client; print('opentelemetry' in sys.modules)"
+    code = "import sys, ctxcache.server.server, ctxcache.client; print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "False\n"

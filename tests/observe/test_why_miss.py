@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from observed import load, observed
 from service_rig import Client, GrpcWay, until
 
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 from ctxcache.v1.admin_pb2 import MissEvent
 
@@ -95,9 +95,11 @@ async def test_damage_is_told_with_what_it_cost(tmp_path: Path) -> None:
         await client.create("one")
         await client.append("one", 1, 0, 128, is_durable=True)
         await client.admin.DemoteSession(admin_pb2.DemoteSessionRequest(name="sessions/one"))
-        segment = server._cache.state.session("default", "one").segments[1]
-        assert segment.ssd is not None
-        _damage(Path(server.storage.ssd.paths[segment.ssd.path_index]), segment.ssd.offset_bytes + 4096)
+        segment = server._cache.ledger.find("default", "one").segments[1]
+        assert segment.durable is not None
+        _damage(
+            Path(server.storage.ssd.paths[segment.durable.path_index]), segment.durable.offset_bytes + 4096
+        )
         with pytest.raises(grpc.aio.AioRpcError):
             await client.read_rows("one")
         answer = await _why(client, "one")

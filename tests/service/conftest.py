@@ -5,12 +5,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fakes import FakeClock
 from service_rig import Access, Client, GrpcWay, SocketWay
 
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.config import Settings
-from ctxcache.server import Server
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
 
 ARENA_BYTES = 1 << 20

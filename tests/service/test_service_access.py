@@ -8,15 +8,16 @@ from typing import Any
 
 import grpc
 import pytest
-from service_rig import STREAMS, Access, Client, SocketWay, all_rows, rows, until
+from fakes import FakeClock
+from google.protobuf.duration_pb2 import Duration
+from service_rig import STREAMS, Access, Client, SocketWay, all_rows, refused, rows, until
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service import arena, control, turns
-from ctxcache.testing.fakes import FakeClock
 from ctxcache.v1 import arena_pb2, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
 
@@ -284,10 +285,10 @@ async def test_leases_and_reservations_end_with_their_stream(
 
     await cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(cache) == []
-    assert cache.residency.dram.used_bytes == kept_bytes
+    assert cache.ledger.memory.used_bytes == kept_bytes
     clock.advance(ns=GRACE_NS)
     cache.writing.expire_due()
-    assert cache.residency.dram.used_bytes == 0
+    assert cache.ledger.memory.used_bytes == 0
     await client.append("b", 1, 0, 10)
 
 
@@ -330,6 +331,29 @@ async def test_deadlines_are_told_and_kept(
         server._cache.reading.expire_due()
     await server._cache.residency.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
+
+
+async def test_a_commit_to_an_expired_session_is_refused(
+    client: Client, access: Access, mapped: Mapped, clock: FakeClock
+) -> None:
+    """For its writer it is as gone as for everybody else, alone and in a batch; the reservation has ended."""
+    numbers, sums = [], []
+    for name in ("a", "b"):
+        await client.create(name, ttl=Duration(seconds=10))
+        reservation = (await access.one(reserve=reserve_of(client, 0, 1, name))).reservation
+        numbers.append(reservation.reservation_id)
+        sums.append(mapped.write(reservation, 7))
+    clock.advance(seconds=10)
+    alone = await access.one(commit=commit_of(numbers[0], 1, checksums=sums[0]))
+    batch = arena_pb2.CommitReservations(reservation_ids=numbers[1:], token_counts=[1], checksums=[1])
+    together = await access.one(commit_many=batch)
+    again = await access.one(commit=commit_of(numbers[0], 1, checksums=sums[0]))
+
+    refusal(alone, Code.NOT_FOUND, "SESSION_NOT_FOUND")
+    assert [one.error.reason for one in together.committed_many.failures] == ["SESSION_NOT_FOUND"]
+    refusal(again, Code.NOT_FOUND, "RESERVATION_NOT_FOUND")
+    for name in ("a", "b"):
+        await refused(client.get(name), Code.NOT_FOUND, "SESSION_NOT_FOUND")
 
 
 async def test_a_lease_that_does_not_fit_is_refused_and_a_smaller_one_granted(

@@ -13,7 +13,8 @@ from raw_http2 import RawClient, message
 from service_rig import Client, chunks, refused
 
 from ctxcache.errors import DeadlineExceeded, TooManyRequests
-from ctxcache.server import SERVICES, Server
+from ctxcache.server.ports import MESSAGE_LIMIT_BYTES
+from ctxcache.server.server import SERVICES, Server
 from ctxcache.service import arrivals as arriving
 from ctxcache.service.arrivals import SMALL_BYTES, Arrivals, Incoming
 from ctxcache.service.reflection import SERVICE_NAMES
@@ -185,6 +186,19 @@ async def test_nothing_of_a_request_is_taken_beyond_the_first_window(client: Cli
     assert b"grpc-status" in last
     assert b"larger than max" in last
     raw.writer.close()
+
+
+async def test_what_grpc_refuses_itself_has_no_reason(client: Client, server: Server) -> None:
+    """By its length alone, as docs/clients.md says; one byte less is ours to refuse, with a reason."""
+    assert MESSAGE_LIMIT_BYTES == 2_162_688
+    for size_bytes in (MESSAGE_LIMIT_BYTES + 1, MESSAGE_LIMIT_BYTES):
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = client.channel.unary_unary(GET)
+        call = method(bytes(size_bytes), timeout=30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        found = caught.value.code(), "grpc-status-details-bin" in dict(caught.value.trailing_metadata() or ())
+        is_ours = size_bytes == MESSAGE_LIMIT_BYTES
+        assert found == (Code.INVALID_ARGUMENT if is_ours else Code.RESOURCE_EXHAUSTED, is_ours)
 
 
 async def test_a_small_call_is_small(client: Client) -> None:

@@ -23,19 +23,19 @@ from bulk_stubs import (
     Connection,
     as_frame,
 )
+from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
 from service_rig import KV, STREAMS, Client, all_rows, chunk, chunks, commit, info_of, ranges, rows, until
 from xxhash import xxh3_64_intdigest
 
-from ctxcache import framed_socket
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
-from ctxcache.config import Settings
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service import bulk, bulk_connection
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, TICKET_LIMIT
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc, session_pb2
+from ctxcache.wire import framed_socket
 
 Code = grpc.StatusCode
 PATIENCE_S = 30.0
@@ -436,7 +436,7 @@ async def test_damage_in_the_arena_is_noticed_by_the_reader(client: Client, serv
     """What a segment's chunks had for checksums when they were stored is what the reader verifies."""
     await client.create("a")
     await client.append("a", 1, 0, 64, is_durable=True)
-    segment = server._cache.state.session("default", "a").segments[0]
+    segment = server._cache.ledger.find("default", "a").segments[0]
     connection = await Connection.open(client.channel)
     await connection.send(READ, client.read_request("a", streams=ranges(KV)).SerializeToString())
     await connection.receive()

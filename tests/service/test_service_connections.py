@@ -10,13 +10,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fakes import FakeClock
 from server_process import ServerProcess
 from service_rig import Client, all_rows, until
 
-from ctxcache import descriptors, ports
-from ctxcache.config import Settings
-from ctxcache.server import Server
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.runtime import descriptors
+from ctxcache.server import ports
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 
 CROWD = 1100
 FEW = ("sh", "-c", 'ulimit -Sn 256; ulimit -Hn 1000; exec "$0" "$@"')

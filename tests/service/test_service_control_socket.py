@@ -14,17 +14,17 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes import FakeClock
 from service_rig import Access, Client, SocketWay, all_rows, until
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.config import Settings
-from ctxcache.core.identity import parse_rules
 from ctxcache.errors import AddressUnusable
-from ctxcache.server import Server
+from ctxcache.identity.grants import parse_rules
+from ctxcache.server.server import Server
 from ctxcache.service import turns
 from ctxcache.service.holder import Holder
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 SUM_OF_ZEROS = xxh3_64_intdigest(bytes(4 + 96 + 160))
@@ -402,8 +402,8 @@ async def test_a_client_that_died_within_a_frame_is_gone(way: SocketWay, server:
 async def test_a_reservation_may_wait_for_the_disk(way: SocketWay, client: Client, server: Server) -> None:
     """One that comes while too much is dirty is answered when that has been written."""
     await client.create("b")
-    marks = server._cache.residency.watermarks
-    server._cache.residency.watermarks = replace(marks, dirty_limit=0.05)
+    marks = server._cache.ledger.watermarks
+    server._cache.ledger.watermarks = replace(marks, dirty_limit=0.05)
     reserve = arena_pb2.Reserve(
         session="sessions/b", model_fingerprint=client.fingerprint, write_offset=0, token_count=64
     )
@@ -438,15 +438,15 @@ async def test_many_requests_at_once_leave_turns_to_others(
     """Another client's operation comes between them; all are answered, in order."""
     monkeypatch.setattr(turns, "SLICE_NS", 0)
     nothing = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
-    carry_out, order = Holder.carry_out, list[Holder]()
+    carry_out, order = Holder.carry_out_at_once, list[Holder]()
 
-    async def noted(self: Holder, request: arena_pb2.AccessRequest) -> bytes:
+    def noted(self: Holder, request: arena_pb2.AccessRequest) -> bytes | None:
         order.append(self)
-        return await carry_out(self, request)
+        return carry_out(self, request)
 
     other = await SocketWay.open(path)
     await other.send(nothing)
-    monkeypatch.setattr(Holder, "carry_out", noted)
+    monkeypatch.setattr(Holder, "carry_out_at_once", noted)
     way.writer.write(b"".join(batch(number, nothing) for number in range(1000)))
     await other.send(nothing)
     answers = [await way.read() for _ in range(1000)]

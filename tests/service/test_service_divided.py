@@ -9,16 +9,16 @@ from typing import Any
 import grpc
 import pytest
 from bulk_stubs import HELLO, WELCOME, Connection
+from fakes import FakeClock
 from server_process import write_secret
 from service_rig import Client, until
 
-from ctxcache.config import Settings
-from ctxcache.core.identity import Grant
-from ctxcache.frames import PROTOCOL_VERSION, FrameReader, Kind, encode_frame
-from ctxcache.server import Server
-from ctxcache.testing.fakes import FakeClock
-from ctxcache.tokens import Token, digest_of
+from ctxcache.identity.grants import Grant
+from ctxcache.identity.tokens import Token, digest_of
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2, bulk_pb2, bulk_pb2_grpc, session_pb2
+from ctxcache.wire.frames import PROTOCOL_VERSION, FrameReader, Kind, encode_frame
 
 LIMIT = 3
 SSD_BYTES = 4 << 20

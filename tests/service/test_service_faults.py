@@ -3,20 +3,23 @@
 import asyncio
 import errno
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from service_rig import Client, all_rows, refused
+from fakes import FakeClock
+from hung_device import HungDevice
+from service_rig import Client, GrpcWay, all_rows, refused
 
-from ctxcache.config import Settings
 from ctxcache.errors import TierFailure
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.server import Server
-from ctxcache.testing.fakes import FakeClock
-from ctxcache.tiers.ssd import SsdFiles
-from ctxcache.v1 import admin_pb2, session_pb2
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
+from ctxcache.storage.metadata.catalog_contents import read_catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.tiers.ssd import SsdFiles
+from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 from ctxcache.v1 import faults_pb2 as wire
 from ctxcache.v1 import operations_pb2 as ops
 
@@ -25,6 +28,7 @@ READ_DELAY, WRITE_DELAY = wire.FAULT_KIND_SSD_READ_DELAY, wire.FAULT_KIND_SSD_WR
 READ_ERROR, WRITE_ERROR = wire.FAULT_KIND_SSD_READ_ERROR, wire.FAULT_KIND_SSD_WRITE_ERROR
 BIT_FLIP, COMMIT_DELAY = wire.FAULT_KIND_SSD_READ_BIT_FLIP, wire.FAULT_KIND_COMMIT_DELAY
 DELAY_S = 0.05
+RELEASED_AFTER_S = 20.0
 TOKENS = 8
 
 
@@ -113,7 +117,7 @@ async def test_a_server_for_faults_says_so(settings: Settings, caplog: pytest.Lo
 async def test_reads_that_fail_are_told_and_fence_the_path(server: Server, client: Client) -> None:
     """With the path and why; after three the path takes no writes, and once they end its rows are read as before."""
     await on_ssd(client, "a", 1)
-    slot = server._cache.state.session("default", "a").segments[0].ssd
+    slot = server._cache.ledger.find("default", "a").segments[0].durable
     assert slot
     await inject(client, READ_ERROR, error_number=errno.EIO, count=100)
     for _ in range(3):
@@ -127,6 +131,88 @@ async def test_reads_that_fail_are_told_and_fence_the_path(server: Server, clien
     await client.admin.ClearFaults(wire.ClearFaultsRequest())
     assert (await states(client))[slot.path_index] == "FENCED"
     assert await client.read_rows("a") == all_rows(1, TOKENS)
+
+
+async def test_a_device_that_hangs_is_lost_and_its_callers_are_answered(settings: Settings) -> None:
+    """As one that says EIO: look-ups are right at once, others go on, and it is back when it has answered."""
+    server = await Server.start(settings.model_copy(update={"ssd_hang_after_s": 1.0}))
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        client = Client(channel)
+        await client.register()
+        for tag, name in enumerate(("a", "b")):
+            await on_ssd(client, name, tag)
+        sessions = [server._cache.ledger.find("default", name) for name in ("a", "b")]
+        homes = [
+            session.segments[0].durable.path_index for session in sessions if session.segments[0].durable
+        ]
+        hung = homes[0]
+        path = server.storage.ssd.paths[hung]
+        await inject(client, READ_DELAY, delay_s=4, path=path, count=100)
+        facts = await refused(
+            client.sessions.ReadSession(client.read_request("a")), Code.UNAVAILABLE, "TIER_FAILURE"
+        )
+        found = await client.get("a")
+        elsewhere = await client.read_rows("b")
+        state = (await states(client))[hung]
+        await client.admin.ClearFaults(wire.ClearFaultsRequest())
+        while (await states(client))[hung] != "OPEN":  # noqa: ASYNC110  # the device's own thread ends it
+            await asyncio.sleep(0.05)
+        back = await client.read_rows("a")
+    await server.stop()
+
+    assert sorted(homes) == [0, 1]
+    assert facts == {"path": path, "problem": "an operation has not come back for 1 s"}
+    assert (found.token_count, state) == (0, "LOST")
+    assert elsewhere == all_rows(1, TOKENS)
+    assert back == all_rows(0, TOKENS)
+
+
+async def test_a_catalog_that_hangs_stops_nobody_else(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first SSD directory answers nothing: a commit waits, for a bounded while, and all else is answered."""
+    server = await Server.start(settings.model_copy(update={"ssd_hang_after_s": 1.0}))
+    directory = settings.ssd_directories[0] / "catalog"
+    device = HungDevice(str(directory / "00000001.log"), ("write",))
+    async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+        client = Client(channel)
+        await client.register()
+        await client.create("a")
+        await client.append("a", 1, 0, TOKENS)
+        with device.hung(monkeypatch):
+            # Where the event loop waits for the device, nothing else could let it go.
+            release = threading.Timer(RELEASED_AFTER_S, device.answer)
+            release.start()
+            waiting = asyncio.create_task(client.create("b"))
+            await asyncio.to_thread(device.came.wait)
+            found = await client.get("a")
+            rows = await client.read_rows("a")
+            way = GrpcWay(client.arena.Access())
+            lease = arena_pb2.AcquireLease(session="sessions/a", model_fingerprint=client.fingerprint)
+            leased = await way.one(acquire_lease=lease)
+            assert device.is_hung, "the event loop waited for the device"
+            assert not waiting.done()
+            await waiting
+            # The catalog is lost by now: nobody waits for it any more.
+            await client.create("c")
+            assert device.is_hung, "a commit waited for what is lost"
+            release.cancel()
+            await way.finish()
+        count = 0
+        while not (directory / "00000002.base").exists():
+            count += 1
+            await client.create(f"d{count}")
+    await server.stop()
+
+    assert (found.token_count, rows) == (TOKENS, all_rows(1, TOKENS))
+    assert leased.HasField("lease"), leased
+    instance_id = server.storage.directory.instance_id
+    contents = read_catalog(directory, instance_id)
+    store = RocksDbMetadata(server.storage.directory.metadata_path)
+    kept = dict(store.raw())
+    store.close()
+    assert contents.problems == []
+    assert contents.records == kept
 
 
 async def test_one_read_that_fails_is_made_good_by_the_next(client: Client) -> None:

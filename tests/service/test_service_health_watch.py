@@ -8,8 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import RawClient, message
 from service_rig import Client, refused, until
 
-from ctxcache.config import Settings
-from ctxcache.server import Server
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import operations_pb2 as ops
 
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -55,7 +55,7 @@ async def test_nor_the_end(settings: Settings) -> None:
     watcher.writer.close()
     again = await Server.start(settings)
     try:
-        assert again._cache.state.session("default", "a").durable_token_count == 8
+        assert again._cache.ledger.find("default", "a").durable_token_count == 8
     finally:
         await again.stop()
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes import FakeClock
 from hint_rig import seconds
 from service_rig import Client, chunks, commit, refused, until
 
 from ctxcache.cache.hints import Answer, Hint, Hints
-from ctxcache.config import Settings
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service import turns
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import hints_pb2, hints_pb2_grpc, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
 
@@ -105,18 +105,18 @@ async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, s
     """Neither promoted ahead nor taken away."""
     await hint("demote")
     cache = server._cache
-    session = cache.state.session("default", "a")
-    cache.placement.accessed(session)
+    session = cache.ledger.find("default", "a")
+    cache.ledger.read_began(session)
     prefetched = await hint("prefetch")
-    cache.placement.rested(session)
+    cache.ledger.read_ended(session.uid)
     await hint("prefetch")
     for segment in session.segments:
-        cache.residency.hold(segment)
+        cache.ledger.held(segment)
     demoted = await hint("demote")
     for segment in session.segments[1:]:
-        cache.residency.release(segment)
+        cache.ledger.released(segment)
     in_part = await hint("demote")
-    cache.residency.release(session.segments[0])
+    cache.ledger.released(session.segments[0])
 
     assert (prefetched.outcome, prefetched.reason) == (REJECTED, "IN_USE")
     assert (demoted.outcome, demoted.reason, demoted.granted_bytes) == (REJECTED, "IN_USE", 0)
@@ -125,7 +125,7 @@ async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, s
 
 async def fill(server: Server) -> list[Any]:
     """Take all room in DRAM."""
-    dram = server._cache.residency.dram
+    dram = server._cache.ledger.memory
     taken = []
     while slot := dram.take(SLOT_BYTES):
         taken.append(slot)
@@ -141,8 +141,8 @@ async def test_without_room_a_prefetch_waits_for_it(client: Client, hint: Hinter
     waiting = len(cache.hints.deferred)
     in_part = await hint("prefetch", budget_bytes=SLOT_BYTES)
     for slot in taken:
-        cache.residency.dram.give(slot)
-    cache.placement.is_wanted.set()
+        cache.ledger.memory.give(slot)
+    cache.state.is_prefetch_wanted.set()
     await until(lambda: not len(cache.hints.deferred))
 
     assert (deferred.outcome, deferred.reason, deferred.granted_bytes) == (DEFERRED, "NO_ROOM", 0)
@@ -150,7 +150,7 @@ async def test_without_room_a_prefetch_waits_for_it(client: Client, hint: Hinter
     assert waiting == 1
     assert (in_part.outcome, in_part.reason) == (REJECTED, "NO_ROOM")
     assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
-    assert cache.queues.starts_in_s(cache.state.session("default", "a")) is None
+    assert cache.queues.starts_in_s(cache.ledger.find("default", "a")) is None
 
 
 async def test_a_batch_waits_for_its_promotions_together(
@@ -178,7 +178,7 @@ async def test_what_would_never_come_is_not_deferred(hint: Hinter, server: Serve
     taken = await fill(server)
     result = await hint("prefetch")
     for slot in taken:
-        server._cache.residency.dram.give(slot)
+        server._cache.ledger.memory.give(slot)
 
     assert (result.outcome, result.reason) == (REJECTED, "NO_ROOM")
 
@@ -206,7 +206,7 @@ async def test_a_deferred_prefetch_ends(
     else:
         await hint(way)
     for slot in taken:
-        server._cache.residency.dram.give(slot)
+        server._cache.ledger.memory.give(slot)
 
     assert (len(deferred), len(deferred._waiting), len(deferred._due)) == (0, 0, 0)
     assert (server._cache.queues._schedule._queues, server._cache.queues._schedule._orders) == ({}, {})
@@ -225,7 +225,7 @@ async def test_deferred_prefetches_are_bounded(
     taken = await fill(server)
     results = [await hint("prefetch", name) for name in ("a", "b", "a")]
     for slot in taken:
-        server._cache.residency.dram.give(slot)
+        server._cache.ledger.memory.give(slot)
 
     assert [result.outcome for result in results] == [DEFERRED, REJECTED, DEFERRED]
     assert results[1].reason == "TOO_MANY_REQUESTS"
@@ -236,7 +236,7 @@ async def test_a_prefetch_that_is_repeated_takes_no_more_memory(
 ) -> None:
     """It is deferred once, until the last of its times, however often that moved."""
     await hint("demote")
-    deferred, session = server._cache.hints.deferred, server._cache.state.session("default", "a")
+    deferred, session = server._cache.hints.deferred, server._cache.ledger.find("default", "a")
     tracemalloc.start()
     try:
         for until_ns in range(1, 10_001):
@@ -266,7 +266,7 @@ async def test_a_shared_session_is_forked_without_a_write(
     assert (shared.outcome, shared.granted_bytes) == (ACCEPTED, 4 * SLOT_BYTES)
     assert fork.durable_token_count == 210
     assert server._cache.state.counters.flushed_segment_count == flushed
-    assert len(server._cache.state.session("default", "a").segments) == 5
+    assert len(server._cache.ledger.find("default", "a").segments) == 5
 
 
 async def test_a_prefix_is_shared(client: Client, hint: Hinter) -> None:
@@ -323,7 +323,7 @@ async def test_what_is_kept_is_granted_within_the_budget(
     client: Client, hint: Hinter, server: Server, kind: str
 ) -> None:
     """Whole or not at all, for as long as the server allows; a pin can wedge nothing."""
-    retention = server._cache.placement.retention
+    retention = server._cache.placement.retaining
     clock = server._cache.state.clock
     plain = await hint(kind, ttl=seconds(100), priority=3)
     larger = await hint(kind, budget_bytes=6 * SLOT_BYTES)

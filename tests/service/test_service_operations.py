@@ -8,15 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes import FakeClock
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_rig import Access, Client, SocketWay, refused, until
 
-from ctxcache.config import Settings
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import TierFailure
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service.caller import TENANT_HEADER
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, model_pb2, session_pb2
 from ctxcache.v1 import operations_pb2 as ops
 
@@ -97,7 +97,7 @@ async def test_a_drain_writes_everything_and_ends_with_an_undrain(server: Server
 
     assert statuses[-1].is_done
     assert statuses[-1].dirty_bytes == 0 == (await client.stats()).dirty_bytes
-    assert server._cache.state.session("default", "a").durable_token_count == 8
+    assert server._cache.ledger.find("default", "a").durable_token_count == 8
     assert await answer() == health_pb2.HealthCheckResponse.NOT_SERVING
     await refused(client.create("b"), Code.UNAVAILABLE, "DRAINING")
     assert not (await client.admin.GetActivity(ops.GetActivityRequest())).is_ready

@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_rig import Client, all_rows, refused, until
 
-from ctxcache.metadata import rocksdb
-from ctxcache.server import Server
+from ctxcache.server.server import Server
+from ctxcache.storage.metadata import rocksdb
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -115,4 +115,4 @@ async def test_reads_go_on_and_nothing_is_lost_or_there_twice(
     store = server.storage.metadata
     names = sorted(record.session_id for record in store.sessions())
     assert names == ["a", "b"]
-    await until(lambda: not server._cache.residency.stranded)
+    await until(lambda: not server._cache.ledger.below.stranded)

@@ -15,9 +15,9 @@ from server_process import write_secret
 from service_rig import Client, refused
 
 import ctxcache.v1
-from ctxcache.config import Settings
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service.caller import TENANT_HEADER
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import operations_pb2 as ops
 from ctxcache.v1 import session_pb2
 

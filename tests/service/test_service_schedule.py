@@ -9,14 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes import FakeClock
 from hint_rig import Engine, job, seconds
 from service_rig import KV, Client, ranges, refused, until
 
-from ctxcache.config import Settings
 from ctxcache.core.placement.schedule import Job
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service import turns
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, hints_pb2, session_pb2
 
 Code = grpc.StatusCode
@@ -57,7 +57,7 @@ async def engine(connect: Callable[[], Engine]) -> Engine:
 def starts_in_s(server: Server, name: str = "a") -> float | None:
     """When the store expects the session's next job."""
     cache = server._cache
-    return cache.queues.starts_in_s(cache.state.session("default", name))
+    return cache.queues.starts_in_s(cache.ledger.find("default", name))
 
 
 async def demote(client: Client, name: str) -> None:
@@ -629,7 +629,7 @@ async def test_events_of_one_session_are_one(client: Client, engine: Engine, ser
     await engine.put(job(1))
     await engine.event()
     queue = server._cache.queues._queues["default\0engine"]
-    session = server._cache.state.session("default", "a")
+    session = server._cache.ledger.find("default", "a")
     for _ in range(1000):
         queue.demoted(session.uid)
         queue.promoted(session.uid)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -16,10 +17,9 @@ from server_process import ServerProcess
 from service_rig import Access, Client, all_rows, chunks, commit, refused, until
 
 from ctxcache.cache.reading import LEASE_LIFETIME_NS
-from ctxcache.config import Settings
 from ctxcache.errors import AddressUnusable, DataDirectoryUnusable
-from ctxcache.server import SERVICES, Server
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.server.server import SERVICES, Server
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
 Code = grpc.StatusCode

@@ -5,13 +5,26 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from fakes import EPOCH_NS, FakeClock
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from service_rig import HIDDEN, KV, STREAMS, TOKENS, Client, make_model, ranges, refused, spec_of
+from service_rig import (
+    HIDDEN,
+    KV,
+    STREAMS,
+    TOKENS,
+    Client,
+    chunks,
+    commit,
+    make_model,
+    ranges,
+    refused,
+    spec_of,
+    until,
+)
 
 from ctxcache.core.limits import Limits
-from ctxcache.server import Server
-from ctxcache.testing.fakes import EPOCH_NS, FakeClock
+from ctxcache.server.server import Server
 from ctxcache.v1 import admin_pb2, model_pb2, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
 
@@ -234,6 +247,29 @@ async def test_an_update_counts_as_an_access(client: Client, clock: FakeClock) -
     await client.get("a")
     clock.advance(seconds=1)
     await refused(client.get("a"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+async def test_a_stream_does_not_bring_an_expired_session_back(
+    client: Client, clock: FakeClock, *, is_committed: bool
+) -> None:
+    """An append whose session expires under it ends as a look-up does, at its next chunk or commit."""
+    await client.create("a", ttl=Duration(seconds=10))
+    call = client.sessions.AppendSession()
+    for message in (client.header("a", 0), *chunks(1, 0, 5), commit(5)):
+        await call.write(message)
+    await until(lambda: _has(client, 5))
+    for message in chunks(1, 5, 9) if is_committed else ():
+        await call.write(message)
+    clock.advance(seconds=10)
+    await call.write(commit(9) if is_committed else chunks(1, 5, 9)[0])
+
+    await refused(call, Code.NOT_FOUND, "SESSION_NOT_FOUND")
+    await refused(client.get("a"), Code.NOT_FOUND, "SESSION_NOT_FOUND")
+
+
+async def _has(client: Client, token_count: int) -> bool:
+    return (await client.get("a")).token_count == token_count
 
 
 @pytest.mark.parametrize("step_s", [-7200, 7200])

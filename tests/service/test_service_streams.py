@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from bulk_stubs import BulkSessions
+from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
 from service_rig import (
     KV,
@@ -27,18 +28,17 @@ from service_rig import (
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reading import LEASE_LIFETIME_NS, Rows
 from ctxcache.cache.writing import RESERVATION_LIFETIME_NS
-from ctxcache.config import Settings
-from ctxcache.core.segment import Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import DeadlineExceeded
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.server import Server
+from ctxcache.server.server import Server
 from ctxcache.service import streams
 from ctxcache.service.sessions import SessionService
 from ctxcache.service.streams import _chunk_message, packed
 from ctxcache.service.turns import Turns
-from ctxcache.testing.fakes import FakeClock
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import model_pb2, session_pb2
 from ctxcache.v1.session_pb2 import AppendSessionRequest, TokenRange
 
@@ -212,9 +212,9 @@ async def test_damaged_rows_are_data_loss(client: Client, server: Server) -> Non
     """The reader is told, the session ends before the damage, and it is counted."""
     await client.create("a")
     await client.append("a", 1, 0, 200, is_durable=True)
-    session = server._cache.state.session("default", "a")
+    session = server._cache.ledger.find("default", "a")
     await server._cache.residency.demote(session)
-    slot = session.segments[1].ssd
+    slot = session.segments[1].durable
     assert slot
     with open(server.storage.ssd.paths[0], "r+b") as file:  # noqa: ASYNC230, PTH123
         file.seek(slot.offset_bytes)

@@ -2,7 +2,10 @@
 
 import asyncio
 
-from ctxcache.service.turns import TURNS_BETWEEN, Turns
+import pytest
+
+from ctxcache.service import turns as module
+from ctxcache.service.turns import TURNS_BETWEEN, Newcomers, Slice, Turns
 
 
 async def test_pieces_are_done_one_after_another_with_turns_for_others_between() -> None:
@@ -35,5 +38,76 @@ async def test_who_gives_up_waiting_holds_up_nobody() -> None:
     await asyncio.sleep(0)
     waiting[0].cancel()
 
+    await asyncio.wait_for(asyncio.gather(*waiting[1:]), 10)
+    await asyncio.wait_for(turns.take(), 10)
+
+
+async def test_bulk_work_waits_for_newcomers() -> None:
+    """A call that came lately is answered before the next piece, however many turns of the loop it takes."""
+    newcomers, log = Newcomers(), list[str]()
+    turns = Turns(newcomers)
+
+    async def bulk() -> None:
+        for _ in range(3):
+            await turns.take()
+            log.append("piece")
+            if log.count("piece") == 1:
+                asyncio.get_running_loop().create_task(call())
+
+    async def call() -> None:
+        with newcomers.coming():
+            for _ in range(10 * TURNS_BETWEEN):
+                await asyncio.sleep(0)
+            log.append("call")
+
+    await asyncio.wait_for(bulk(), 10)
+
+    assert log == ["piece", "call", "piece", "piece"]
+
+
+async def test_calls_that_keep_coming_hold_nothing_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bulk work goes on when its patience ends, though calls are there at every moment."""
+    monkeypatch.setattr(module, "NEW_NS", 10**12)
+    newcomers = Newcomers()
+    turns = Turns(newcomers)
+    with newcomers.coming():
+        for _ in range(3):
+            await asyncio.wait_for(turns.take(), 10)
+        assert newcomers.are_there()
+
+
+async def test_a_call_that_waits_for_long_is_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever waits for a disk would hold up bulk work."""
+    monkeypatch.setattr(module, "NEW_NS", -1)
+    monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
+    newcomers = Newcomers()
+    turns = Turns(newcomers)
+    with newcomers.coming():
+        assert not newcomers.are_there()
+        for _ in range(3):
+            await asyncio.wait_for(turns.take(), 10)
+
+
+async def test_a_call_that_rests_is_bulk_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for newcomers, and is none: it does not wait for itself."""
+    monkeypatch.setattr(module, "NEW_NS", 10**12)
+    monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
+    newcomers = Newcomers()
+    part = Slice(Turns(newcomers))
+    with newcomers.coming():
+        await asyncio.wait_for(part.rest(), 10)
+        assert not newcomers.are_there()
+    await asyncio.wait_for(part.rest(), 10)
+
+
+async def test_who_gives_up_behind_newcomers_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that ends while it waits for newcomers is passed over."""
+    monkeypatch.setattr(module, "NEW_NS", 10**12)
+    newcomers = Newcomers()
+    turns = Turns(newcomers)
+    with newcomers.coming():
+        waiting = [asyncio.ensure_future(turns.take()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
     await asyncio.wait_for(asyncio.gather(*waiting[1:]), 10)
     await asyncio.wait_for(turns.take(), 10)

@@ -9,8 +9,7 @@ from playing import LOAD, ROOMY, played, turn
 
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.simulate.histogram import Histogram
-from ctxcache.simulate.load import Load
-from ctxcache.simulate.money import Prices
+from ctxcache.simulate.load import Load, Prices
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
 

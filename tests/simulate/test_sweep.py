@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.bench.generate_load import PROFILES, Pace, rows, write
 from ctxcache.simulate.census import Census, count
 from ctxcache.simulate.pace import PacedTrace
 from ctxcache.simulate.runs import ReplayLost, play, prepare
 from ctxcache.simulate.sweep import Row
 from ctxcache.simulate.sweeps import SWEEPS
 from ctxcache.simulate.trace import Trace, Turn
+from lab.bench.generate_load import PROFILES, Pace, rows, write
 
 
 def quiet(_what: str, _done: int) -> None:

@@ -2,7 +2,7 @@
 
 from ctxcache.core.placement.overdue import GIVEN_UP_AFTER, LEAST_PATIENCE_S
 from ctxcache.core.placement.policy import Policy
-from ctxcache.simulate.waiting import Waiting
+from ctxcache.simulate.replay import Waiting
 
 FIRST, SECOND, ABSENT = b"first", b"second", b"absent"
 

@@ -9,8 +9,8 @@ from playing import LOAD, ROOMY, played, turn
 
 from ctxcache.simulate.load import Overflow
 from ctxcache.simulate.models import MODELS
+from ctxcache.simulate.replay import dropped_tokens
 from ctxcache.simulate.trace import Turn
-from ctxcache.simulate.window import dropped_tokens
 
 WINDOW = replace(ROOMY, context_tokens=1000)
 VOID = replace(WINDOW, overflow=Overflow.INVALIDATE)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tier_contract import buffer
 
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
-from ctxcache.testing.tiers import buffer
-from ctxcache.tiers.dram import DramArena, remove_abandoned
-from ctxcache.tiers.shared_memory import HugePages
+from ctxcache.storage.tiers.dram import DramArena, remove_abandoned
+from ctxcache.storage.tiers.shared_memory import HugePages
 
 SIZE_BYTES = 8 << 20
 SOON_S = 30.0
@@ -225,7 +225,7 @@ def test_two_views_share_their_bytes(arena: DramArena) -> None:
 def test_arenas_of_killed_servers_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     """A server that was killed and never started again does not keep its memory until the next boot."""
     killed, living = tmp_path / "ctxcache-a.arena", tmp_path / "ctxcache-b.arena"
-    script = f"import os; from ctxcache.tiers.dram import DramArena; DramArena({str(killed)!r}, 65536); os._exit(9)"
+    script = f"import os; from ctxcache.storage.tiers.dram import DramArena; DramArena({str(killed)!r}, 65536); os._exit(9)"
     subprocess.run([sys.executable, "-c", script], check=False)
     arena = DramArena(living, 65536)
 

@@ -3,11 +3,11 @@
 import errno
 
 import pytest
+from fakes import FakeClock
 
 from ctxcache.errors import TierFailure
-from ctxcache.testing.fakes import FakeClock
-from ctxcache.tiers.base import Refusal
-from ctxcache.tiers.health import READ_FAILURE_LIMIT, REST_NS, PathHealth
+from ctxcache.storage.tiers.base import Refusal
+from ctxcache.storage.tiers.health import READ_FAILURE_LIMIT, REST_NS, PathHealth
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EBADF, None])

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fakes import FakeClock
+from tier_contract import buffer
 
-from ctxcache.clock import Clock
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
-from ctxcache.testing.fakes import FakeClock
-from ctxcache.testing.tiers import buffer
-from ctxcache.tiers.base import Refusal
-from ctxcache.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
+from ctxcache.runtime.clock import Clock
+from ctxcache.storage.tiers.base import Refusal
+from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
 
 SIZE_BYTES = 16 << 20
 SLOT = Slot(0, 0, 1 << 20)

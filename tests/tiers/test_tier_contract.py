@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes import FakeClock, MemoryTier
+from tier_contract import SMALLEST_CAPACITY_BYTES, PlacedTier, TierContract
 
-from ctxcache.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
-from ctxcache.injection.ssd import FaultySsdFiles
-from ctxcache.testing.fakes import FakeClock, MemoryTier
-from ctxcache.testing.tiers import SMALLEST_CAPACITY_BYTES, PlacedTier, TierContract
-from ctxcache.tiers.dram import DramArena
-from ctxcache.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.injection.faults import COUNT_LIMIT, Fault, FaultKind, Faults
+from ctxcache.storage.injection.ssd import FaultySsdFiles
+from ctxcache.storage.tiers.dram import DramArena
+from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the point is to be on another filesystem
 

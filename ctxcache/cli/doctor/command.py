@@ -17,7 +17,7 @@ from ctxcache.cli.signature import with_signature
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
-    from ctxcache.config import Settings
+    from ctxcache.settings.config import Settings
 
 
 def doctor_command() -> Callable[..., None]:
@@ -44,7 +44,7 @@ def doctor(context: typer.Context, **given: Any) -> None:
 def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     """Ask every probe, in the order in which a server would meet what they look at."""
     from ctxcache.cli.doctor import disk, gpu, health, machine, memory, network  # noqa: PLC0415  they import RocksDB
-    from ctxcache.storage import ssd_directories_of  # noqa: PLC0415  as above
+    from ctxcache.storage.opening import ssd_directories_of  # noqa: PLC0415  as above
 
     yield from disk.modes(settings)
     yield disk.metadata(settings)

@@ -12,23 +12,23 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ctxcache import sizes
 from ctxcache.cli.doctor.finding import Finding, degraded, fatal, ok
 from ctxcache.cli.doctor.memory import filesystem
 from ctxcache.cli.units import human_size
-from ctxcache.config import Settings
-from ctxcache.data_directory import DataDirectory, check_not_restoring
-from ctxcache.data_directory import entries as data_entries
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
-from ctxcache.metadata.catalog import Catalog
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.metadata.witness import Witness
-from ctxcache.privacy import check_directory, check_secret, loose, secret_refusal
-from ctxcache.ssd_directories import check_not_orphaned, look
-from ctxcache.ssd_directories import entries as ssd_entries
-from ctxcache.storage import ssd_directories_of
-from ctxcache.tiers.ssd import FILE_NAME
+from ctxcache.runtime.privacy import check_directory, check_secret, loose, secret_refusal
+from ctxcache.settings import sizes
+from ctxcache.settings.config import Settings
+from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
+from ctxcache.storage.data_directory import entries as data_entries
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
+from ctxcache.storage.opening import ssd_directories_of
+from ctxcache.storage.ssd_directories import check_not_orphaned, look
+from ctxcache.storage.ssd_directories import entries as ssd_entries
+from ctxcache.storage.tiers.ssd import FILE_NAME
 
 MOUNT = "mount what belongs there and start again"
 CHOOSE = "choose another with --data-directory or --ssd-directories"

@@ -8,13 +8,13 @@ import os
 import resource
 from pathlib import Path
 
-from ctxcache import sizes
 from ctxcache.cli.doctor.finding import Finding, degraded, fatal, ok
 from ctxcache.cli.units import human_size
-from ctxcache.config import Settings
 from ctxcache.errors import CapacityExceeded, TierFailure
 from ctxcache.format.layout import align
-from ctxcache.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
+from ctxcache.settings import sizes
+from ctxcache.settings.config import Settings
+from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
 
 RDMA = Path("/sys/class/infiniband")
 ROOMY_HUGE = ("always", "within_size", "advise")

@@ -4,8 +4,8 @@ import socket
 
 from ctxcache.cli.call import Call
 from ctxcache.cli.doctor.finding import Finding, degraded, missing, ok
-from ctxcache.config import Settings
 from ctxcache.errors import CacheError, Unavailable
+from ctxcache.settings.config import Settings
 
 ANSWER_TIMEOUT_S = 5.0
 

@@ -1,6 +1,6 @@
 """S3-FIFO and ARC by bytes: what the peers have at their strongest. O(1) amortised an event.
 
-Both order what leaves the store; DRAM is left in order of last use. What left is remembered by name
+Both order what leaves the store; memory is left in order of last use. What left is remembered by name
 and size only, up to the store's capacity in bytes (and GHOSTS names).
 """
 

@@ -1,8 +1,8 @@
-"""Admission: whether SSD is to have what only DRAM has. Pure; the ledger and the running store ask alike.
+"""Admission: whether the tier below is to have what only memory has. Pure; simulator and store ask alike.
 
-What SSD has free room for it takes. What it has none for, and is worth less than one of those who would have to leave
-for it, stays in DRAM alone while that has room, and leaves the store from there: SSD is neither worn nor emptied for
-it. Worst case: a crash loses what was never written, which nobody was promised.
+The tier below takes what it has free room for. Beyond that a session stays in memory alone if it is worth less than
+one that would have to leave for it, and leaves the store from there: the device is neither worn nor emptied for it.
+Worst case: a crash loses what was never written, which no caller was promised.
 """
 
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Leaving(NamedTuple):
-    """One that would leave SSD; `gives_way`: it is worth less than what comes in its place."""
+    """One that would leave the tier below; `gives_way`: it is worth less than what comes in its place."""
 
     gives_way: bool
     size_bytes: int
 
 
 def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Leaving]) -> bool:
-    """Whether so many bytes go to SSD; `leaving` are those that may, the first to leave first, looked at as far as needed.
+    """Whether so many bytes go below; `leaving` are those that may, the first to leave first, looked at as needed.
 
     Where they are not enough it is for whoever writes to find that out.
     """

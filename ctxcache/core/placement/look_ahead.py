@@ -22,11 +22,6 @@ class LookAhead(Windowed):
         """Where a session stands that has no job in the queue: the lowest leaves first."""
         return self._last_use[uid]
 
-    @property
-    def window_length(self) -> int:
-        """How many jobs of the queue's head are exempt from eviction while others can go."""
-        return self._capacities.total_bytes // self._average_bytes
-
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:  # noqa: ARG002
         """See Policy."""
         self._measure(uid, facts.size_bytes)

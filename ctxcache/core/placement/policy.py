@@ -15,8 +15,8 @@ Accepts = Callable[[bytes], bool]
 class Tier(enum.Enum):
     """A place with a capacity."""
 
-    DRAM = "dram"
-    SSD = "ssd"
+    MEMORY = "dram"
+    BELOW = "ssd"
 
     # Enum's own hashes the name anew, in Python.
     __hash__ = object.__hash__
@@ -34,13 +34,13 @@ class Facts(NamedTuple):
 class Capacities:
     """How much each tier takes."""
 
-    dram_bytes: int
-    ssd_bytes: int
+    memory_bytes: int
+    below_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """Both tiers together: a session lies in one of them."""
-        return self.dram_bytes + self.ssd_bytes
+        return self.memory_bytes + self.below_bytes
 
 
 class Policy:
@@ -96,17 +96,17 @@ class Policy:
         raise NotImplementedError
 
     def demote(self, accepts: Accepts) -> bytes | None:
-        """Which session is to leave DRAM for SSD."""
+        """Which session is to leave memory for the tier below."""
         raise NotImplementedError
 
     def gives_way(self, uid: bytes, comer: bytes) -> bool:  # noqa: ARG002  the default ignores them
-        """Whether this session may leave SSD for `comer` to be written there."""
+        """Whether this session may leave the tier below for `comer` to be written there."""
         return True
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002  the default ignores it
-        """Which session on SSD is to be promoted ahead of its turn, of those that `accepts` takes."""
+        """Which session below is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:  # noqa: ARG002  the default ignores them
-        """Whether a prefetch of `fetched` must not push this session out of DRAM."""
+        """Whether a prefetch of `fetched` must not push this session out of memory."""
         return False

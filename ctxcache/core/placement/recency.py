@@ -6,7 +6,7 @@ from ctxcache.core.placement.ranked import Ranked
 
 
 class Recency(Policy):
-    """Two lines, the store's and DRAM's, in the order in which turns ended. What others rank by builds on it."""
+    """Two lines, the store's and memory's, in the order in which turns ended. What others rank by builds on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Recency(Policy):
 
     def placed(self, uid: bytes, tier: Tier) -> None:
         """See Policy."""
-        if tier is Tier.SSD:
+        if tier is Tier.BELOW:
             self.dram.discard(uid)
         elif uid not in self.dram:
             self.dram.put(uid)
@@ -72,7 +72,7 @@ class LeastRecentlyUsed(Recency, Ranked):
 
 
 class FirstInFirstOut(LeastRecentlyUsed):
-    """The session that came into the store first leaves it first, and of those in DRAM DRAM."""
+    """The session that came into the store first leaves it first, and of those in memory memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class FirstInFirstOut(LeastRecentlyUsed):
 
     def placed(self, uid: bytes, tier: Tier) -> None:
         """See Policy."""
-        if tier is Tier.DRAM:
+        if tier is Tier.MEMORY:
             self._in_dram.put(uid, (self._numbers[uid],))
         else:
             self._in_dram.discard(uid)
@@ -134,7 +134,7 @@ class TailOptimised(LeastRecentlyUsed):
     def placed(self, uid: bytes, tier: Tier) -> None:
         """See Policy."""
         super().placed(uid, tier)
-        if tier is Tier.SSD:
+        if tier is Tier.BELOW:
             self._cheap_dram.discard(uid)
         elif uid in self._cheap and uid not in self._cheap_dram:
             self._cheap_dram.put(uid)

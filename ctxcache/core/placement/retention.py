@@ -160,7 +160,7 @@ class Grants:
 
 
 class Retention:
-    """Who is retained in the store, and who is pinned in DRAM and so retained too. Owned by its caller."""
+    """Who is retained in the store, and who is pinned in memory and so retained too. Owned by its caller."""
 
     def __init__(self, retained: Grants, pinned: Grants, *, longest_s: float) -> None:
         """No grant lasts longer than `longest_s`."""
@@ -175,7 +175,7 @@ class Retention:
         return self.retained.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
 
     def pin(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
-        """Let the session leave DRAM, and the store, after all that are not pinned. See `Grants.ask`."""
+        """Let the session leave memory, and the store, after all that are not pinned. See `Grants.ask`."""
         return self.pinned.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
 
     @property
@@ -202,6 +202,6 @@ class Retention:
         """The session's class where it is about leaving the store."""
         return max(self.retained.level(uid), self.pinned.level(uid))
 
-    def dram_level(self, uid: bytes) -> int:
-        """The session's class where it is about leaving DRAM."""
+    def memory_level(self, uid: bytes) -> int:
+        """The session's class where it is about leaving memory."""
         return self.pinned.level(uid)

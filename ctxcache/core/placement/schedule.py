@@ -99,11 +99,6 @@ class Schedule:
         queue = self._queues.get(engine)
         return len(queue.jobs) if queue else 0
 
-    def starts_per_s(self, engine: str) -> float | None:
-        """How fast the engine was seen to start jobs; None for one that is not known."""
-        queue = self._queues.get(engine)
-        return queue.rate.per_s if queue else None
-
     def put(self, engine: str, job: Job, now_s: float) -> None:
         """A job waits, wherever it waited before."""
         queue = self._queue(engine, now_s)

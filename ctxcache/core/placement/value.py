@@ -1,7 +1,7 @@
 """Ours: what keeping a session promises per byte, from learned return times and from hints as far as they hold.
 
 value = returns per second kept x cost of a miss / bytes. Sessions of least value leave first, straight from
-DRAM too, so that what will not return is never written to SSD. What hints say replaces what is learned as far as
+memory too, so that what will not return is never written below. What hints say replaces what is learned as far as
 hints of their kind came true. Worst case: a load whose classes say nothing; then idle time alone ranks.
 """
 

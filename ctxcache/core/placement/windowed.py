@@ -1,4 +1,4 @@
-"""Windowed: policies that rank what is held, and fetch the head of a queue: as much of it as DRAM takes.
+"""Windowed: policies that rank what is held, and fetch the head of a queue: as much of it as memory takes.
 
 Prefetch window: Cmem/Skv jobs, Skv the average size of a session held. Amortised O(log n) an event.
 Worst case: the queue's order is false; then `follows_order` is for the subclass to deny.
@@ -61,7 +61,7 @@ class Windowed(Ranked):
         return self._fetchable.first(accepts) if self.follows_order else None
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
-        """See Policy. Whoever is needed later gives way: DRAM may take fewer than the window has, and in its order."""
+        """See Policy. Whoever is needed later gives way: memory may take fewer than the window has, and in its order."""
         if not self.follows_order or uid not in self._fetched:
             return False
         return fetched not in self._fetched or self._fetched.order(uid) <= self._fetched.order(fetched)
@@ -90,7 +90,7 @@ class Windowed(Ranked):
         return max(self._held_bytes // max(len(self._held), 1), 1)
 
     def _resize(self) -> None:
-        self._fetched.resize(self._capacities.dram_bytes // self._average_bytes)
+        self._fetched.resize(self._capacities.memory_bytes // self._average_bytes)
 
     def _rank(self, uid: bytes) -> None:
         tier = self._held.get(uid)
@@ -98,7 +98,7 @@ class Windowed(Ranked):
             return
         before, key = self._all.key(uid), self._key(uid)
         self._all.put(uid, key)
-        if tier is Tier.DRAM:
+        if tier is Tier.MEMORY:
             self._dram.put(uid, key)
         else:
             self._dram.discard(uid)
@@ -123,7 +123,7 @@ class Windowed(Ranked):
         return True
 
     def _rank_fetch(self, uid: bytes) -> None:
-        if uid in self._fetched and self._held.get(uid) is Tier.SSD:
+        if uid in self._fetched and self._held.get(uid) is Tier.BELOW:
             self._fetchable.put(uid, (self._fetched.order(uid),))
         else:
             self._fetchable.discard(uid)

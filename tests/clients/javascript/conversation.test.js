@@ -7,6 +7,7 @@
 import assert from 'node:assert/strict';
 import { randomUUID } from 'node:crypto';
 import { after, before, test } from 'node:test';
+import { setTimeout } from 'node:timers/promises';
 import { append, call, chunk, connect, CtxcacheError, rangeOf, read, streamKey } from './ctxcache.js';
 import { modelFingerprint } from './fingerprint.js';
 
@@ -400,6 +401,30 @@ test('rows of another model are neither taken nor returned', async () => {
 
   await fails(append(client, { name, modelFingerprint, writeOffset: 200 }, []), ...expected);
   await fails(read(client, { name, modelFingerprint }), ...expected);
+});
+
+test('an append that is refused at its header is told why, whatever it still sends', async () => {
+  const { name } = await newSession();
+  const header = { name, modelFingerprint: fingerprint, writeOffset: 9 };
+  const rows = rowsOf(HIDDEN, span(0, 4096));
+  async function* chunks(count, pauseMs) {
+    for (let i = 0; i < count; i += 1) {
+      yield chunk(HIDDEN, 9 + 4096 * i, rows);
+      if (pauseMs) {
+        await setTimeout(pauseMs);
+      }
+    }
+  }
+
+  // As fast as the server takes them, beyond what it reads of a refused append, and so slowly that it waits for them.
+  const sent = [chunks(40), chunks(40), chunks(240), chunks(20, 20), chunks(3, 400), []];
+  const appends = sent.map((messages) => append(client, header, messages));
+
+  for (const { facts } of await Promise.all(
+    appends.map((refused) => fails(refused, 'ABORTED', 'WRITE_OFFSET_MISMATCH')),
+  )) {
+    assert.deepEqual([facts.token_count, facts.write_offset], ['0', '9']);
+  }
 });
 
 test('a commit without the rows of every stream is refused and changes nothing', async () => {

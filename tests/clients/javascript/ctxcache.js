@@ -94,15 +94,20 @@ export function chunk(stream, tokenBegin, data) {
   return { chunk: { stream, tokenBegin, data, checksum: wireChecksum(data) } };
 }
 
-/** Sends a header, then `messages` (chunks and commits) as fast as the server takes them. */
+/** Sends a header, then `messages` (chunks and commits, iterable or async iterable) as fast as the server takes them. */
 export function append(client, header, messages) {
   return new Promise((resolve, reject) => {
     const stream = client.sessions.appendSession(
       { deadline: Date.now() + CALL_TIMEOUT_MS },
       (error, response) => (error ? reject(new CtxcacheError(error)) : resolve(response.session)),
     );
-    Readable.from([{ header }, ...messages]).pipe(stream);
+    Readable.from(headed(header, messages)).pipe(stream);
   });
+}
+
+async function* headed(header, messages) {
+  yield { header };
+  yield* messages;
 }
 
 /**

@@ -2,8 +2,8 @@
 
 import time
 
-from ctxcache import store_clock
-from ctxcache.clock import SystemClock
+from ctxcache.runtime import store_clock
+from ctxcache.runtime.clock import SystemClock
 from tests.faults.planted import plant
 
 

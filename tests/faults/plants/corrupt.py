@@ -10,8 +10,8 @@ from ctxcache.cache import segment_io
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.header import decode_header
 from ctxcache.format.identity import chunk_checksum
-from ctxcache.metadata import rocksdb
-from ctxcache.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata import rocksdb
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
 PATCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 

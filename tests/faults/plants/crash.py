@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxcache.cache import Cache, departures, sessions, write_back
+from ctxcache.cache import Cache, departures, flushing, sessions
+from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.reservation import Reservation
 from ctxcache.cache.segment_io import Written
 from ctxcache.cache.state import State, record_of
-from ctxcache.cache.write_back import WriteBack
 from ctxcache.cache.writing import Writing
 from ctxcache.core import ranges
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.core.segment import Segment
-from ctxcache.core.session import Session
-from ctxcache.metadata.base import Changes, SessionRecord
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.tiers.ssd import SsdFiles
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.storage.metadata.base import Changes, SessionRecord
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.faults.planted import plant
 
 LATE_S = 0.03
@@ -94,20 +94,21 @@ def deleted_record_stays(_: int) -> None:
 @plant
 def tail_rewritten_in_place(_: int) -> None:
     """The slot of a growing segment is given back before the record names the new one."""
-    write = WriteBack._write
+    write = Flushing._write
 
     async def write_over(
-        back: WriteBack, session: Session, row_counts: Mapping[Segment, int]
+        back: Flushing, session: Session, row_counts: Mapping[Segment, int]
     ) -> Sequence[Written]:
         for segment in row_counts:
-            if segment.ssd is not None:
-                back._places.ssd.give(segment.ssd)
-                segment.ssd, segment.ssd_row_count = None, 0
+            if segment.durable is not None:
+                back._ledger.below.give(segment.durable)
+                segment.disowned()
+                segment.durable_row_count = 0
         written = await write(back, session, row_counts)
         await asyncio.sleep(LATE_S)
         return written
 
-    _patch(WriteBack, "_write", write_over)
+    _patch(Flushing, "_write", write_over)
 
 
 @plant
@@ -130,7 +131,7 @@ def recorded_end_off_by_one(_: int) -> None:
         end = max(record.log_end - 1, 0)
         return replace(record, log_end=end, live=ranges.clip(record.live, 0, end))
 
-    for module in (departures, sessions, write_back):
+    for module in (departures, flushing, sessions):
         _patch(module, "record_of", short_record)
 
 

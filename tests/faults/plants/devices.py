@@ -1,15 +1,18 @@
 """What `devices` must find."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ctxcache.cache import departures, sessions, state, write_back
-from ctxcache.cache.state import State
+from ctxcache.cache import departures, flushing, sessions, state
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.ledger import Ledger
+from ctxcache.core.ledger.session import Session
 from ctxcache.format.slot import Slot
-from ctxcache.metadata.base import SessionRecord
-from ctxcache.tiers.health import PathHealth
+from ctxcache.storage.metadata.base import SessionRecord
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.catalog_contents import Entry
+from ctxcache.storage.tiers.health import PathHealth
+from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.faults.planted import plant
 
 
@@ -29,7 +32,7 @@ def paths_in_turn(_: int) -> None:
 @plant
 def claims_what_is_lost(_: int) -> None:
     """Sessions show what lies on a lost path."""
-    setattr(State, "reckon", lambda *_: None)  # noqa: B010
+    setattr(Ledger, "reckon", lambda *_: None)  # noqa: B010
 
 
 @plant
@@ -42,7 +45,7 @@ def cut_for_good(_: int) -> None:
         kept = tuple(s.segment_id for s in session.shown if s.begin < session.recorded_end)
         return replace(record, live=session.live, segment_ids=kept)
 
-    for module in (state, write_back, departures, sessions):
+    for module in (state, flushing, departures, sessions):
         setattr(module, "record_of", record_of)  # noqa: B010
 
 
@@ -50,3 +53,22 @@ def cut_for_good(_: int) -> None:
 def takes_any_directory(_: int) -> None:
     """A path is used though its directory is gone."""
     setattr(PathHealth, "displace", lambda *_: None)  # noqa: B010
+
+
+@plant
+def waits_for_what_hangs(_: int) -> None:
+    """Operations that a device does not return are waited for."""
+    setattr(SsdFiles, "give_up_overdue", lambda *_: None)  # noqa: B010
+
+
+@plant
+def waits_for_the_catalog(_: int) -> None:
+    """The event loop waits for each write of the catalog."""
+    whole = Catalog.append
+
+    def append(catalog: Catalog, entries: Sequence[Entry], sequence: int) -> None:
+        whole(catalog, entries, sequence)
+        if catalog.last_write:
+            catalog.last_write.result()
+
+    setattr(Catalog, "append", append)  # noqa: B010

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ctxcache.cache import Cache
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.session import Session
 from ctxcache.service.control import ControlSocket
 from ctxcache.service.health import Health
 from tests.faults.planted import plant

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from ctxcache.cache import sessions
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.state import State
-from ctxcache.core.session import Session
+from ctxcache.core.ledger.ledger import Ledger
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import SessionNotFound
-from ctxcache.upkeep import Upkeep
+from ctxcache.server.upkeep import Upkeep
 from tests.faults.planted import plant
 
 
@@ -15,13 +15,13 @@ from tests.faults.planted import plant
 def seen_until_removed(_: int) -> None:
     """Nobody looks at the time, and upkeep does not come in time."""
 
-    def session(state: State, tenant: str, session_id: str) -> Session:
-        try:
-            return state.sessions[tenant, session_id]
-        except KeyError:
-            raise SessionNotFound(session=f"sessions/{session_id}") from None
+    def find(ledger: Ledger, tenant: str, session_id: str) -> Session:
+        session = ledger.named(tenant, session_id)
+        if session is None:
+            raise SessionNotFound(session=f"sessions/{session_id}")
+        return session
 
-    setattr(State, "session", session)  # noqa: B010  # mypy would have it typed
+    setattr(Ledger, "find", find)  # noqa: B010  # mypy would have it typed
     init: Callable[..., None] = Upkeep.__init__
 
     def late(upkeep: Upkeep, *arguments: object, **_: object) -> None:
@@ -33,17 +33,17 @@ def seen_until_removed(_: int) -> None:
 @plant
 def space_kept(_: int) -> None:
     """What nobody lists any more keeps its place on SSD."""
-    known = Residency.free
+    known = Ledger.forgotten
 
-    def free(residency: Residency, segment: object) -> None:
-        kept, give = residency.ssd, residency.ssd.give
+    def forgotten(ledger: Ledger, segment: Segment) -> None:
+        kept, give = ledger.below, ledger.below.give
         setattr(kept, "give", lambda _: None)  # noqa: B010
         try:
-            known(residency, segment)  # type: ignore[arg-type]  # a segment, whatever mypy says
+            known(ledger, segment)
         finally:
             setattr(kept, "give", give)  # noqa: B010
 
-    setattr(Residency, "free", free)  # noqa: B010
+    setattr(Ledger, "forgotten", forgotten)  # noqa: B010
 
 
 @plant

@@ -5,7 +5,7 @@ from typing import Any
 from ctxcache.cache.departures import Departures
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.writing import Writing
-from ctxcache.core.session import SessionView
+from ctxcache.core.ledger.session import SessionView
 from tests.faults.planted import plant
 
 
@@ -18,8 +18,9 @@ def fork_leaves_tail_open(_: int) -> None:
         sessions: Sessions, tenant: str, session_id: str, *arguments: Any, **named: Any
     ) -> SessionView:
         made = await fork(sessions, tenant, session_id, *arguments, **named)
-        for segment in sessions._state.by_uid[made.uid].segments:
-            segment.is_open = True
+        forked = sessions._ledger.get(made.uid)
+        for segment in forked.segments if forked else ():
+            segment.is_growing = True
         return made
 
     setattr(Sessions, "fork", fork_open)  # noqa: B010  # mypy would have it typed
@@ -42,7 +43,7 @@ def offset_not_compared(_: int) -> None:
     reserve = Writing.reserve
 
     async def reserve_anywhere(writing: Writing, tenant: str, session_id: str, **named: Any) -> Any:
-        named["write_offset"] = writing._state.session(tenant, session_id).token_count
+        named["write_offset"] = writing._ledger.find(tenant, session_id).token_count
         return await reserve(writing, tenant, session_id, **named)
 
     setattr(Writing, "reserve", reserve_anywhere)  # noqa: B010

@@ -30,10 +30,10 @@ def lease_kept_on_cancel(_: int) -> None:
 def reads_remembered(_: int) -> None:
     """Whoever reads is written down for ever, at length."""
     known: dict[int, bytes] = {}
-    acquire = Reading._hold
+    begin = Reading._begin
 
-    async def hold(reading: Reading, *arguments: Any, **named: Any) -> Any:
+    def remembering(reading: Reading, asked: Any) -> Any:
         known[len(known)] = bytes(1) * (256 << 10)
-        return await acquire(reading, *arguments, **named)
+        return begin(reading, asked)
 
-    setattr(Reading, "_hold", hold)  # noqa: B010
+    setattr(Reading, "_begin", remembering)  # noqa: B010

@@ -12,15 +12,15 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from ctxcache import facts_file
 from ctxcache.cache import Cache
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.data_directory import DataDirectory
-from ctxcache.metadata.catalog import Catalog
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.metadata.witness import Witness
-from ctxcache.server import Server
-from ctxcache.tiers.dram import DramArena
+from ctxcache.runtime import facts_file
+from ctxcache.server.server import Server
+from ctxcache.storage.data_directory import DataDirectory
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
+from ctxcache.storage.tiers.dram import DramArena
 from tests.faults.planted import PLANTS
 
 Call = Callable[..., Any]
@@ -36,7 +36,7 @@ _CALLS: dict[str, tuple[object, str]] = {
     "record_write": (RocksDbMetadata, "_write"),
     "record_sync": (RocksDbMetadata, "_sync"),
     "witness_note": (Witness, "note"),
-    "catalog_append": (Catalog, "append"),
+    "catalog_append": (Catalog, "_write"),
     "slot_given": (SlotAllocator, "give"),
     "slot_taken": (SlotAllocator, "take"),
     "arena_made": (DramArena, "__init__"),

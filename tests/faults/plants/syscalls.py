@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from ctxcache.cli import serve
-from ctxcache.clock import SystemClock
-from ctxcache.metadata.rocksdb import RocksDbMetadata
-from ctxcache.tiers import ssd
-from ctxcache.tiers.base import Refusal
+from ctxcache.runtime.clock import SystemClock
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.tiers import ssd
+from ctxcache.storage.tiers.base import Refusal
 from tests.faults.planted import plant
 
 

@@ -4,15 +4,12 @@ import threading
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
-from sessions import Session, relative_errors
+from sessions import HeldRows, Session, relative_errors
 from torch import Tensor
 from transformers import Cache
 
-from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError
-from ctxcache.format.streams import Stream
 from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Compute, Modules
 from gpu_worker.pipeline.deadline import Deadline
@@ -29,30 +26,18 @@ DEADLINE_S = 20.0
 SMALL = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 
 
-class RowsSource:
+class RowsSource(HeldRows):
     """The rows that capture saw, as a source."""
 
     def __init__(self, session: Session) -> None:
-        self._rows = session.rows
+        super().__init__(session.rows.__getitem__)
         self.error: CacheError | None = None
         """What `check` raises from now on."""
-
-    def row_bytes(self, stream: Stream) -> int:
-        """See Source."""
-        rows = self._rows[stream]
-        return rows.shape[1] * rows.element_size()
-
-    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See Source."""
-        np.copyto(into, self._rows[stream][begin:end].contiguous().view(torch.uint8).numpy())
 
     def check(self) -> None:
         """See Source."""
         if self.error is not None:
             raise self.error
-
-    def abort(self) -> None:
-        """See Source."""
 
 
 class SlowLane(HostLane):

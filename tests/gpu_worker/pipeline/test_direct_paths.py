@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ctxcache.errors import TierFailure
-from gpu_worker.direct import probe as probe_module
+from gpu_worker.direct import storage as probe_module
 from gpu_worker.direct.kvikio_files import KvikioFiles
 from gpu_worker.direct.path import DirectPath, KvikioFound, Wanted, choose
-from gpu_worker.direct.probe import probe_kvikio, read_answer
+from gpu_worker.direct.storage import probe_kvikio, read_answer
 
 GPU = torch.device("cuda:0")
 GDS = KvikioFound("", is_gds=True, version="26.10")

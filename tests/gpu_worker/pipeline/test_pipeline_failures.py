@@ -30,8 +30,7 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline, Settings
 from gpu_worker.pipeline.planned import Choice, Chooser
-from gpu_worker.pipeline.restoration import Restoration
-from gpu_worker.pipeline.states import LayerState
+from gpu_worker.pipeline.restoration import LayerState, Restoration
 from gpu_worker.plan import Method, RestorePlan
 
 LAYERS = range(3)

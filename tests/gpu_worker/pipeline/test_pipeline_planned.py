@@ -7,8 +7,7 @@ from sessions import saved_session
 from slow_pipelines import poisoned_target, slowed, start
 
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.pipeline.planned import Chooser
-from gpu_worker.pipeline.read_buffer import lead
+from gpu_worker.pipeline.planned import Chooser, lead
 from gpu_worker.planning.closed_forms import read_buffer_bytes
 from gpu_worker.planning.engine import Engine
 from gpu_worker.planning.holding import Holding, Span

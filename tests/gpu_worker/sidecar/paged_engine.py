@@ -16,11 +16,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.client.convert import model_to_wire
 from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
+from gpu_worker.probe import probe_of
 from gpu_worker.rows import pack_rows
 from gpu_worker.v1 import attachment_pb2
 
@@ -48,6 +50,17 @@ def adapter_of(family: str) -> Adapter:
 def spec_of(family: str) -> ModelSpec:
     """Its description."""
     return model_spec(model_of(family), model_id=f"sidecar-{family}")
+
+
+@cache
+def probe_made_by(family: str) -> ModelProbe:
+    """What its engine computes."""
+    adapter = adapter_of(family)
+    return probe_of(
+        adapter,
+        spec_of(family),
+        lambda ids: prefill(adapter.model, DynamicCache(config=adapter.model.config), ids),
+    )
 
 
 def write_weights(family: str, directory: Path) -> Path:
@@ -105,7 +118,7 @@ class PagedEngine:
         }
         return attachment_pb2.AttachHello(
             engine=engine,
-            model=model_to_wire(self.spec),
+            model=model_to_wire(self.spec, probe_made_by(self.family)),
             weights=attachment_pb2.Weights(safetensors_directory=str(weights)),
             save_area=self.save_area.region(),
             kv_cache=attachment_pb2.KvCache(

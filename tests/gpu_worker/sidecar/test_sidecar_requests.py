@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attached import BLOCKS, saved_case
@@ -15,7 +16,13 @@ from server_process import ServerProcess
 from stored_model import stored_model
 
 from ctxcache.client import Client
-from ctxcache.errors import CacheError, InvalidArgument, ModelFingerprintMismatch, WriteOffsetMismatch
+from ctxcache.errors import (
+    CacheError,
+    InvalidArgument,
+    ModelFingerprintMismatch,
+    ModelProbeMismatch,
+    WriteOffsetMismatch,
+)
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.errors import MemoryInUse
@@ -106,11 +113,33 @@ def test_another_models_weights_are_refused(client: WorkerClient, weights: Path,
         assert not client.stats().attachments
 
 
+def test_an_engine_that_computes_something_else_is_refused(client: WorkerClient, weights: Path) -> None:
+    """The fingerprint is the same, the probe is not: nothing is attached, and the first engine's probe is kept."""
+    with running_engine("llama") as engine:
+        hello = engine.hello(write_weights("llama", weights))
+        with client.attach(hello):
+            pass
+        other = attachment_pb2.AttachHello()
+        other.CopyFrom(hello)
+        values = np.frombuffer(hello.model.probe.values, "<f4").copy()
+        values[-hello.model.probe.group_size :] *= 1.5
+        other.model.probe.values = values.tobytes()
+
+        with pytest.raises(ModelProbeMismatch):
+            client.attach(other)
+        assert not client.stats().attachments
+        with client.attach(hello) as attached:
+            assert attached.plan(16).methods == "kv:0-2"
+
+
 def test_fuzzed_attaches_change_nothing(client: WorkerClient, weights: Path) -> None:
     """Bytes changed anywhere in a hello: refused, or attached as it says; the worker goes on either way."""
     chance = random.Random(5)
     with running_engine("llama") as engine:
-        good = engine.hello(write_weights("llama", weights)).SerializeToString()
+        hello = engine.hello(write_weights("llama", weights))
+        # What the model computes is kept from the first that says so: not from a fuzzed one.
+        with client.attach(hello):
+            good = hello.SerializeToString()
         for _ in range(60):
             bad = bytearray(good)
             for _ in range(chance.randint(1, 4)):

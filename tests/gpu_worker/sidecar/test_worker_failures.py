@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from worker_process import WorkerProcess, mortal_engine
 
 from ctxcache.errors import DeadlineExceeded, Draining, EngineTakenOver, TooManyRequests, Unavailable
-from ctxcache.status import PUSHBACK_KEY, from_rpc_error
+from ctxcache.wire.status import PUSHBACK_KEY, from_rpc_error
 from gpu_worker.cli.app import app
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.errors import AttachmentNotFound, BlockInUse, RestoreAlreadyExists

@@ -30,8 +30,7 @@ from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room
-from gpu_worker.sidecar.metric_table import METRICS
-from gpu_worker.sidecar.metrics import MetricsGuard, MetricsServer, WorkerCollector
+from gpu_worker.sidecar.metrics import METRICS, MetricsGuard, MetricsServer, WorkerCollector
 
 
 @pytest.fixture(scope="module")

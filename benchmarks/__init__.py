@@ -1,7 +1,0 @@
-"""Benchmarks: `python -m benchmarks.NAME`."""
-
-import os
-
-# Before torch is loaded: lanes and engine each have threads of their own, and those that wait must not keep the cores
-# from those that work. On two cores single products took up to a hundred times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

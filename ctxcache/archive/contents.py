@@ -1,0 +1,210 @@
+"""What an archive says of its origin, of models and of sessions: as facts, as bytes and back.
+
+Knows no file and no store. Worst case: bytes that describe nothing of the kind, which is a ValueError that says why.
+"""
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from ctxcache.archive.frames import PAYLOAD_LIMIT_BYTES
+from ctxcache.core import ranges
+from ctxcache.format.model import ModelSpec, decode_model
+from ctxcache.format.probe import ModelProbe, decode_probe
+from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
+
+STRETCH = struct.Struct("<qq")
+"""First position and count of tokens; of ROWS and SAME. Rows follow, or the number of a frame."""
+FRAME_NUMBER = struct.Struct("<Q")
+TOTALS = struct.Struct("<qq")
+"""Whole sessions in the file, and their tokens."""
+_ORIGIN = struct.Struct("<q")
+_MODEL = struct.Struct("<qHHII")
+_SESSION = struct.Struct("<16sqqqqqqIHHII")
+_STREAM = struct.Struct("<ii")
+_RANGE = struct.Struct("<qq")
+_PINNED = 1
+_SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
+_MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
+_TENANT_LIMIT_BYTES = 128
+_LAYER_LIMIT = _STREAM_LIMIT = 1 << 16
+_ROW_LIMIT_BYTES = 2 << 20
+
+
+class Origin(NamedTuple):
+    """Who wrote an archive. `crash_count` is that of the store; 0 where the writer does not know it."""
+
+    created_by: str
+    crash_count: int = 0
+
+    def encode(self) -> bytes:
+        """The payload of MADE."""
+        return _ORIGIN.pack(self.crash_count) + self.created_by.encode()
+
+
+@dataclass(frozen=True)
+class ArchivedModel:
+    """A model of a tenant. Times are Unix times in nanoseconds."""
+
+    tenant: str
+    spec: ModelSpec
+    create_time_ns: int
+    probe: ModelProbe | None = None
+
+    def encode(self) -> bytes:
+        """The payload of MODL."""
+        tenant, model_id = self.tenant.encode(), self.spec.model_id.encode()
+        spec, probe = self.spec.encode(), b"" if self.probe is None else self.probe.encode()
+        sizes = len(tenant), len(model_id), len(spec), len(probe)
+        return b"".join((_MODEL.pack(self.create_time_ns, *sizes), tenant, model_id, spec, probe))
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """The model's fingerprint, 32 bytes."""
+        return self.spec.fingerprint()
+
+
+@dataclass(frozen=True)
+class ArchivedSession:
+    """A session as it was exported.
+
+    `live` are the positions of its tokens in its log, which ends at `log_end`. `ttl_ns` is 0 where the expiry is absolute.
+    """
+
+    session_id: str
+    model: ArchivedModel
+    layout: tuple[Stream, ...]
+    uid: bytes
+    generation: int
+    live: ranges.Ranges
+    log_end: int
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    ttl_ns: int
+    is_pinned: bool
+
+    def encode(self, model_number: int) -> bytes:
+        """The payload of SESS. `model_number` counts the MODL of the file from 0."""
+        session_id = self.session_id.encode()
+        fixed = _SESSION.pack(
+            self.uid, self.generation, self.log_end, self.create_time_ns, self.access_time_ns, self.expire_time_ns,
+            self.ttl_ns, model_number, _PINNED * self.is_pinned, len(session_id), len(self.layout), len(self.live),
+        )  # fmt: skip
+        streams = (_STREAM.pack(*stream) for stream in self.layout)
+        live = (_RANGE.pack(*found) for found in self.live)
+        return b"".join((fixed, session_id, *streams, *live))
+
+    @cached_property
+    def specs(self) -> tuple[StreamSpec, ...]:
+        """Its streams in storage order."""
+        return self.model.spec.resolve(self.layout)
+
+    @cached_property
+    def token_count(self) -> int:
+        """Its live tokens."""
+        return ranges.count(self.live)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token's rows over all streams."""
+        return sum(spec.row_bytes for spec in self.specs)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows of its tokens."""
+        return self.token_count * self.token_bytes
+
+
+def decode_origin(payload: bytes) -> Origin:
+    """Read the payload of MADE. Raises ValueError."""
+    (crash_count,) = _ORIGIN.unpack(_head(payload, _ORIGIN))
+    if crash_count < 0:
+        raise ValueError("a count is negative")
+    return Origin(payload[_ORIGIN.size :].decode(), crash_count)
+
+
+def decode_archived_model(payload: bytes) -> ArchivedModel:
+    """Read the payload of MODL. Raises ValueError."""
+    create_time_ns, *sizes = _MODEL.unpack(_head(payload, _MODEL))
+    tenant, model_id, encoded, probe = _split(payload, _MODEL.size, sizes)
+    if create_time_ns < 0 or not len(tenant) <= _TENANT_LIMIT_BYTES:
+        raise ValueError("its time or its tenant is none of a model")
+    spec = decode_model(_matching(_MODEL_ID, model_id), encoded)
+    if len(spec.streams) > _STREAM_LIMIT:
+        raise ValueError(f"it has {len(spec.streams)} streams")
+    for stream, row_bytes, _ in spec.streams:
+        if not 0 <= stream.layer < _LAYER_LIMIT or stream.kind is StateKind.TOKENS:
+            raise ValueError(f"it has a stream of layer {stream.layer}, kind {int(stream.kind)}")
+        if not 1 <= row_bytes <= _ROW_LIMIT_BYTES:
+            raise ValueError(f"it has rows of {row_bytes} B")
+    return ArchivedModel(tenant.decode(), spec, create_time_ns, decode_probe(probe) if probe else None)
+
+
+def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSession:
+    """Read the payload of SESS; `models` are those of the MODL before it. Raises ValueError."""
+    uid, generation, log_end, create_ns, access_ns, expire_ns, ttl_ns, *rest = _SESSION.unpack(
+        _head(payload, _SESSION)
+    )
+    model_number, flags, name_bytes, stream_count, range_count = rest
+    if flags not in (0, _PINNED) or model_number >= len(models):
+        raise ValueError("its flags or its model are none of this file")
+    sizes = [name_bytes, stream_count * _STREAM.size, range_count * _RANGE.size]
+    name, streams, live = _split(payload, _SESSION.size, sizes)
+    found = ArchivedSession(
+        session_id=_matching(_SESSION_ID, name), model=models[model_number],
+        layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),
+        uid=uid, generation=generation, live=tuple(_RANGE.iter_unpack(live)), log_end=log_end,
+        create_time_ns=create_ns, access_time_ns=access_ns, expire_time_ns=expire_ns, ttl_ns=ttl_ns,
+        is_pinned=bool(flags),
+    )  # fmt: skip
+    if min(generation, log_end, create_ns, access_ns, expire_ns, ttl_ns) < 0:
+        raise ValueError("a count or a time is negative")
+    _check_live(found)
+    _check_streams(found)
+    return found
+
+
+def _check_live(found: ArchivedSession) -> None:
+    ends = [0, *chain.from_iterable(found.live), found.log_end]
+    is_ascending = all(low <= high for low, high in pairwise(ends))
+    # Ranges that touch would be one: the same tokens are written in one way only.
+    if not is_ascending or any(low == high for low, high in pairwise(ends[1:-1])):
+        raise ValueError("its tokens are not in order")
+
+
+def _check_streams(found: ArchivedSession) -> None:
+    spec = found.model.spec
+    if unknown := {*found.layout} - {TOKENS, *(known.stream for known in spec.streams)}:
+        raise ValueError(f"its model has no {next(iter(unknown))}")
+    if tuple(known.stream for known in found.specs) != found.layout:
+        raise ValueError("its streams are not in storage order, each once, token ids first")
+    if found.token_bytes > PAYLOAD_LIMIT_BYTES - STRETCH.size:
+        raise ValueError(f"a token of {found.token_bytes} B is wider than any store takes")
+
+
+def _head(payload: bytes, fixed: struct.Struct) -> bytes:
+    if len(payload) < fixed.size:
+        raise ValueError("it is too short")
+    return payload[: fixed.size]
+
+
+def _split(payload: bytes, begin: int, sizes: list[int]) -> list[bytes]:
+    """The parts of a payload from `begin` to its end."""
+    if len(payload) != begin + sum(sizes):
+        raise ValueError("its parts do not fit together")
+    parts = []
+    for size_bytes in sizes:
+        parts.append(payload[begin : begin + size_bytes])
+        begin += size_bytes
+    return parts
+
+
+def _matching(pattern: re.Pattern[str], name: bytes) -> str:
+    text = name.decode("ascii")
+    if not pattern.fullmatch(text):
+        raise ValueError(f"{text!r} is not allowed as a name")
+    return text

@@ -1,0 +1,174 @@
+"""Sessions out of a store and into a file: some by the client's reads, or all of them as the server sends them.
+
+An `Exporter` reads each session at one generation of one uid, so that a session that changes meanwhile is begun anew and
+never mixed. Worst case: the session changes each time, or goes; then its rows are void in the file, and that is told.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxcache.archive.contents import STRETCH, TOTALS, ArchivedModel, ArchivedSession, Origin
+from ctxcache.archive.files import Source, refusals_of_file
+from ctxcache.archive.frames import END, MADE, MODEL, ROWS, SESSION, VOID, FrameReader, FrameWriter, write_all
+from ctxcache.archive.outcomes import ENDS_ALL, Outcome, Status, Step
+from ctxcache.client import CallerModel, Client
+from ctxcache.client.convert import model_from_wire, probe_from_wire, streams_from_wire
+from ctxcache.errors import (
+    CacheError,
+    GenerationMismatch,
+    LeaseNotFound,
+    ModelFingerprintMismatch,
+    SessionNotFound,
+)
+from ctxcache.format.layout import SEGMENT_TOKENS
+from ctxcache.v1.session_pb2 import Session
+
+ROWS_BYTES = 16 << 20
+ATTEMPTS = 3
+CHANGED = (GenerationMismatch, ModelFingerprintMismatch, LeaseNotFound)
+"""Errors of a read of a session that is no longer what it was."""
+
+
+def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
+    """Write a whole file that comes in pieces, and read it back unless `fd` is a pipe; how many bytes it has.
+
+    Raises FileFull, FileUnusable, FileDamaged, and what `pieces` raises.
+    """
+    size_bytes = 0
+    for piece in pieces:
+        write_all(fd, path, piece)
+        size_bytes += len(piece)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return size_bytes
+    with refusals_of_file(path):
+        os.fsync(fd)
+        os.lseek(fd, 0, os.SEEK_SET)
+    for _ in FrameReader(Source(fd, path, size_bytes)).frames():
+        pass
+    return size_bytes
+
+
+class Exporter:
+    """Writes sessions as they come. `skips_gone`: a session that is not there is no failure. Not thread-safe."""
+
+    def __init__(self, client: Client, writer: FrameWriter, step: Step, *, skips_gone: bool) -> None:
+        self._client, self._writer, self._step = client, writer, step
+        self._skips_gone = skips_gone
+        self._models: dict[tuple[str, bytes], tuple[int, ArchivedModel]] = {}
+        """Models of the file and their numbers, by name and fingerprint."""
+        self._room = np.empty(0, np.uint8)
+
+    def export(self, names: Iterable[str]) -> Iterator[Outcome]:
+        """Write sessions and the end of the file; what became of each. Raises what ends all."""
+        self._writer.write(MADE, Origin(f"ctxcache {version('ctxcache')}").encode())
+        session_count = token_count = 0
+        for name in names:
+            outcome = self._one(name)
+            session_count += outcome.status is Status.EXPORTED
+            token_count += outcome.token_count
+            yield outcome
+        self._writer.write(END, TOTALS.pack(session_count, token_count))
+
+    def _one(self, name: str) -> Outcome:
+        failure: CacheError = SessionNotFound(session=name)
+        for _ in range(ATTEMPTS):
+            try:
+                session = self._client.get_session(name)
+                number, model = self._model(session)
+                described = _describe(session, model)
+                self._write(session, described, number)
+            except CHANGED as error:
+                failure = error
+            except ENDS_ALL:
+                raise
+            except CacheError as error:
+                failure = error
+                break
+            else:
+                return Outcome(name, name, Status.EXPORTED, described.token_count, described.size_bytes)
+        is_fine = self._skips_gone and isinstance(failure, SessionNotFound)
+        return Outcome(name, name, Status.SKIPPED if is_fine else Status.FAILED, error=failure)
+
+    def _model(self, session: Session) -> tuple[int, ArchivedModel]:
+        """The session's model and its number in the file, which has it from now on."""
+        key = session.model, session.model_fingerprint
+        if key not in self._models:
+            registered = self._client.get_model(session.model)
+            spec = model_from_wire(registered)
+            CallerModel(spec).check(session.name, session.model_fingerprint)
+            create_time_ns = registered.create_time.ToNanoseconds()
+            model = ArchivedModel(session.tenant, spec, create_time_ns, probe_from_wire(registered))
+            self._models[key] = len(self._models), model
+            self._writer.write(MODEL, model.encode())
+        return self._models[key]
+
+    def _write(self, session: Session, described: ArchivedSession, model_number: int) -> None:
+        self._writer.write(SESSION, described.encode(model_number))
+        stretch, token_bytes, begin = tokens_at_a_time(described.token_bytes), described.token_bytes, 0
+        try:
+            while begin < described.token_count:
+                count = min(stretch, described.token_count - begin)
+                rows = self._rows(session, described, begin, begin + count)
+                self._writer.write(ROWS, STRETCH.pack(begin, count), rows)
+                self._step(session.name, count, count * token_bytes)
+                begin += count
+        except ENDS_ALL:
+            raise
+        except CacheError:
+            # The file goes on behind it.
+            self._writer.write(VOID)
+            self._step(session.name, -begin, -begin * token_bytes)
+            raise
+
+    def _rows(self, session: Session, described: ArchivedSession, begin: int, end: int) -> memoryview:
+        """All streams' rows of tokens `[begin, end)`, one stream behind the other."""
+        room = self._room_for((end - begin) * described.token_bytes)
+        model = CallerModel(described.model.spec)
+        with self._client.read(
+            session, model, begin=begin, end=end, if_generation_match=session.generation
+        ) as rows:
+            # Another session of the same name may have come as far.
+            if rows.session.uid != session.uid:
+                raise GenerationMismatch(f"{session.name} is another session by now")
+            at = 0
+            for spec in described.specs:
+                size_bytes = (end - begin) * spec.row_bytes
+                out = room[at : at + size_bytes].reshape(end - begin, spec.row_bytes)
+                rows.array(spec.stream, out=out)
+                at += size_bytes
+        return room.data
+
+    def _room_for(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        if size_bytes > len(self._room):
+            self._room = np.empty(size_bytes, np.uint8)
+        return self._room[:size_bytes]
+
+
+def tokens_at_a_time(token_bytes: int) -> int:
+    """How many tokens go into one frame: whole segments, where one fits."""
+    count = ROWS_BYTES // token_bytes
+    return count - count % SEGMENT_TOKENS if count >= SEGMENT_TOKENS else max(1, count)
+
+
+def _describe(session: Session, model: ArchivedModel) -> ArchivedSession:
+    # The API numbers live tokens alone, so their indexes are the positions here.
+    live = ((0, session.token_count),) if session.token_count else ()
+    return ArchivedSession(
+        session_id=session.name.removeprefix("sessions/"),
+        model=model,
+        layout=tuple(streams_from_wire(session.layout)),
+        uid=bytes.fromhex(session.uid),
+        generation=session.generation,
+        live=live,
+        log_end=session.token_count,
+        create_time_ns=session.create_time.ToNanoseconds(),
+        access_time_ns=session.access_time.ToNanoseconds(),
+        expire_time_ns=session.expire_time.ToNanoseconds(),
+        ttl_ns=session.ttl.ToNanoseconds() if session.HasField("ttl") else 0,
+        is_pinned=session.is_pinned,
+    )

@@ -1,0 +1,215 @@
+"""The frames of an archive: made, and read back, each verified before anything in it is used.
+
+Knows no session and no store. Worst case: a file that is cut short, changed or of another kind, which is FileDamaged
+with the byte. A length that the file cannot have is refused before room is made for it.
+
+    | header 48 | tag 4 | size 4 | payload | checksum 8 | tag 4 | size 4 | ...
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from ctxcache.archive.files import Source, refusals_of_file
+from ctxcache.errors import FileDamaged, FileUnusable, FormatTooNew
+
+MAGIC, VERSION = b"CTXCARC\0", 1
+FILE_ID_BYTES = 16
+FILE_HEADER = struct.Struct("<8sII16sq")
+"""Magic, version, zero, the file's id, when the export began (Unix time, ns); its checksum follows."""
+FRAME_HEAD = struct.Struct("<4sI")
+"""Tag, and bytes of the payload; the payload and a checksum follow."""
+CHECKSUM = struct.Struct("<Q")
+MADE, MODEL, SESSION, ROWS, SAME, VOID, END = (
+    b"MADE", b"MODL", b"SESS", b"ROWS", b"SAME", b"VOID", b"END ",
+)  # fmt: skip
+PAYLOAD_LIMIT_BYTES = 1 << 30
+"""Of a frame of rows: 64 tokens of 16 MiB, a segment of the widest models, and the numbers before them fit."""
+DESCRIPTION_LIMIT_BYTES = 4 << 20
+"""Of every other frame: 65,536 streams of a model and of a session, and their texts, fit."""
+
+
+class Frame(NamedTuple):
+    """One verified frame. `number` counts from 0; `begin` is the byte of the file at which the frame begins."""
+
+    number: int
+    begin: int
+    tag: bytes
+    payload: memoryview
+
+
+def header_checksum(header: bytes) -> bytes:
+    """Checksum of the file's header, 8 bytes."""
+    return CHECKSUM.pack(xxh3_64_intdigest(header))
+
+
+def _hasher(file_id: bytes, number: int, head: bytes) -> xxh3_64:
+    """Begin the checksum of a frame: it is bound to this file, and to this place in the file."""
+    return xxh3_64(head, seed=xxh3_64_intdigest(file_id + CHECKSUM.pack(number)))
+
+
+class FrameMaker:
+    """Makes a file's bytes in order. `begin_time_ns` is the present, Unix time."""
+
+    def __init__(self, file_id: bytes, begin_time_ns: int) -> None:
+        header = FILE_HEADER.pack(MAGIC, VERSION, 0, file_id, begin_time_ns)
+        self.header = header + header_checksum(header)
+        self.frame_count = 0
+        """Frames made so far: the number of the next one."""
+        self._file_id = file_id
+
+    def frame(self, tag: bytes, *payload: bytes | memoryview) -> Iterator[bytes | memoryview]:
+        """The next frame's bytes in order. All of them must be taken before another frame is begun."""
+        head = FRAME_HEAD.pack(tag, sum(len(part) for part in payload))
+        hasher = _hasher(self._file_id, self.frame_count, head)
+        self.frame_count += 1
+        yield head
+        for part in payload:
+            hasher.update(part)
+            yield part
+        yield CHECKSUM.pack(hasher.intdigest())
+
+
+class FrameWriter:
+    """Writes frames to a descriptor. `path` is the file's name in errors. Not thread-safe.
+
+    Everything raises FileFull and FileUnusable.
+    """
+
+    def __init__(self, fd: int, path: str, file_id: bytes, begin_time_ns: int) -> None:
+        self._fd, self._path = fd, path
+        self._maker = FrameMaker(file_id, begin_time_ns)
+        self.size_bytes = 0
+        self._put(self._maker.header)
+
+    def write(self, tag: bytes, *payload: bytes | memoryview) -> None:
+        """Append a frame; the parts of its payload follow one another."""
+        for part in self._maker.frame(tag, *payload):
+            self._put(part)
+
+    def _put(self, part: bytes | memoryview) -> None:
+        write_all(self._fd, self._path, part)
+        self.size_bytes += len(part)
+
+
+def write_all(fd: int, path: str, part: bytes | memoryview) -> None:
+    """Write all of it: a descriptor takes what it can, and says how much that was. Raises FileFull, FileUnusable."""
+    rest = memoryview(part)
+    with refusals_of_file(path):
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+
+class FrameReader:
+    """The frames of a file from where its descriptor stands. Not thread-safe.
+
+    Everything raises FileDamaged and FileUnusable; the constructor FormatTooNew too.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._room = memoryview(bytearray(CHECKSUM.size))
+        self.at_bytes = 0
+        """How many bytes have been read."""
+        raw = bytes(self._take(FILE_HEADER.size + CHECKSUM.size))
+        header, checksum = raw[: FILE_HEADER.size], raw[FILE_HEADER.size :]
+        magic, version, zero, file_id, begin_time_ns = FILE_HEADER.unpack(header)
+        self.file_id: bytes = file_id
+        self.begin_time_ns: int = begin_time_ns
+        """When the export began, by its exporter's clock: Unix time."""
+        if magic != MAGIC:
+            raise self.damage("it is no archive of sessions")
+        # A later format may say something else behind its number.
+        if version != VERSION:
+            raise FormatTooNew(f"{source.path} has archive format {version}; this version reads {VERSION}")
+        if checksum != header_checksum(header) or zero:
+            raise self.damage("its header does not match its checksum")
+
+    @property
+    def is_pipe(self) -> bool:
+        """Whether what was read is gone."""
+        return self._source.size_bytes is None
+
+    def frames(self) -> Iterator[Frame]:
+        """Iterate over the frames up to END, behind which the file must end.
+
+        A payload is valid until the next frame is asked for.
+        """
+        number = 0
+        while True:
+            begin = self.at_bytes
+            head = bytes(self._take(FRAME_HEAD.size))
+            tag, size_bytes = self._head(head, begin)
+            whole = self._take(size_bytes + CHECKSUM.size)
+            payload = self._verified(number, begin, head, whole)
+            if tag == END and self._fill(memoryview(bytearray(1))):
+                raise self.damage(f"it goes on behind its end at byte {self.at_bytes - 1}")
+            yield Frame(number, begin, tag, payload)
+            if tag == END:
+                return
+            number += 1
+
+    def again(self, number: int, begin: int) -> memoryview:
+        """The payload of a frame that was read before. The reading goes on where it was."""
+        if self.is_pipe:
+            problem = "its sessions share rows, which a pipe cannot give again: read it from a file"
+            raise FileUnusable(path=self._source.path, problem=problem)
+        head = self._at(begin, FRAME_HEAD.size)
+        _, size_bytes = self._head(head, begin)
+        return self._verified(
+            number, begin, head, memoryview(self._at(begin + len(head), size_bytes + CHECKSUM.size))
+        )
+
+    def damage(self, problem: str) -> FileDamaged:
+        """The error that says so of this file."""
+        return FileDamaged(path=self._source.path, problem=problem)
+
+    def _head(self, head: bytes, begin: int) -> tuple[bytes, int]:
+        tag, size_bytes = FRAME_HEAD.unpack(head)
+        if size_bytes > (PAYLOAD_LIMIT_BYTES if tag == ROWS else DESCRIPTION_LIMIT_BYTES):
+            raise self.damage(f"the frame at byte {begin} is longer than any")
+        return tag, size_bytes
+
+    def _verified(self, number: int, begin: int, head: bytes, whole: memoryview) -> memoryview:
+        payload, checksum = whole[: -CHECKSUM.size], whole[-CHECKSUM.size :]
+        hasher = _hasher(self.file_id, number, head)
+        hasher.update(payload)
+        if checksum != CHECKSUM.pack(hasher.intdigest()):
+            raise self.damage(f"the frame at byte {begin} does not match its checksum")
+        return payload
+
+    def _take(self, size_bytes: int) -> memoryview:
+        """The next bytes, in room that is used again for those that follow."""
+        size_of_file = self._source.size_bytes
+        if size_of_file is not None and size_bytes > size_of_file - self.at_bytes:
+            raise self._cut(size_of_file)
+        if size_bytes > len(self._room):
+            # Not touched before it is filled: a pipe that promises much and sends little costs little.
+            self._room = np.empty(size_bytes, np.uint8).data
+        taken = self._room[:size_bytes]
+        if self._fill(taken) < size_bytes:
+            raise self._cut(self.at_bytes)
+        return taken
+
+    def _fill(self, room: memoryview) -> int:
+        """Read until the room or the file ends; how many bytes came."""
+        filled = 0
+        with refusals_of_file(self._source.path):
+            while filled < len(room) and (count := os.readv(self._source.fd, [room[filled:]])):
+                filled += count
+        self.at_bytes += filled
+        return filled
+
+    def _at(self, begin: int, size_bytes: int) -> bytes:
+        with refusals_of_file(self._source.path):
+            data = os.pread(self._source.fd, size_bytes, begin)
+        if len(data) != size_bytes:
+            raise self._cut(begin + len(data))
+        return data
+
+    def _cut(self, end_bytes: int) -> FileDamaged:
+        return self.damage(f"it is cut short after byte {end_bytes}")

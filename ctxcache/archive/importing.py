@@ -1,0 +1,176 @@
+"""Sessions out of a file and into a store that runs, so that each is there whole or not at all.
+
+A session is filled under a name of its own, made durable, and forked to the name that was asked for. Worst case: the
+server or the importer dies, and `importing-…` is left, which expires two minutes after its last rows.
+"""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from ctxcache.archive.contents import ArchivedSession
+from ctxcache.archive.outcomes import ENDS_ALL, OnConflict, Outcome, Status, Step, Wishes
+from ctxcache.archive.reader import Rows, SessionInFile
+from ctxcache.client import CallerModel, Client
+from ctxcache.errors import CacheError, FileUnusable, SessionAlreadyExists, SessionNotFound
+from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
+
+UNFINISHED = "importing-"
+UNFINISHED_TTL_S = 120.0
+SHORTEST_LIFE_S = 60.0
+SYNC_BYTES = 128 << 20
+"""So many bytes at a time are made durable: the rest, at the end, takes less than the unfinished session lives."""
+GATHERED_BYTES = 1 << 20
+_NS_PER_S = 10**9
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def present(client: Client, session_id: str) -> Session | None:
+    """The store's session of that id."""
+    try:
+        return client.get_session(f"sessions/{session_id}")
+    except SessionNotFound:
+        return None
+
+
+class Importer:
+    """Imports sessions as they come. `begin_time_ns`: when they were exported. Not thread-safe."""
+
+    def __init__(self, client: Client, wishes: Wishes, begin_time_ns: int, step: Step) -> None:
+        self._client, self._wishes, self._step = client, wishes, step
+        self._begin_time_ns = begin_time_ns
+        self._tenant = wishes.tenant
+
+    def take(self, sessions: Iterator[SessionInFile]) -> Iterator[Outcome]:
+        """Import what is wanted; what became of each, an error that ends all among them."""
+        try:
+            for one in sessions:
+                described = one.described
+                if not self._wishes.wants(described.model.tenant, described.session_id):
+                    continue
+                self._check_tenant(described)
+                outcome = self._one(one)
+                if not isinstance(outcome.error, ENDS_ALL):
+                    # Whether the session is void is said behind its last rows.
+                    for _ in one.stretches():
+                        pass
+                if not one.is_void:
+                    yield outcome
+                if isinstance(outcome.error, ENDS_ALL):
+                    return
+        except ENDS_ALL as error:
+            yield Outcome("", "", Status.FAILED, error=error)
+
+    def _check_tenant(self, described: ArchivedSession) -> None:
+        """Two tenants may have sessions of one name: all that is imported is of one tenant."""
+        tenant = described.model.tenant
+        self._tenant = tenant if self._tenant is None else self._tenant
+        if tenant != self._tenant:
+            problem = f"it has sessions of {self._tenant} and of {tenant}: --from-tenant says whose"
+            raise FileUnusable(path="the archive", problem=problem)
+
+    def _one(self, one: SessionInFile) -> Outcome:
+        described, target = one.described, self._wishes.target(one.described.session_id)
+        source, name = f"sessions/{described.session_id}", f"sessions/{target}"
+        try:
+            before = present(self._client, target)
+            if before is not None and self._wishes.on_conflict is not OnConflict.REPLACE:
+                error = SessionAlreadyExists(session=name)
+                is_fine = self._wishes.on_conflict is OnConflict.SKIP
+                return Outcome(source, name, Status.SKIPPED if is_fine else Status.FAILED, error=error)
+            self._bring(one, target, before)
+        except CacheError as error:
+            return Outcome(source, name, Status.FAILED, error=error)
+        return Outcome(source, name, Status.IMPORTED, described.token_count, described.size_bytes)
+
+    def _bring(self, one: SessionInFile, target: str, before: Session | None) -> None:
+        described = one.described
+        is_pinned = described.is_pinned and self._wishes.keeps_pins
+        model = self._client.register_model(described.model.spec, described.model.probe)
+        unfinished = self._client.create_session(
+            model.name, session_id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
+            ttl_s=UNFINISHED_TTL_S, is_pinned=is_pinned,
+        )  # fmt: skip
+        try:
+            filled = self._fill(unfinished, model, one, target)
+            if not one.is_void:
+                self._publish(filled, described, target, before)
+                if is_pinned:
+                    self._client.update_session(f"sessions/{target}", is_pinned=True)
+        finally:
+            # The failure before counts, and a session that cannot be deleted expires.
+            with suppress(CacheError):
+                self._client.delete_session(unfinished.name)
+
+    def _fill(self, session: Session, model: CallerModel, one: SessionInFile, target: str) -> Session:
+        unsynced_bytes = 0
+        for rows in _gathered(one.rows()):
+            before = session.token_count
+            size_bytes = sum(part.nbytes for part in rows.values())
+            unsynced_bytes += size_bytes
+            is_synced = unsynced_bytes >= SYNC_BYTES
+            try:
+                session = self._client.append(
+                    session, model, rows, durability=DURABILITY_DISK if is_synced else DURABILITY_MEMORY
+                )
+            except SessionNotFound as error:
+                problem = f"what had come of it was evicted, or nothing came for {UNFINISHED_TTL_S:.0f} s"
+                raise SessionNotFound(f"sessions/{target}: {problem}", session=session.name) from error
+            if is_synced:
+                unsynced_bytes = 0
+            self._step(f"sessions/{target}", session.token_count - before, size_bytes)
+        return session
+
+    def _publish(
+        self, filled: Session, described: ArchivedSession, target: str, before: Session | None
+    ) -> None:
+        if before is not None:
+            # A session that has changed meanwhile is kept: its new tokens were not there when it was to be replaced.
+            with suppress(SessionNotFound):
+                self._client.delete_session(before.name, if_generation_match=before.generation)
+        ends: dict[str, Any] = {"ttl_s": described.ttl_ns / _NS_PER_S}
+        if self._wishes.ttl_s is not None:
+            ends = {"ttl_s": self._wishes.ttl_s}
+        elif not described.ttl_ns:
+            # The server's clock, as of its last answer.
+            now = filled.access_time.ToDatetime(tzinfo=UTC)
+            ends = {"expire_time": end_of_life(described.expire_time_ns, self._begin_time_ns, now)}
+        self._client.fork_session(filled.name, session_id=target, **ends)
+
+
+def _gathered(rows: Iterator[Rows]) -> Iterator[Rows]:
+    """The rows of small frames together, so that an append has GATHERED_BYTES of them; larger frames as they are."""
+    parts: list[Rows] = []
+    size_bytes = 0
+    for part in rows:
+        part_bytes = sum(one.nbytes for one in part.values())
+        if not parts and part_bytes >= GATHERED_BYTES:
+            yield part
+            continue
+        # A frame's rows are gone once the next frame is asked for.
+        parts.append({stream: one.copy() for stream, one in part.items()})
+        size_bytes += part_bytes
+        if size_bytes >= GATHERED_BYTES:
+            yield _joined(parts)
+            parts, size_bytes = [], 0
+    if parts:
+        yield _joined(parts)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    return {stream: np.concatenate([part[stream] for part in parts]) for stream in parts[0]}
+
+
+def end_of_life(expire_time_ns: int, begin_time_ns: int, now: datetime) -> datetime:
+    """When a session of absolute expiry ends: then, or, when that is past, with as much time as it had left at the export."""
+    left_s = max((expire_time_ns - begin_time_ns) / _NS_PER_S, SHORTEST_LIFE_S)
+    expire_time = _EPOCH + timedelta(microseconds=expire_time_ns // 1000)
+    return (
+        expire_time
+        if expire_time > now + timedelta(seconds=SHORTEST_LIFE_S)
+        else now + timedelta(seconds=left_s)
+    )

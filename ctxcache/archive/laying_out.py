@@ -1,0 +1,334 @@
+"""An archive laid out as a new store: a data directory, and SSD directories, such that a server starts on them.
+
+FORMAT is written last: before that no server takes any of it, and the same command begins it anew in the same place. All
+that was written is read back before. The new store continues no other: it has an id of its own, and generations that the
+store it comes from will not reach. Worst case: there is no room, or the archive is damaged; nothing that starts is left.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from ctxcache.archive.contents import STRETCH, ArchivedSession
+from ctxcache.archive.files import Source
+from ctxcache.archive.frames import ROWS, FrameReader
+from ctxcache.archive.reader import Contents, Rows, Stretch, split, survey
+from ctxcache.core import ranges
+from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable
+from ctxcache.format.header import SegmentHeader, header_checksum
+from ctxcache.format.identity import SegmentIdentity, chunk_checksum
+from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, align
+from ctxcache.format.slot import Slot
+from ctxcache.format.streams import StreamSpec
+from ctxcache.runtime.facts_file import sync_directory
+from ctxcache.runtime.privacy import claim_directory
+from ctxcache.settings.sizes import ssd_bytes
+from ctxcache.storage.data_directory import FreshDirectory
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.base import ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.catalog_contents import Entry
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.scan import header_at, is_whole
+from ctxcache.storage.ssd_directories import DEVICE, PATHS, SEGMENTS, in_order, instance_id_of, write_down
+
+Step = Callable[[str, int, int], None]
+"""Called with what is being done, how many bytes of it are done, and of how many."""
+LEAST_JUMP, JUMPS = 1 << 16, 1 << 20
+"""Crashes that a restored store seems to have had more than its source: two of the same backup differ as well."""
+_MADE_HERE = {DEVICE, SEGMENTS, f"{DEVICE}.partial"}
+_MAY_PRECEDE = {"lost+found"}
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an archive brings. Tokens are live ones, by session; expired sessions were left out."""
+
+    session_count: int
+    token_count: int
+    segment_count: int
+    model_count: int
+    expired_session_count: int
+    segment_bytes: int
+    created_by: str
+    create_time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A segment that is to be made: rows `[row_begin, row_begin + row_count)` of a frame, written by `session`."""
+
+    segment_id: int
+    session: ArchivedSession
+    begin: int
+    row_begin: int
+    row_count: int
+    layout: SegmentLayout
+
+    @property
+    def identity(self) -> SegmentIdentity:
+        """What the segment's bytes are bound to."""
+        session = self.session
+        return SegmentIdentity(
+            session.model.tenant,
+            session.uid,
+            session.generation,
+            self.begin,
+            self.row_count,
+            session.model.fingerprint,
+        )
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The sessions that have not expired, and the segments that they need, by the frame of their rows and their place there."""
+
+    sessions: list[SessionRecord] = field(default_factory=list)
+    segments: dict[int, dict[int, _Laid]] = field(default_factory=dict)
+    segment_count: int = 0
+    segment_bytes: int = 0
+
+    def add(self, session: ArchivedSession, stretches: Iterable[Stretch], layout: SegmentLayout) -> None:
+        """Take a session. Rows that an earlier one brought are shared with it."""
+        listed = [one.segment_id for stretch in stretches for one in self._segments(session, stretch, layout)]
+        self.sessions.append(
+            SessionRecord(
+                uid=session.uid, tenant=session.model.tenant, session_id=session.session_id,
+                model_id=session.model.spec.model_id, layout=session.layout, generation=session.generation,
+                segment_ids=tuple(listed), live=session.live, log_end=session.log_end,
+                create_time_ns=session.create_time_ns, access_time_ns=session.access_time_ns,
+                expire_time_ns=session.expire_time_ns, ttl_ns=session.ttl_ns or None, is_pinned=session.is_pinned,
+            )
+        )  # fmt: skip
+
+    def _segments(self, session: ArchivedSession, stretch: Stretch, layout: SegmentLayout) -> Iterator[_Laid]:
+        """Those of a frame that have tokens of the session. A frame of a store's own is one segment as it was there."""
+        known = self.segments.setdefault(stretch.number, {})
+        for begin in range(stretch.begin, stretch.end, SEGMENT_TOKENS):
+            row = begin - stretch.begin
+            if not ranges.clip(session.live, begin, min(begin + SEGMENT_TOKENS, stretch.end)):
+                continue
+            if row not in known:
+                self.segment_count += 1
+                self.segment_bytes += layout.size_bytes
+                row_count = min(SEGMENT_TOKENS, stretch.row_count - row)
+                known[row] = _Laid(self.segment_count, session, begin, row, row_count, layout)
+            yield known[row]
+
+
+def look(source: Source, *, now_ns: int, step: Step) -> Restored:
+    """Verify an archive; what it would bring now. Raises FileDamaged, FormatTooNew, FileUnusable."""
+    contents = _survey(source, step)
+    return _restored(contents, _plan(contents, now_ns))
+
+
+def lay_out(
+    source: Source, data_directory: Path, ssd_directories: Sequence[Path], *, ssd_size_bytes: int, now_ns: int,
+    created_by: str, step: Step,
+) -> Restored:  # fmt: skip
+    """Verify an archive and make a store of it; `ssd_size_bytes` of each SSD file, 0 is a size that fits.
+
+    Raises as `look` does, and DataDirectoryUnusable, CapacityExceeded, CorruptSegment, TierFailure.
+    """
+    contents = _survey(source, step)
+    plan = _plan(contents, now_ns)
+    with FreshDirectory.begin(data_directory) as directory, _refusals(data_directory):
+        if directory.metadata_path.exists():
+            shutil.rmtree(directory.metadata_path)
+        (data_directory / PATHS).unlink(missing_ok=True)
+        for path in ssd_directories:
+            _empty(path, directory.instance_id)
+        ordered = in_order(data_directory, directory.instance_id, ssd_directories)
+        write_down(data_directory, directory.instance_id, ordered)
+        laid = [one for of_frame in plan.segments.values() for one in of_frame.values()]
+        slots, file_bytes = _places(laid, ordered, ssd_size_bytes)
+        with _files(ordered, file_bytes) as fds:
+            segments = list(_write(source, contents.file_id, plan, slots, fds, step))
+        for i, record in enumerate(segments):
+            step("verifying", i, len(segments))
+            _check(ordered, record)
+        _write_metadata(directory.metadata_path, chain(_records(contents, plan), map(_entry, segments)))
+        step("finishing", 1, 1)
+        jump = LEAST_JUMP + secrets.randbelow(JUMPS)
+        directory.finish(crash_count=_crash_count(contents) + jump, created_by=created_by)
+    return _restored(contents, plan)
+
+
+def _survey(source: Source, step: Step) -> Contents:
+    size_bytes, done_bytes = source.size_bytes or 0, 0
+
+    def told(count: int) -> None:
+        nonlocal done_bytes
+        done_bytes += count
+        step("checking", done_bytes, size_bytes)
+
+    os.lseek(source.fd, 0, os.SEEK_SET)
+    return survey(source, told)
+
+
+def _plan(contents: Contents, now_ns: int) -> _Plan:
+    plan = _Plan()
+    layouts: dict[tuple[StreamSpec, ...], SegmentLayout] = {}
+    for session, stretches in contents.sessions:
+        if session.expire_time_ns > now_ns:
+            layout = layouts.setdefault(session.specs, SegmentLayout(session.specs))
+            plan.add(session, stretches, layout)
+    return plan
+
+
+def _restored(contents: Contents, plan: _Plan) -> Restored:
+    return Restored(
+        session_count=len(plan.sessions),
+        token_count=sum(ranges.count(session.live) for session in plan.sessions),
+        segment_count=plan.segment_count,
+        model_count=len(contents.models),
+        expired_session_count=len(contents.sessions) - len(plan.sessions),
+        segment_bytes=plan.segment_bytes,
+        created_by=contents.origin.created_by,
+        create_time_ns=contents.begin_time_ns,
+    )
+
+
+def _crash_count(contents: Contents) -> int:
+    """At least that of the store it comes from: generations begin with it."""
+    highest = max((session.generation for session, _ in contents.sessions), default=0)
+    return max(contents.origin.crash_count, highest >> records.GENERATION_BITS)
+
+
+def _empty(path: Path, instance_id: str) -> None:
+    """Make an SSD directory, or empty one that this was begun with. Raises DataDirectoryUnusable, OSError."""
+    claim_directory(path)
+    found = {entry.name for entry in path.iterdir()} - _MAY_PRECEDE
+    is_ours = instance_id_of(path) == instance_id or found <= {f"{DEVICE}.partial"}
+    if found - _MADE_HERE or not is_ours:
+        problem = f"it is not empty ({min(found)} is in it): name a new one"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+    # What says whose it is goes last.
+    for name in (SEGMENTS, DEVICE):
+        (path / name).unlink(missing_ok=True)
+
+
+def _places(
+    laid: Iterable[_Laid], directories: Sequence[Path], ssd_size_bytes: int
+) -> tuple[dict[int, Slot], list[int]]:
+    """A slot for each segment, by its id, and the size of each file. Raises CapacityExceeded."""
+    free = [shutil.disk_usage(path).free for path in directories]
+    room = [align(ssd_size_bytes) or free_bytes for free_bytes in free]
+    left, ends, slots = list(room), [0] * len(directories), {}
+    for one in laid:
+        size_bytes = one.layout.size_bytes
+        number = max(range(len(left)), key=left.__getitem__)
+        slots[one.segment_id] = Slot(number, ends[number], size_bytes)
+        ends[number] += size_bytes
+        left[number] -= size_bytes
+    if min(left) < 0:
+        raise CapacityExceeded(
+            tier="SSD", needed_bytes=sum(ends), free_bytes=sum(room), limit_bytes=sum(room)
+        )
+    wanted = [align(ssd_size_bytes) or ssd_bytes(path, SEGMENTS) for path in directories]
+    return slots, [max(end, size_bytes) for end, size_bytes in zip(ends, wanted, strict=True)]
+
+
+@contextmanager
+def _files(directories: Sequence[Path], file_bytes: Sequence[int]) -> Iterator[list[int]]:
+    """The files of segments, new, all of their blocks allocated; on disk at the end."""
+    with ExitStack() as opened:
+        fds = []
+        for directory, size_bytes in zip(directories, file_bytes, strict=True):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fds.append(os.open(directory / SEGMENTS, flags, mode=0o600))
+            opened.callback(os.close, fds[-1])
+            # A server with another data directory must not take the file meanwhile.
+            fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fds[-1], 0, size_bytes)
+        yield fds
+        for fd, directory in zip(fds, directories, strict=True):
+            os.fsync(fd)
+            # The reading back is to come from the device.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            sync_directory(directory)
+
+
+def _write(
+    source: Source, file_id: bytes, plan: _Plan, slots: Mapping[int, Slot], fds: Sequence[int], step: Step
+) -> Iterator[SegmentRecord]:
+    os.lseek(source.fd, 0, os.SEEK_SET)
+    reader = FrameReader(source)
+    if reader.file_id != file_id:
+        raise reader.damage("another archive took its place while it was read")
+    for frame in reader.frames():
+        step("writing", reader.at_bytes, source.size_bytes or 0)
+        laid = plan.segments.get(frame.number)
+        if not laid or frame.tag != ROWS:
+            continue
+        specs = next(iter(laid.values())).layout.specs
+        payload = frame.payload[STRETCH.size :]
+        rows = split(specs, len(payload) // sum(spec.row_bytes for spec in specs), payload)
+        for one in laid.values():
+            slot = slots[one.segment_id]
+            image, checksum = _image(one, rows)
+            _write_all(fds[slot.path_index], image, slot.offset_bytes)
+            yield SegmentRecord(one.segment_id, one.identity, slot, checksum)
+
+
+def _image(one: _Laid, rows: Rows) -> tuple[bytearray, int]:
+    """A segment's slot as a store has it, and its header's checksum."""
+    layout, identity = one.layout, one.identity
+    slot, seed, checksums = bytearray(layout.size_bytes), identity.seed(), []
+    for spec, begin in zip(layout.specs, layout.offsets, strict=True):
+        chunk = rows[spec.stream][one.row_begin : one.row_begin + one.row_count].data.cast("B")
+        slot[begin : begin + len(chunk)] = chunk
+        checksums.append(chunk_checksum(seed, spec.stream, chunk))
+    header = SegmentHeader(one.segment_id, identity, layout, tuple(checksums)).encode()
+    slot[: len(header)] = header
+    return slot, header_checksum(header)
+
+
+def _write_all(fd: int, data: bytearray, offset_bytes: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset_bytes)
+        view, offset_bytes = view[written:], offset_bytes + written
+
+
+def _check(directories: Sequence[Path], record: SegmentRecord) -> None:
+    path = directories[record.slot.path_index] / SEGMENTS
+    found = header_at(path, record.slot.offset_bytes)
+    if not (found and found.header_checksum == record.header_checksum and is_whole(path, found)):
+        problem = f"{path} gives back other bytes than were written"
+        raise CorruptSegment(segment_id=record.segment_id, problem=problem)
+
+
+def _records(contents: Contents, plan: _Plan) -> Iterator[Entry]:
+    for model in contents.models:
+        record = ModelRecord(model.tenant, model.spec, model.create_time_ns, model.probe)
+        yield records.model_key(model.tenant, model.spec.model_id), records.encode_model(record)
+    for session in plan.sessions:
+        yield records.session_key(session.uid), records.encode_session(session)
+
+
+def _entry(record: SegmentRecord) -> Entry:
+    return records.segment_key(record.segment_id), records.encode_segment(record)
+
+
+def _write_metadata(path: Path, entries: Iterable[Entry]) -> None:
+    store = RocksDbMetadata(path)
+    try:
+        store.restore(entries, 1)
+    finally:
+        store.close()
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise DataDirectoryUnusable(path=str(path), problem=f"{error.strerror}{where}") from error

@@ -1,0 +1,262 @@
+"""The models and sessions of an archive, one after the other, in memory of one frame. Knows no store.
+
+Worst case: frames that are whole by themselves and make no sense together, which is FileDamaged.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxcache.archive.contents import (
+    FRAME_NUMBER,
+    STRETCH,
+    TOTALS,
+    ArchivedModel,
+    ArchivedSession,
+    Origin,
+    decode_archived_model,
+    decode_origin,
+    decode_session,
+)
+from ctxcache.archive.files import Source
+from ctxcache.archive.frames import END, MADE, MODEL, ROWS, SAME, SESSION, VOID, Frame, FrameReader
+from ctxcache.core import ranges
+from ctxcache.errors import FileDamaged
+from ctxcache.format.streams import Stream, StreamSpec
+
+Rows = Mapping[Stream, npt.NDArray[np.uint8]]
+SESSION_LIMIT, MODEL_LIMIT = 1 << 24, 1 << 16
+"""Of one file: readers keep the names of all sessions, and all models."""
+
+
+class Stretch(NamedTuple):
+    """Positions `[begin, end)` of a session. Their rows are the first of the `row_count` rows in frame `number`."""
+
+    number: int
+    begin: int
+    end: int
+    row_count: int
+
+
+class _Kept(NamedTuple):
+    """A frame of rows that later sessions may refer to."""
+
+    file_begin: int
+    model: ArchivedModel
+    layout: tuple[Stream, ...]
+    begin: int
+    row_count: int
+
+
+class SessionInFile:
+    """One session. `is_void` is known when its stretches have been read: its exporter gave it up midway."""
+
+    def __init__(
+        self, described: ArchivedSession, stretches: Iterator[tuple[Stretch, memoryview | None] | None],
+        again: Callable[[Stretch], memoryview],
+    ) -> None:  # fmt: skip
+        self.described = described
+        self.is_void = False
+        self._stretches, self._again = stretches, again
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Iterate over where its rows are, once."""
+        for stretch, _ in self._steps():
+            yield stretch
+
+    def rows(self) -> Iterator[Rows]:
+        """Iterate over its tokens' rows, once: uint8 [tokens, row_bytes] per stream, valid until the next are asked for."""
+        described = self.described
+        for stretch, payload in self._steps():
+            whole = split(
+                described.specs, stretch.row_count, self._again(stretch) if payload is None else payload
+            )
+            live = ranges.clip(described.live, stretch.begin, stretch.end)
+            yield {stream: _picked(part, live, stretch.begin) for stream, part in whole.items()}
+
+    def _steps(self) -> Iterator[tuple[Stretch, memoryview | None]]:
+        for step in self._stretches:
+            if step is None:
+                self.is_void = True
+            else:
+                yield step
+
+
+class ArchiveReader:
+    """Reads a file from its begin. Everything raises FileDamaged, FormatTooNew, FileUnusable."""
+
+    def __init__(self, source: Source) -> None:
+        self._reader = FrameReader(source)
+        self._frames = self._reader.frames()
+        self._kept: dict[int, _Kept] = {}
+        """By frame number; empty for a pipe, which cannot be read again."""
+        self.models: list[ArchivedModel] = []
+        """Those read so far, in their order."""
+        frame = next(self._frames)
+        if frame.tag != MADE:
+            raise self._damage(f"it begins with {frame.tag!r}")
+        try:
+            self.origin: Origin = decode_origin(bytes(frame.payload))
+        except ValueError as error:
+            raise self._damage(f"its first frame: {error}") from error
+
+    @property
+    def at_bytes(self) -> int:
+        """How many bytes have been read."""
+        return self._reader.at_bytes
+
+    @property
+    def file_id(self) -> bytes:
+        """What tells this file from every other."""
+        return self._reader.file_id
+
+    @property
+    def begin_time_ns(self) -> int:
+        """When the export began, by its exporter's clock: Unix time."""
+        return self._reader.begin_time_ns
+
+    def sessions(self) -> Iterator[SessionInFile]:
+        """Iterate over the sessions; what is left of one is passed over. The file is whole when this ends."""
+        names: set[tuple[str, str]] = set()
+        token_count = 0
+        for frame in self._frames:
+            if frame.tag == MODEL:
+                self._add_model(frame)
+                continue
+            if frame.tag == END:
+                is_size_right = len(frame.payload) == TOTALS.size
+                if not is_size_right or TOTALS.unpack(frame.payload) != (len(names), token_count):
+                    raise self._damage("its end counts other sessions than are in it")
+                return
+            one = self._begin(frame)
+            yield one
+            for _ in one.stretches():
+                pass
+            if not one.is_void:
+                described = one.described
+                name = described.model.tenant, described.session_id
+                if name in names or len(names) >= SESSION_LIMIT:
+                    raise self._damage(f"{described.session_id} is there twice, or there are too many")
+                names.add(name)
+                token_count += described.token_count
+
+    def _add_model(self, frame: Frame) -> None:
+        if len(self.models) >= MODEL_LIMIT:
+            raise self._damage("it has too many models")
+        try:
+            self.models.append(decode_archived_model(bytes(frame.payload)))
+        except ValueError as error:
+            raise self._damage(f"the model at byte {frame.begin}: {error}") from error
+
+    def _begin(self, frame: Frame) -> SessionInFile:
+        if frame.tag != SESSION:
+            raise self._damage(f"a session is expected at byte {frame.begin}, not {frame.tag!r}")
+        try:
+            described = decode_session(bytes(frame.payload), self.models)
+        except ValueError as error:
+            raise self._damage(f"the session at byte {frame.begin}: {error}") from error
+        return SessionInFile(described, self._stretches(described), self._again)
+
+    def _stretches(self, described: ArchivedSession) -> Iterator[tuple[Stretch, memoryview | None] | None]:
+        """Where its rows are, and the rows where they follow here; None for a session that was given up."""
+        at, end = 0, described.live[-1][1] if described.live else 0
+        while at < end:
+            frame = next(self._frames)
+            if frame.tag == VOID and not frame.payload:
+                yield None
+                return
+            stretch = self._stretch(described, frame)
+            is_new = stretch is not None and stretch.number == frame.number
+            if stretch is None or stretch.begin < at or not self._is_next(described, at, stretch):
+                problem = (
+                    f"rows of {described.session_id} from position {at} are expected at byte {frame.begin}"
+                )
+                raise self._damage(problem)
+            if is_new and not self._reader.is_pipe:
+                self._kept[stretch.number] = _Kept(
+                    frame.begin, described.model, described.layout, stretch.begin, stretch.row_count
+                )
+            yield stretch, frame.payload[STRETCH.size :] if is_new else None
+            at = stretch.end
+
+    def _stretch(self, described: ArchivedSession, frame: Frame) -> Stretch | None:
+        """The stretch that a frame says; None where it says none."""
+        if len(frame.payload) < STRETCH.size:
+            return None
+        begin, count = STRETCH.unpack_from(frame.payload)
+        if frame.tag == ROWS:
+            row_count, rest = divmod(len(frame.payload) - STRETCH.size, described.token_bytes)
+            return None if rest else Stretch(frame.number, begin, begin + count, row_count)
+        if frame.tag != SAME or len(frame.payload) != STRETCH.size + FRAME_NUMBER.size:
+            return None
+        (number,) = FRAME_NUMBER.unpack_from(frame.payload, STRETCH.size)
+        if self._reader.is_pipe:
+            self._reader.again(number, 0)
+        kept = self._kept.get(number)
+        is_it = kept and (kept.model, kept.layout, kept.begin) == (described.model, described.layout, begin)
+        return Stretch(number, begin, begin + count, kept.row_count) if kept and is_it else None
+
+    def _is_next(self, described: ArchivedSession, at: int, stretch: Stretch) -> bool:
+        """Whether a stretch goes on at `at`: it has tokens of the session, and leaves none out before it."""
+        return (
+            1 <= stretch.end - stretch.begin <= stretch.row_count
+            and stretch.end <= described.log_end
+            and not ranges.clip(described.live, at, stretch.begin)
+            and bool(ranges.clip(described.live, stretch.begin, stretch.end))
+        )
+
+    def _again(self, stretch: Stretch) -> memoryview:
+        return self._reader.again(stretch.number, self._kept[stretch.number].file_begin)[STRETCH.size :]
+
+    def _damage(self, problem: str) -> FileDamaged:
+        return self._reader.damage(problem)
+
+
+@dataclass(slots=True)
+class Contents:
+    """What is whole in an archive, all of it verified. Sessions in the file's order, with where their rows are."""
+
+    origin: Origin
+    file_id: bytes
+    begin_time_ns: int
+    models: list[ArchivedModel]
+    sessions: list[tuple[ArchivedSession, list[Stretch]]] = field(default_factory=list)
+
+
+def survey(source: Source, step: Callable[[int], None]) -> Contents:
+    """Verify all of a file and say what is in it. `step` hears how many bytes more have been read.
+
+    Raises as ArchiveReader does.
+    """
+    reader = ArchiveReader(source)
+    contents = Contents(reader.origin, reader.file_id, reader.begin_time_ns, reader.models)
+    at_bytes = 0
+    for one in reader.sessions():
+        stretches = []
+        for stretch in one.stretches():
+            stretches.append(stretch)
+            step(reader.at_bytes - at_bytes)
+            at_bytes = reader.at_bytes
+        if not one.is_void:
+            contents.sessions.append((one.described, stretches))
+    step(reader.at_bytes - at_bytes)
+    return contents
+
+
+def split(specs: tuple[StreamSpec, ...], row_count: int, rows: memoryview) -> Rows:
+    """A frame's rows by stream: uint8 [rows, row_bytes]."""
+    data, found, begin = np.frombuffer(rows, np.uint8), {}, 0
+    for spec in specs:
+        end = begin + row_count * spec.row_bytes
+        found[spec.stream] = data[begin:end].reshape(row_count, spec.row_bytes)
+        begin = end
+    return found
+
+
+def _picked(part: npt.NDArray[np.uint8], live: ranges.Ranges, begin: int) -> npt.NDArray[np.uint8]:
+    """The rows of live positions, of rows that begin at position `begin`."""
+    parts = [part[low - begin : high - begin] for low, high in live]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,361 @@
+"""Flushing: what makes a session's rows durable, asked for or not.
+
+A flush waits for what is staged, writes the rest, syncs each path once and commits one record. Order that this rests
+on: bytes are durable before the record that points at them. Write-behind flushes unasked: what was committed since
+the last look, what has become old and, above the watermark, what is oldest. Worst case: a session is written whole,
+however large it is, and a device that refuses is tried a few times per turn.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from ctxcache.cache.mending import Mending
+from ctxcache.cache.moves import Moves
+from ctxcache.cache.segment_io import SegmentIO, Written
+from ctxcache.cache.staging import Staged, Staging
+from ctxcache.cache.state import State, record_of
+from ctxcache.core.ledger.places import Place
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.watermarks import Allowance
+from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
+from ctxcache.storage.metadata.base import Changes, MetadataStore, SegmentRecord
+
+BAD_PER_FLUSH = 64
+"""Segments that one flush mends or cuts: there are more only where memory fails as a whole."""
+PARALLEL_FLUSHES = 8
+"""Sessions written behind at a time: they share syncs."""
+FAILURES_PER_TURN = 16
+"""Failures after which the rest waits for the next turn."""
+LOOKS_PER_SLICE = 256
+"""Sessions looked at before others get their turn of the event loop."""
+
+
+class Flushing:
+    """Flushes sessions. Owned by the event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        io: SegmentIO,
+        metadata: MetadataStore,
+        staging: Staging,
+        mending: Mending,
+        moves: Moves,
+    ) -> None:
+        self._state, self._io, self._metadata = state, io, metadata
+        self._ledger = state.ledger
+        self._staging, self._mending, self._moves = staging, mending, moves
+        self._flushes: set[asyncio.Task[None]] = set()
+        self._waiting: dict[tuple[bytes, bool], asyncio.Task[None]] = {}
+        """Flushes that have not begun yet: rows committed until then are theirs too, whoever asks for them."""
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def flush_count(self) -> int:
+        """Flushes under way."""
+        return len(self._flushes)
+
+    async def flush(self, session: Session, *, is_tail_left: bool = False, is_last: bool = False) -> None:
+        """Make every token committed so far durable; `is_tail_left`: but those of a growing segment.
+
+        A tail in which a commit goes on is not left: no record ends inside a commit, so that a crash
+        leaves all of it or nothing. `is_last`: the server ends, and may use up the room for records.
+        Raises CapacityExceeded, TierFailure, SessionNotFound.
+        """
+        self._metadata.check(is_growing=not is_last)
+        key = session.uid, is_tail_left
+        task = self._waiting.get(key)
+        if task is None:
+            task = self._waiting[key] = self._moves.start(self._flush(session, is_tail_left=is_tail_left))
+            self._flushes.add(task)
+            task.add_done_callback(self._flushes.discard)
+        await asyncio.shield(task)
+
+    async def demote(self, session: Session) -> None:
+        """Flush a session and drop its segments from memory, held ones excepted. Raises as `flush`."""
+        await self.flush(session)
+        for segment in session.segments:
+            if self._ledger.is_clean(segment):
+                self._ledger.dropped(segment)
+
+    def lock(self, session: Session) -> asyncio.Lock:
+        """What every flush of a session holds."""
+        return self._locks.setdefault(session.uid, asyncio.Lock())
+
+    async def wait_for_one(self) -> bool:
+        """Wait until one of the flushes under way has ended; False when there is none."""
+        # Its failure is for those who asked for it; whoever tries next will see it too.
+        if self._flushes:
+            await asyncio.wait(self._flushes, return_when=asyncio.FIRST_COMPLETED)
+            return True
+        return False
+
+    async def _flush(self, session: Session, *, is_tail_left: bool) -> None:
+        async with self.lock(session):
+            del self._waiting[session.uid, is_tail_left]
+            await self._flush_what_is_right(session, is_tail_left=is_tail_left)
+
+    async def _flush_what_is_right(self, session: Session, *, is_tail_left: bool) -> None:
+        """Flush; what memory did not keep is mended or cut first. Raises CorruptSegment at the end when something was cut."""
+        lost: CorruptSegment | None = None
+        for tries_left in reversed(range(BAD_PER_FLUSH)):
+            try:
+                await self._flush_once(session, is_tail_left=is_tail_left)
+                break
+            except CorruptSegment as error:
+                segment = self._ledger.segment(int(error.facts["segment_id"]))
+                if segment is None or not tries_left:
+                    raise
+                try:
+                    await self._mending.mend(segment, str(error.facts["problem"]))
+                except CorruptSegment as gone:
+                    lost = gone
+        if lost is not None:
+            raise lost
+
+    async def _flush_once(self, session: Session, *, is_tail_left: bool) -> None:
+        if session.is_gone:
+            raise SessionNotFound(session=session.name)
+        # One moment for the log's end and every segment's rows: rows that come during the
+        # write are beyond the recorded end, and would stand where later ones are put.
+        tail = session.growing_tail if is_tail_left and session.is_tail_apart else None
+        end = max(session.recorded_end, tail.begin) if tail else session.log_end
+        now_ns = self._state.clock.monotonic_ns()
+        dirty = {s: s.row_count for s in self._ledger.unwritten_segments(session) if s is not tail}
+        if dirty or session.durable_end < end:
+            with self._state.spans.span("flush", segment_count=len(dirty)):
+                await self._flush_rows(session, dirty, end, now_ns)
+            took_ns = self._state.clock.monotonic_ns() - now_ns
+            self._state.seen.flush_s.observe(took_ns / 10**9)
+
+    async def _flush_rows(
+        self, session: Session, dirty: Mapping[Segment, int], end: int, now_ns: int
+    ) -> None:
+        for segment in dirty:
+            self._ledger.held(segment)
+        try:
+            written = await self._write_somewhere(session, dirty)
+            await self._record(session, written, end, now_ns)
+        finally:
+            for segment in dirty:
+                self._ledger.released(segment)
+
+    async def _write_somewhere(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
+        """Write and sync; what was on a path that failed meanwhile once more, on the others."""
+        for _ in range(self._ledger.below.path_count):
+            try:
+                return await self._write(session, row_counts)
+            except TierFailure as failure:
+                if not self._io.is_path_closed(failure):
+                    raise
+        return await self._write(session, row_counts)
+
+    async def _write(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
+        taken = [self._staging.take(session, segment, count) for segment, count in row_counts.items()]
+        try:
+            written = await self._wait(session, taken)
+            await self._io.sync({item.slot.path_index for item in written})
+        except BaseException:
+            # The next flush writes from the start again: the device may have lost any of these rows.
+            for staged in taken:
+                self._staging.give_up(staged)
+            raise
+        return written
+
+    async def _wait(self, session: Session, taken: list[Staged]) -> list[Written]:
+        """Wait until all have ended, then raise the first failure: none is left running behind an error."""
+        failure = None
+        for i, staged in enumerate(taken):
+            await asyncio.wait([staged.task])
+            if staged.written is None and not staged.is_urgent and failure is None:
+                # There was no slot, or no luck: now it is asked for.
+                taken[i] = self._staging.start(session, staged.segment, staged.row_count, is_urgent=True)
+                await asyncio.wait([taken[i].task])
+            failure = failure or taken[i].task.exception()
+            if failure:
+                for later in taken[i + 1 :]:
+                    later.is_wanted = False
+        if failure:
+            raise failure
+        return [staged.written for staged in taken if staged.written]
+
+    async def _record(self, session: Session, written: Sequence[Written], end: int, begun_ns: int) -> None:
+        kept: list[Written] = []
+        for item in written:
+            # A segment that lost rows meanwhile has been cut: what is written of it is more than it has.
+            is_wanted = item.segment.is_listed and item.row_count <= item.segment.row_count
+            if is_wanted and not session.is_gone:
+                kept.append(item)
+            else:
+                self._staging.give_back(item)
+        if session.is_gone:
+            raise SessionNotFound(session=session.name)
+        replaced = self._ledger.flushed(session, [item.flushed for item in kept], end, begun_ns)
+        changes = Changes(sessions=[record_of(session)], segments=[_segment_record(w.segment) for w in kept])
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self._ledger.stranded(replaced)
+            raise
+        self._ledger.recorded(session, end, begun_ns)
+        self._state.counters.flushed_segment_count += len(kept)
+        for slot in replaced:
+            self._ledger.below.give(slot)
+
+    # -- away from paths that are lost ---------------------------------------------------------------
+
+    async def write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
+        """Write clean segments that DRAM has to SSD once more, and record them there; False when nothing moved.
+
+        Raises CapacityExceeded, TierFailure.
+        """
+        return await asyncio.shield(self._moves.start(self._write_elsewhere(session, segments)))
+
+    async def _write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
+        async with self.lock(session):
+            chosen = [s for s in segments if s.place is Place.BOTH]
+            # Rows appended to a segment now would be missing in its new copy.
+            self._ledger.closed(chosen)
+            for segment in chosen:
+                self._ledger.held(segment)
+            copies: list[Written] = []
+            try:
+                for segment in chosen:
+                    copy = await self._staging.write(session, segment, segment.durable_row_count)
+                    copies.append(copy)
+                await self._io.sync({item.slot.path_index for item in copies})
+                return await self._record_elsewhere(copies)
+            finally:
+                for item in copies:
+                    self._staging.give_back(item)
+                for segment in chosen:
+                    self._ledger.released(segment)
+
+    async def _record_elsewhere(self, copies: list[Written]) -> bool:
+        """Record what is still wanted there; what is not stays in the list."""
+        moved = [w for w in copies if w.segment.is_listed and w.row_count == w.segment.durable_row_count]
+        for item in moved:
+            copies.remove(item)
+        replaced = self._ledger.moved([item.flushed for item in moved])
+        changes = Changes(segments=[_segment_record(item.segment) for item in moved])
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self._ledger.stranded(replaced)
+            raise
+        for slot in replaced:
+            self._ledger.below.give(slot)
+        self._ledger.reckon_again([item.segment for item in moved])
+        return bool(moved)
+
+
+def _segment_record(segment: Segment) -> SegmentRecord:
+    assert segment.durable is not None  # noqa: S101  # adopt() has just set it
+    identity = segment.identity(segment.durable_row_count)
+    return SegmentRecord(segment.segment_id, identity, segment.durable, segment.header_checksum)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Due:
+    """A session to be written now; `is_tail_left`: without what still grows."""
+
+    session: Session
+    is_tail_left: bool
+    size_bytes: int
+
+
+Attempt = Callable[[Callable[[Due], Awaitable[None]], Due], Awaitable[bool]]
+"""Does a step with something and says whether it went well; raises nothing."""
+
+
+class WriteBehind:
+    """Writes what is due. Owned by the event loop."""
+
+    def __init__(self, state: State, flushing: Flushing, staging: Staging) -> None:
+        self._state, self._ledger = state, state.ledger
+        self._flushing, self._staging = flushing, staging
+        bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
+        self._allowance = Allowance(bytes_per_s, state.clock.monotonic_ns())
+        self._under_way_bytes = 0
+        self.looked_at_count = 0
+        """Sessions looked at since the start."""
+
+    async def turn(self, attempt: Attempt) -> bool:
+        """Write all that is due, as far as the allowance goes; returns whether all went well."""
+        self._state.is_pressed.clear()
+        self._allowance.bytes_per_s = self._ledger.watermarks.write_behind_bytes_per_s
+        taken: list[Due] = []
+        failure_count = 0
+        due = self._due()
+        try:
+            while failure_count < FAILURES_PER_TURN and (batch := await _some(due)):
+                taken += batch
+                results = await asyncio.gather(*(attempt(self.write, item) for item in batch))
+                failure_count += results.count(False)
+        finally:
+            await due.aclose()
+            # At the end only: what fails is not tried again in the same turn.
+            for item in taken:
+                self._ledger.put_back(item.session)
+        return not failure_count
+
+    async def write(self, due: Due) -> None:
+        """Flush a session. Raises CapacityExceeded, TierFailure, SessionNotFound."""
+        try:
+            await self._flushing.flush(due.session, is_tail_left=due.is_tail_left)
+        finally:
+            self._under_way_bytes -= due.size_bytes
+
+    async def _due(self) -> AsyncGenerator[Due]:
+        begun_ns = self._state.clock.monotonic_ns()
+        for session in self._ledger.changed():
+            await self._look()
+            if not self._allowance.is_left(begun_ns):
+                return
+            # A session still in use is looked at again, until it rests or has become old.
+            if self._ledger.take_changed(session) and not self._spares(session):
+                yield self._take(session, is_tail_left=True)
+        while self._allowance.is_left(begun_ns) and (found := self._oldest(begun_ns)):
+            if not self._spares(found):
+                yield self._take(found, is_tail_left=False)
+            await self._look()
+
+    async def _look(self) -> None:
+        self.looked_at_count += 1
+        if self.looked_at_count % LOOKS_PER_SLICE == 0:
+            await asyncio.sleep(0)
+
+    def _oldest(self, now_ns: int) -> Session | None:
+        """The session whose rows are too old; above the watermark the one whose rows are oldest."""
+        age_ns = self._ledger.watermarks.tail_age_ns
+        found = self._ledger.take_old(now_ns - age_ns) if age_ns else None
+        due_bytes = self._ledger.due_bytes - self._under_way_bytes
+        capacity_bytes = self._ledger.memory.capacity_bytes
+        if found is None and self._ledger.watermarks.excess_dirty_bytes(due_bytes, capacity_bytes) > 0:
+            found = self._ledger.take_oldest(now_ns)
+        return found
+
+    def _spares(self, session: Session) -> bool:
+        return self._staging.spares(session, self._under_way_bytes)
+
+    def _take(self, session: Session, *, is_tail_left: bool) -> Due:
+        self._ledger.taken(session)
+        segments = self._ledger.unwritten_segments(session)
+        tail = session.growing_tail if is_tail_left else None
+        size_bytes = sum(s.size_bytes for s in segments if s is not tail)
+        self._under_way_bytes += size_bytes
+        self._allowance.spend(size_bytes)
+        return Due(session, is_tail_left, size_bytes)
+
+
+async def _some(due: AsyncGenerator[Due]) -> list[Due]:
+    """The next few."""
+    batch: list[Due] = []
+    async for item in due:
+        batch.append(item)
+        if len(batch) == PARALLEL_FLUSHES:
+            break
+    return batch

@@ -1,0 +1,480 @@
+"""Feed: tells the placement policy what happens to sessions, and the ledger how sessions rank.
+
+A session is in use from its first access to the end of the last lease, stream or reservation on it; then it
+rests, which is when a policy looks at it. A session in use ranks above every other. A policy knows sessions
+by their names, so that a session that was evicted and is made anew is the same to it. Nothing here waits or
+moves anything. Memory: an entry per session, and GHOSTS names of evicted ones.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ctxcache.core.ledger.kin import Kin
+from ctxcache.core.ledger.places import Use
+from ctxcache.core.ledger.retaining import Retaining
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Piece, Session
+from ctxcache.core.observations import Observations
+from ctxcache.core.placement.order import Key
+from ctxcache.core.placement.policy import Facts, Tier
+from ctxcache.core.placement.ranked import Ranked
+
+LOOKS = 1 << 10
+"""Ranks that are looked up anew between two calls of `passed` though nothing happened to the sessions."""
+GHOSTS = 1 << 17
+"""Evicted sessions whose turns are remembered."""
+IN_USE: Key = (math.inf,)
+
+
+class Watcher(Protocol):
+    """Hears what becomes of a session. Called on the event loop; must not wait."""
+
+    def promoted(self, uid: bytes) -> None:
+        """All of it is in memory now."""
+
+    def demoted(self, uid: bytes) -> None:
+        """Some of it is only below now."""
+
+    def evicted(self, uid: bytes) -> None:
+        """It was given up for others. The last that is heard of it."""
+
+    def ended(self, uid: bytes) -> None:
+        """It has expired or was deleted. The last that is heard of it."""
+
+
+class Ghost(NamedTuple):
+    """What is remembered of an evicted session. The time is of the monotonic clock."""
+
+    turn_count: int = 0
+    token_count: int = 0
+    evict_time_s: float = 0.0
+
+
+NOBODY = Ghost()
+
+
+@dataclass(slots=True)
+class Prefetched:
+    """Segments promoted ahead of need since the start; of those, read since, and dropped unread.
+
+    Late is what was read while it was still on its way: it counts as used too.
+    """
+
+    prefetched_segment_count: int = 0
+    prefetch_used_segment_count: int = 0
+    prefetch_unused_segment_count: int = 0
+    prefetch_late_segment_count: int = 0
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the policy was told of one session, and said of it."""
+
+    session: Session
+    name: bytes
+    turn_count: int = 0
+    rested_end: int = 0
+    """Where its log ended when it last rested."""
+    has_rested: bool = False
+    coming_count: int = 0
+    """Promotions ahead of need that are under way."""
+    is_order_used: bool = False
+    """Whether it was accessed since its job came."""
+    is_leaving: bool = False
+    """Something of it has left memory since it was last used: half of it hastens no turn that waits for all."""
+    has_fallen: bool = False
+    """Its rank may be lower than at the last look, once it rests, and the rankings were not told."""
+    is_set_aside: bool = False
+    """Not to be promoted ahead of need before its next hint or rest: that failed."""
+    tier: Tier | None = None
+    rank: Key | None = None
+    """As the policy last said; None where something has happened since."""
+    order: float | None = None
+    """When its next job starts, while one waits."""
+    memory_since_s: float | None = None
+    """Since when all of it is in memory, while it is."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether nothing of it leaves while others can."""
+        return self.session.use is not Use.IDLE or self.coming_count > 0
+
+    def recall(self) -> Facts:
+        """It was there when the store was opened: all that it has came in one turn."""
+        self.turn_count, self.rested_end, self.has_rested = 1, self.session.log_end, True
+        return self._facts(self.session.log_end)
+
+    def rest(self) -> Facts:
+        """The session rests; a turn is over if something was appended."""
+        appended_count = self.session.log_end - self.rested_end
+        if appended_count < 0:
+            # Made anew, and shorter than it was when it was evicted.
+            appended_count = self.session.log_end
+        self.turn_count += appended_count > 0
+        self.rested_end = self.session.log_end
+        self.has_rested, self.is_set_aside = True, False
+        return self._facts(appended_count)
+
+    def _facts(self, appended_count: int) -> Facts:
+        layout = self.session.layout
+        appended_bytes = appended_count * layout.size_bytes // layout.segment_tokens
+        return Facts(self.session.size_bytes, self.turn_count, appended_bytes)
+
+
+class Feed:
+    """The policy, and what it is told. Owned by the ledger."""
+
+    def __init__(
+        self,
+        policy: Ranked,
+        now_s: Callable[[], float],
+        sessions: Mapping[bytes, Session],
+        fallen: Callable[[Session], None],
+        retaining: Retaining,
+        seen: Observations,
+        wanted: Callable[[], None],
+    ) -> None:
+        """`wanted` is called when a session may have come to be worth promoting ahead of need.
+
+        `fallen` hears of sessions whose ranks may be lower than they were.
+        """
+        self.policy = policy
+        self.retaining = retaining
+        self._now_s = now_s
+        self._sessions = sessions
+        self._fallen = fallen
+        self._seen = seen
+        self._wanted = wanted
+        self._standings: dict[bytes, Standing] = {}
+        self._uids: dict[bytes, bytes] = {}
+        self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
+        self._kin_in_memory: dict[bytes, set[bytes]] = {}
+        """Sessions that share segments and are all in memory, by their kin's uid."""
+        self._watchers: dict[bytes, list[Watcher]] = {}
+        self._ahead: set[Segment] = set()
+        """Segments promoted ahead of need, or being so, and not read since."""
+        self.prefetched = Prefetched()
+        self._looks_left = LOOKS
+        policy.watch(self._fell_by_name)
+        policy.passed(now_s())
+
+    # -- ranks -------------------------------------------------------------------------------------
+
+    def rank(self, uid: bytes) -> Key | None:
+        """Where the session stands: the lowest leaves the store first. None for a session that is gone."""
+        return self.ranks(uid)[0]
+
+    def memory_rank(self, uid: bytes) -> Key | None:
+        """As `rank`, for leaving memory: among equals a session that has begun to leave goes first."""
+        return self.ranks(uid)[1]
+
+    def ranks(self, uid: bytes) -> tuple[Key | None, Key | None]:
+        """`rank` and `memory_rank`."""
+        standing = self._standings.get(uid)
+        if standing is None:
+            return None, None
+        rank = None if standing.is_in_use else self._policy_rank(standing)
+        if rank is None:
+            standing.has_fallen = True
+            return IN_USE, IN_USE
+        retaining = self.retaining
+        return (
+            (retaining.store_level(uid), *rank),
+            (retaining.memory_level(uid), not standing.is_leaving, *rank),
+        )
+
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
+        """Whether nothing of the session may leave memory for `fetched` to be promoted ahead of need."""
+        standing = self._standings[uid]
+        is_kept = standing.is_in_use or self.retaining.memory_level(uid) > 0
+        return is_kept or self.policy.is_needed_soon(standing.name, self._standings[fetched].name)
+
+    def passed(self) -> None:
+        """Time passes. Called twice a second."""
+        self._looks_left = LOOKS
+        self.retaining.passed()
+        self.policy.passed(self._now_s())
+
+    @property
+    def unread(self) -> Collection[Segment]:
+        """Segments promoted ahead of need, or being so, and not read since."""
+        return self._ahead
+
+    # -- what happens to sessions ------------------------------------------------------------------
+
+    def appeared(self, session: Session) -> None:
+        """The session is created, as a turn of it begins."""
+        standing = self._appear(session)
+        self.policy.arrived(standing.name, self._now_s())
+
+    def recalled(self, session: Session, idle_s: float) -> None:
+        """The session was there when the store was opened, and idle for that long; the oldest come first."""
+        standing = self._appear(session)
+        self.policy.recalled(standing.name, standing.recall(), idle_s)
+        self.settled(session)
+
+    def accessed(self, session: Session, *, is_first: bool) -> None:
+        """An access begins; `is_first`: the session was idle until now."""
+        standing = self._standings[session.uid]
+        standing.is_leaving, standing.rank = False, None
+        if not is_first:
+            return
+        self.policy.arrived(standing.name, self._now_s())
+        self.policy.withdrawn(standing.name)
+        standing.is_order_used = True
+        kin = session.residence.kin
+        if kin:
+            kin.accessed(session.uid)
+            # What they share ranks as this one from now on, and may have ranked higher.
+            standing.has_fallen = True
+
+    def resting(self, session: Session) -> None:
+        """The last access is about to end: the policy hears of it while the session still ranks as in use."""
+        standing = self._standings[session.uid]
+        facts = standing.rest()
+        self.retaining.rested(session)
+        self.policy.idle(standing.name, facts, self._now_s())
+        if standing.order is not None:
+            # Not the job that waits has used it, but the turn before, or another engine's.
+            self.policy.hinted(standing.name, standing.order)
+        self.settled(session)
+
+    def rested(self, session: Session) -> None:
+        """The last access has ended: the session may leave for others, and may be wanted itself."""
+        standing = self._standings[session.uid]
+        if standing.has_fallen:
+            standing.has_fallen = False
+            self._fallen(session)
+        if self.policy.prefetch(self._may_come) is not None:
+            self._wanted()
+
+    def settled(self, session: Session) -> None:
+        """Segments of the session came to memory: perhaps all that were missing."""
+        standing = self._standings.get(session.uid)
+        if standing is None or not standing.has_rested or not (session.segments or standing.tier):
+            return
+        self._place(standing, Tier.MEMORY if session.is_in_memory else Tier.BELOW)
+
+    def dropped(self, segment: Segment) -> None:
+        """The segment left memory."""
+        if segment in self._ahead:
+            self._ahead.discard(segment)
+            self.prefetched.prefetch_unused_segment_count += 1
+        home = segment.home
+        if isinstance(home, Kin):
+            # A session that does not list the segment is found to be in memory at the next look at it.
+            for uid in self._kin_in_memory.pop(home.uid, ()):
+                self._left_memory(uid)
+        elif home is not None:
+            self._left_memory(home.uid)
+            self._leave(home.uid)
+
+    def evicted(self, session: Session) -> None:
+        """The session is given up for others; it may be made anew under its name."""
+        standing = self._standings.get(session.uid)
+        if standing is None:
+            return
+        self._ghosts[standing.name] = Ghost(standing.turn_count, session.token_count, self._now_s())
+        if len(self._ghosts) > GHOSTS:
+            self._ghosts.popitem(last=False)
+        self.policy.evicted(standing.name)
+        self.policy.withdrawn(standing.name)
+        for watcher in self._forget(standing):
+            watcher.evicted(session.uid)
+
+    def ended(self, session: Session) -> None:
+        """The session was deleted or has expired."""
+        standing = self._standings.get(session.uid)
+        if standing is not None:
+            self.policy.ended(standing.name)
+            for watcher in self._forget(standing):
+                watcher.ended(session.uid)
+
+    # -- what others say of them -------------------------------------------------------------------
+
+    def hinted(self, session: Session, order: float) -> None:
+        """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
+        standing = self._standings.get(session.uid)
+        if standing is not None:
+            standing.is_order_used = standing.is_order_used and standing.order is not None
+            standing.is_set_aside, standing.order, standing.rank = False, order, None
+            self.policy.passed(self._now_s())
+            self.policy.hinted(standing.name, order)
+            self._wanted()
+
+    def withdrawn(self, session: Session) -> None:
+        """The job waits no longer."""
+        standing = self._standings.get(session.uid)
+        if standing is not None:
+            standing.order = standing.rank = None
+            self.policy.withdrawn(standing.name)
+
+    def starting(self, session: Session) -> None:
+        """The job runs: its turn is the access since it came, or else the next, which takes it out of the queue."""
+        standing = self._standings.get(session.uid)
+        if standing is not None and standing.is_order_used:
+            self.withdrawn(session)
+        elif standing is not None:
+            standing.order = None
+
+    def expected(self, session: Session, return_s: float | None) -> None:
+        """The client says when the session returns, in monotonic seconds; None: never."""
+        standing = self._standings.get(session.uid)
+        if standing is not None:
+            standing.rank = None
+            self.policy.expected(standing.name, return_s)
+
+    def watch(self, uid: bytes, watcher: Watcher) -> None:
+        """Let `watcher` hear of a session that is there, until it is gone."""
+        if uid in self._standings:
+            self._watchers.setdefault(uid, []).append(watcher)
+
+    def unwatch(self, uid: bytes, watcher: Watcher) -> None:
+        """Undo one `watch`. Does nothing if it is over already."""
+        watchers = self._watchers.get(uid, [])
+        number = next((i for i, other in enumerate(watchers) if other is watcher), None)
+        if number is not None:
+            del watchers[number]
+            if not watchers:
+                del self._watchers[uid]
+
+    # -- promotion ahead of need -------------------------------------------------------------------
+
+    def next_ahead(self) -> Session | None:
+        """The session that the policy wants in memory, of those that are neither in use nor on their way."""
+        name = self.policy.prefetch(self._may_come)
+        return None if name is None else self._sessions[self._uids[name]]
+
+    def coming(self, session: Session) -> None:
+        """The session is being promoted ahead of need: nothing of it leaves for others meanwhile."""
+        standing = self._standings[session.uid]
+        standing.coming_count += 1
+        standing.is_leaving = False
+        if session.residence.kin:
+            # What it shares comes for its sake, and stands where it stands.
+            session.residence.kin.accessed(session.uid)
+
+    def came(self, session: Session, *, is_set_aside: bool = False) -> None:
+        """That is over; `is_set_aside`: it failed, and would again."""
+        standing = self._standings.get(session.uid)
+        if standing is not None:
+            standing.coming_count -= 1
+            standing.is_set_aside = is_set_aside
+            self.settled(session)
+            self._fallen(session)
+
+    def promoting(self, segment: Segment) -> None:
+        """The segment is being promoted ahead of need."""
+        self._ahead.add(segment)
+
+    def promoted(self, segment: Segment) -> None:
+        """Its promotion ahead of need is over; it may have failed."""
+        if segment.memory is None:
+            self._ahead.discard(segment)
+        else:
+            self.prefetched.prefetched_segment_count += 1
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """These are read."""
+        if self._ahead:
+            for piece in pieces:
+                if piece.segment in self._ahead:
+                    self._ahead.discard(piece.segment)
+                    self.prefetched.prefetch_used_segment_count += 1
+                    self.prefetched.prefetch_late_segment_count += piece.segment.memory is None
+
+    def is_in_memory(self, session: Session) -> bool:
+        """Whether all of it was in memory at the last look."""
+        standing = self._standings.get(session.uid)
+        return standing is not None and standing.tier is Tier.MEMORY
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _appear(self, session: Session) -> Standing:
+        name = f"{session.tenant}\0{session.session_id}".encode()
+        ghost = self._ghosts.pop(name, NOBODY)
+        standing = Standing(session, name, ghost.turn_count, ghost.token_count)
+        self._standings[session.uid] = standing
+        if ghost is not NOBODY:
+            self._seen.regretted(ghost.token_count, self._now_s() - ghost.evict_time_s)
+        self._uids[name] = session.uid
+        return standing
+
+    def _policy_rank(self, standing: Standing) -> Key | None:
+        """What the policy says, or said: all its ranks may rise at once, and a look at all must not wait."""
+        if standing.rank is None or self._looks_left > 0:
+            self._looks_left -= standing.rank is not None
+            standing.rank = self.policy.rank(standing.name)
+        return standing.rank
+
+    def _place(self, standing: Standing, tier: Tier) -> None:
+        session = standing.session
+        kin = session.residence.kin
+        if kin and tier is Tier.MEMORY:
+            # Perhaps it has become kin to another one since it came there.
+            self._kin_in_memory.setdefault(kin.uid, set()).add(session.uid)
+        if standing.tier is tier:
+            return
+        before, standing.tier = standing.tier, tier
+        self.policy.placed(standing.name, tier)
+        self._time_in_memory(standing)
+        if before is not None:
+            for watcher in tuple(self._watchers.get(session.uid, ())):
+                (watcher.promoted if tier is Tier.MEMORY else watcher.demoted)(session.uid)
+
+    def _time_in_memory(self, standing: Standing) -> None:
+        if standing.tier is Tier.MEMORY:
+            standing.memory_since_s = self._now_s()
+        elif standing.memory_since_s is not None:
+            self._seen.memory_residence_s.observe(self._now_s() - standing.memory_since_s)
+            standing.memory_since_s = None
+
+    def _left_memory(self, uid: bytes) -> None:
+        standing = self._standings.get(uid)
+        if standing is not None and standing.tier is Tier.MEMORY:
+            self._place(standing, Tier.BELOW)
+
+    def _leave(self, uid: bytes) -> None:
+        standing = self._standings.get(uid)
+        if standing is not None and not standing.is_leaving:
+            standing.is_leaving = True
+            self._fallen(standing.session)
+
+    def _may_come(self, name: bytes) -> bool:
+        uid = self._uids.get(name)
+        standing = None if uid is None else self._standings[uid]
+        return standing is not None and not (standing.is_in_use or standing.is_set_aside)
+
+    def _fell_by_name(self, name: bytes) -> None:
+        uid = self._uids.get(name)
+        session = None if uid is None else self._sessions.get(uid)
+        if session is not None:
+            standing = self._standings[session.uid]
+            standing.rank = None
+            if standing.is_in_use:
+                standing.has_fallen = True
+            else:
+                self._fallen(session)
+
+    def _forget(self, standing: Standing) -> Sequence[Watcher]:
+        """Forget a session; returns who is to hear of it for the last time."""
+        session = standing.session
+        del self._standings[session.uid]
+        self.retaining.release(session.uid)
+        if self._uids.get(standing.name) == session.uid:
+            del self._uids[standing.name]
+        kin = session.residence.kin
+        if kin and kin.uid in self._kin_in_memory:
+            self._kin_in_memory[kin.uid].discard(session.uid)
+            if not self._kin_in_memory[kin.uid]:
+                del self._kin_in_memory[kin.uid]
+        return self._watchers.pop(session.uid, ())
+
+    def misplaced(self) -> Iterator[Session]:
+        """Sessions taken to be in memory that are not. Looks at all, for checks."""
+        for standing in self._standings.values():
+            if standing.tier is Tier.MEMORY and not all(s.memory for s in standing.session.shown):
+                yield standing.session

@@ -1,0 +1,160 @@
+"""Leaving: which segment leaves memory next, which session leaves the store, and which is spared the way below.
+
+Never a session that is pinned, being written or held. A session is spared that has nothing below, is idle, neither
+pinned nor retained, and worth less than a session that would have to leave for it: it stays in memory, leaves from
+there when it is the coldest, and is looked at again when something happens to it or it has become old. Decides by
+facts of now, and changes nothing but who is spared. Worst case: one look at all that would leave.
+"""
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
+
+from ctxcache.core.ledger.evictable import Evictable, Verdict
+from ctxcache.core.ledger.feed import Feed
+from ctxcache.core.ledger.places import Backlog
+from ctxcache.core.ledger.quotas import Quotas
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.shelf import Shelf
+from ctxcache.core.ledger.unwritten import Unwritten
+from ctxcache.core.placement.admission import Leaving as Comparison
+from ctxcache.core.placement.admission import is_worth_writing
+
+
+class Leaving:
+    """Who leaves. Owned by the ledger."""
+
+    def __init__(
+        self,
+        get: Callable[[bytes], Session],
+        feed: Feed,
+        unwritten: Unwritten,
+        evictable: Evictable,
+        quotas: Quotas,
+        below: Shelf,
+        closed_paths: Callable[[], Collection[int]],
+    ) -> None:
+        self._get = get
+        self._feed = feed
+        self._unwritten = unwritten
+        self._evictable = evictable
+        self._quotas = quotas
+        self._below = below
+        self._closed_paths = closed_paths
+
+    # -- which session is given up -----------------------------------------------------------------
+
+    def is_removable(self, session: Session) -> bool:
+        """Whether the session may leave, and something of it would."""
+        if session.is_pinned or not session.is_idle:
+            return False
+        held = [s for s in session.segments if s.hold_count]
+        if not held:
+            return True
+        # What others list too stays with them while it is read: then it must have something else to give.
+        is_shared = all(s.reference_count > 1 for s in held)
+        return is_shared and any(s.reference_count == 1 for s in session.segments)
+
+    def from_memory(self, among: Sequence[str] | None) -> Session | None:
+        """The coldest session of these accounts that is in memory alone; None when none may go."""
+        uid = self._unwritten.first(lambda uid: self.is_removable(self._get(uid)), among)
+        return None if uid is None else self._get(uid)
+
+    def from_below(self, for_session: Session, size_bytes: int) -> Session | None:
+        """The coldest session but this one that gives room on a path that takes writes; None when there is none."""
+        among = self._quotas.below(for_session.tenant, size_bytes)
+        return self._first(for_session, among, self._frees_room)
+
+    def of_tenant(self, for_session: Session) -> Session | None:
+        """The coldest session of the same tenant but this one, wherever it lies; None when there is none."""
+        among = [for_session.tenant]
+        return self._first(for_session, among, lambda _: True) or self.from_memory(among)
+
+    def over_share(self, dirty: Session) -> Session | None:
+        """The coldest session in memory alone of the same account, if the account has more than its share below."""
+        account = self._quotas.over_share(dirty.tenant)
+        return None if account is None else self.from_memory([account])
+
+    # -- which session is not written unasked --------------------------------------------------------
+
+    def waits(self, session: Session) -> bool:
+        """Whether its worth is not known yet, because it is in use, and there is no free room below for it."""
+        has_room = self._unwritten.size_bytes(session) <= self._free_bytes
+        return not session.is_idle and _is_in_memory_alone(session) and not has_room
+
+    def refuses(self, session: Session, ahead_bytes: int = 0) -> bool:
+        """Whether the session is not worth its place below; `ahead_bytes` of what is free there are taken already."""
+        if session.is_pinned or not session.is_idle:
+            return False
+        if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):
+            return False
+        needed_bytes = ahead_bytes + self._unwritten.size_bytes(session)
+        with closing(self._would_leave(session, needed_bytes)) as leaving:
+            return not is_worth_writing(needed_bytes, self._free_bytes, leaving)
+
+    def may_leave_spared(self, session: Session, is_due: Callable[[Session], bool]) -> bool:
+        """Whether a spared session may leave memory, and with that the store.
+
+        A session that has come to be worth writing is recalled: written, it may leave memory. So is a session
+        that is kept, but one at a time, for others leave below for it: not while another is due anyway.
+        """
+        if session.backlog is not Backlog.SPARED:
+            return False
+        is_kept = not self.is_removable(session)
+        if not is_kept and self.refuses(session):
+            return True
+        if is_kept and self._unwritten.ranking.first(lambda uid: is_due(self._get(uid))) is not None:
+            return False
+        self._unwritten.recall(session)
+        return False
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._below.free_bytes_outside(self._closed_paths())
+
+    def _would_leave(self, comer: Session, size_bytes: int) -> Generator[Comparison]:
+        """The sessions that would leave for so many bytes of a session that has nothing below, one by one."""
+        among = self._quotas.below(comer.tenant, size_bytes)
+        rank = self._feed.rank(comer.uid)
+        judge = self._judge(comer, self._frees_room)
+        with closing(self._evictable.in_order(judge, among)) as uids:
+            for uid in uids:
+                victim = self._get(uid)
+                # An account that has more than its share gives way, whatever its sessions are worth.
+                is_others = among is not None and victim.tenant != comer.tenant
+                gives_way = is_others or (self._feed.rank(uid) or ()) < (rank or ())
+                yield Comparison(gives_way, self._freed_bytes(victim))
+
+    def _first(
+        self, for_session: Session, among: Sequence[str] | None, is_of_use: Callable[[Session], bool]
+    ) -> Session | None:
+        found = self._evictable.first(self._judge(for_session, is_of_use), among)
+        return None if found is None else self._get(found)
+
+    def _judge(
+        self, for_session: Session, is_of_use: Callable[[Session], bool]
+    ) -> Callable[[bytes], Verdict]:
+        def judge(uid: bytes) -> Verdict:
+            session = self._get(uid)
+            if session.is_pinned or not session.amounts().durable_bytes:
+                return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
+            leaves = session is not for_session and self.is_removable(session) and is_of_use(session)
+            return Verdict.LEAVES if leaves else Verdict.NOT_NOW
+
+        return judge
+
+    def _freed_bytes(self, session: Session) -> int:
+        """What goes with it; what others list too stays."""
+        closed = self._closed_paths()
+        slots = (s.durable for s in session.segments if s.reference_count == 1)
+        return sum(slot.size_bytes for slot in slots if slot and slot.path_index not in closed)
+
+    def _frees_room(self, session: Session) -> bool:
+        closed = self._closed_paths()
+        return any(s.durable and s.durable.path_index not in closed for s in session.segments)
+
+
+def _is_in_memory_alone(session: Session) -> bool:
+    """Whether nothing below has any of it, nor ever had anything that is still part of it."""
+    return not session.recorded_end and not session.amounts().durable_bytes

@@ -1,0 +1,994 @@
+"""The ledger: where every segment and session is in its life, and every index over that.
+
+Events come in: what was opened, read, committed, flushed, promoted, dropped, truncated, forked, ended. Moves come
+out: which segment is to leave memory, which session the store, and what is to be written. `cache/` carries the
+moves out. `places.py` has the tables of all steps. Nothing here waits or does I/O, and time is what it is told.
+
+Order that this rests on: bytes are durable before the record that points at them, and a record is gone before its
+bytes are given back. A held segment keeps its slots.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from ctxcache.core import ranges
+from ctxcache.core.busiest import Busiest
+from ctxcache.core.ledger.evictable import Evictable
+from ctxcache.core.ledger.expiry import ExpiryQueue
+from ctxcache.core.ledger.feed import Feed
+from ctxcache.core.ledger.kin import Kin, Residence
+from ctxcache.core.ledger.leaving import Leaving
+from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, UseEvent
+from ctxcache.core.ledger.quotas import Quotas
+from ctxcache.core.ledger.resident import Resident
+from ctxcache.core.ledger.retaining import Retaining
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Piece, Session
+from ctxcache.core.ledger.shelf import Shelf
+from ctxcache.core.ledger.unwritten import Unwritten
+from ctxcache.core.ledger.usage import Usage
+from ctxcache.core.limits import Limits
+from ctxcache.core.observations import Observations
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.shares import EVERYONE, Shares
+from ctxcache.core.ranges import Ranges
+from ctxcache.core.watermarks import Watermarks
+from ctxcache.errors import SessionNotFound
+from ctxcache.format.slot import Slot
+from ctxcache.format.sums import Sums
+
+SECOND_NS = 10**9
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def now_ns(self) -> int:
+        """The store's time."""
+
+    def monotonic_ns(self) -> int:
+        """For deadlines and ages."""
+
+
+class Below(Protocol):
+    """What the tier below can do now."""
+
+    @property
+    def closed_paths(self) -> Collection[int]:
+        """Paths that take no writes, by number."""
+
+    @property
+    def has_open_path(self) -> bool:
+        """Whether a path takes writes."""
+
+
+class Wishes(Protocol):
+    """What the ledger would have done soon. Called within an event; must not wait, nor call the ledger."""
+
+    def prefetch_wanted(self) -> None:
+        """A session may have come to be worth promoting ahead of need."""
+
+    def write_wanted(self) -> None:
+        """More is to be written than shall wait."""
+
+    def tokens_withheld(self, session: Session, token_count: int) -> None:
+        """The session shows so many tokens fewer, because a path is lost."""
+
+    def segment_gone(self, segment: Segment) -> None:
+        """The segment's slots are given back; one that was taken for a copy of it is of no use any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """A segment's first `row_count` rows, written below to `slot`; `values`: one checksum per stream."""
+
+    segment: Segment
+    slot: Slot
+    row_count: int
+    header_checksum: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A move: this segment is to leave memory. A tier below has its rows."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A move: this session is to leave the store. Memory alone has it, and it is not worth its place below."""
+
+    session: Session
+
+
+class Ledger:
+    """Every session and every segment. Owned by the event loop.
+
+    `memory` and `below` hand out slots; `usage` counts them by tenant; `quotas` divides them. These three, the
+    `unread` segments and the counts are for others to look at, not to change.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        policy: Ranked,
+        memory: Shelf,
+        below: Shelf,
+        devices: Below,
+        *,
+        limits: Limits,
+        shares: Shares,
+        watermarks: Watermarks,
+        seen: Observations,
+        wishes: "Wishes",
+    ) -> None:
+        self._clock = clock
+        self._devices = devices
+        self._wishes = wishes
+        self.memory, self.below = memory, below
+        self.watermarks = watermarks
+        """May be replaced while the store runs."""
+        self.usage = Usage(shares)
+        self.busiest, self.accesses_by_tenant = Busiest(), Counter[str]()
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._by_uid: dict[bytes, Session] = {}
+        self._names: dict[str, list[str]] = {}
+        """Session ids of each tenant, in order."""
+        self._model_sessions: Counter[tuple[str, str]] = Counter()
+        self._segments: dict[int, Segment] = {}
+        self._last_segment_id = 0
+        self._expiry = ExpiryQueue()
+        self._touched: dict[bytes, Session] = {}
+        """Sessions whose last access no record has."""
+        self._stranded_with: dict[Slot, Segment] = {}
+        """Segments that had stranded slots when their records were to go."""
+        self._spoiling: set[Segment] = set()
+        """Segments that leave a spoiled slot as soon as nothing uses it."""
+        self.lost: Mapping[int, str] = {}
+        """The files of paths of which nothing can be had now, by path number."""
+        self._kept_back: set[Segment] = set()
+        """Segments that were passed over because they lie on a lost path: they may leave when that is another."""
+        self._reckoning = 0
+        """How often paths were lost or came back."""
+        self._withheld: dict[bytes, int] = {}
+        self._exposed: dict[bytes, Session] = {}
+        """Sessions of which memory has what lies on a lost path."""
+        capacities = Capacities(memory.capacity_bytes, below.capacity_bytes)
+        retaining = Retaining(self._now_s, self._by_uid, capacities, limits, shares, self._fell)
+        self._feed = Feed(
+            policy, self._now_s, self._by_uid, self._fell, retaining, seen, wishes.prefetch_wanted
+        )
+        account = self._account if shares else None
+        self._resident = Resident(self._feed.memory_rank, self._by_uid, account)
+        self._evictable = Evictable(self._feed.rank, account)
+        self._unwritten = Unwritten(self._feed.rank, account)
+        self.quotas = Quotas(
+            self.usage, below.capacity_bytes, lambda: self.watermarks.filled_bytes(memory.capacity_bytes)
+        )
+        self._leaving = Leaving(
+            self._by_uid.__getitem__,
+            self._feed,
+            self._unwritten,
+            self._evictable,
+            self.quotas,
+            below,
+            lambda: devices.closed_paths,
+        )
+
+    # -- look-ups ----------------------------------------------------------------------------------
+
+    def find(self, tenant: str, session_id: str) -> Session:
+        """A tenant's session that has not expired. Raises SessionNotFound."""
+        session = self._sessions.get((tenant, session_id))
+        if session is None:
+            raise SessionNotFound(session=f"sessions/{session_id}")
+        self.check_expiry(session)
+        if session.reckoned != self._reckoning:
+            self.reckon(session)
+        return session
+
+    def check_expiry(self, session: Session) -> None:
+        """Raise SessionNotFound once the session's time has come, whatever still keeps it in memory."""
+        if session.expire_time_ns <= self._clock.now_ns():
+            raise SessionNotFound(session=session.name)
+
+    def named(self, tenant: str, session_id: str) -> Session | None:
+        """A tenant's session, expired or not."""
+        return self._sessions.get((tenant, session_id))
+
+    def get(self, uid: bytes) -> Session | None:
+        """A session that is there."""
+        return self._by_uid.get(uid)
+
+    def sessions(self) -> Collection[Session]:
+        """Every session."""
+        return self._by_uid.values()
+
+    def newest(self, limit: int) -> list[Session]:
+        """At most so many sessions, the last made first."""
+        return list(islice(reversed(self._by_uid.values()), limit))
+
+    def names(self, tenant: str) -> Sequence[str]:
+        """A tenant's session ids, in order."""
+        return self._names.get(tenant, ())
+
+    def tenants(self) -> set[str]:
+        """Tenants that had anything since the start, or have a configured share."""
+        return {*self.usage.tenants(), *self._names}
+
+    def model_session_count(self, tenant: str, model_id: str) -> int:
+        """Sessions of a tenant's model."""
+        return self._model_sessions[tenant, model_id]
+
+    def segment(self, segment_id: int) -> Segment | None:
+        """A segment that a session lists."""
+        return self._segments.get(segment_id)
+
+    def segments(self) -> Collection[Segment]:
+        """Every segment that a session lists."""
+        return self._segments.values()
+
+    def listers(self, segment: Segment) -> list[Session]:
+        """The sessions that list a segment. Looks at all that are kin to them."""
+        home = segment.home
+        if not isinstance(home, Kin):
+            return [self._by_uid[home.uid]] if home else []
+        kin = (self._by_uid[uid] for uid in home.uids)
+        return [session for session in kin if session.lists(segment)]
+
+    # -- sessions come and go ----------------------------------------------------------------------
+
+    def opened(self, session: Session) -> None:
+        """The session was created, or forked: its segments are listed by it too."""
+        self._add(session)
+        self._feed.appeared(session)
+        self._index(session)
+
+    def recalled(self, session: Session, idle_s: float) -> None:
+        """The session was there when the store was opened, and idle for that long; the oldest come first."""
+        last = session.segments[-1].durable if session.segments else None
+        session.path = last.path_index if last else None
+        self._add(session)
+        session.used(UseEvent.RECALLED)
+        self._feed.recalled(session, idle_s)
+        self._index(session)
+
+    def forked(self, source: Session, fork: Session) -> None:
+        """The fork, which is opened, shares the source's segments: both logs go on behind them."""
+        self._visit(source)
+        # It may be in use, and go on in memory as kin to the new one.
+        self._feed.settled(source)
+        self._visit(fork)
+
+    def shared(self, session: Session, segments: Iterable[Segment]) -> None:
+        """Count these with the session's kin, as if a fork listed them; segments that others list stay as they are."""
+        residence = session.residence
+        if residence.kin is None:
+            residence.found_kin()
+            # What is in memory leaves as its kin's from here on, which placement has to know beforehand.
+            self._feed.settled(session)
+        for segment in segments:
+            if segment.home is residence:
+                segment.share()
+                if segment.memory:
+                    self._resident.add(segment)
+
+    def closed(self, segments: Iterable[Segment]) -> None:
+        """These segments grow no more: what is appended from here on goes to another one."""
+        for segment in segments:
+            segment.is_growing = False
+
+    def truncated(self, session: Session, live: Ranges) -> list[Segment]:
+        """Only these positions of the session are live; returns the segments that no session lists any more."""
+        return self._unlist(session, session.keep_positions(live))
+
+    def ended(self, session: Session, *, is_evicted: bool = False) -> list[Segment]:
+        """The session is gone; returns the segments that no session lists any more. `is_evicted`: for others."""
+        if is_evicted:
+            self._feed.evicted(session)
+        session.used(UseEvent.ENDED)
+        uid = session.uid
+        del self._sessions[session.tenant, session.session_id]
+        del self._by_uid[uid]
+        self._model_sessions[session.tenant, session.model_id] -= 1
+        names = self._names[session.tenant]
+        del names[bisect_left(names, session.session_id)]
+        self.busiest.forget(uid)
+        self._touched.pop(uid, None)
+        self._unwritten.ended(session)
+        self._evictable.discard(uid)
+        self._feed.ended(session)
+        self._expiry.forget(uid)
+        self._exposed.pop(uid, None)
+        dead = self._unlist(session, session.segments)
+        # The session itself keeps what it withheld: its record may be written once more.
+        self._withheld.pop(uid, None)
+        self._resident.forget_session(session)
+        return dead
+
+    # -- sessions are used -------------------------------------------------------------------------
+
+    def touched(self, session: Session) -> None:
+        """Count an access."""
+        session.touch(self._clock.now_ns())
+        self.busiest.count(session.uid)
+        self.accesses_by_tenant[session.tenant] += 1
+        # Earlier than before where an expiry was shortened.
+        self._expiry.schedule(session.uid, session.expire_time_ns)
+        self._touched[session.uid] = session
+
+    def read_began(self, session: Session, pieces: Iterable[Piece] = ()) -> None:
+        """A lease or stream of these pieces begins."""
+        self._begin(session, UseEvent.READ_BEGAN)
+        self._feed.read(pieces)
+
+    def read_ended(self, uid: bytes) -> None:
+        """A lease or stream of a session ended. Does nothing where the session is gone."""
+        session = self._by_uid.get(uid)
+        if session is not None:
+            self._end(session, UseEvent.READ_ENDED)
+
+    def write_began(self, session: Session) -> None:
+        """A writer has the session."""
+        self._begin(session, UseEvent.WRITE_BEGAN)
+        self._unwritten.recall(session)
+
+    def write_ended(self, session: Session) -> None:
+        """The writer is done. Does nothing where the session is gone."""
+        if not session.is_gone:
+            self._end(session, UseEvent.WRITE_ENDED)
+            self._evictable.add(session.uid)
+
+    def visited(self, session: Session) -> None:
+        """An access that is over at once."""
+        self._visit(session)
+
+    def pinned(self, session: Session, *, is_pinned: bool) -> None:
+        """The session may leave for others, or may not."""
+        session.is_pinned = is_pinned
+        self._evictable.add(session.uid)
+        self._unwritten.tail_changed(session)
+
+    # -- expiry, and accesses that no record has ----------------------------------------------------
+
+    def due(self, now_ns: int, *, limit: int) -> list[Session]:
+        """Sessions whose time has come, at most so many; each is told once."""
+        return [self._by_uid[uid] for uid in self._expiry.due(now_ns, self._expire_time, limit=limit)]
+
+    def still_due(self, session: Session, now_ns: int) -> None:
+        """A session whose time has come could not be ended yet: it is told again."""
+        if not session.is_gone:
+            self._expiry.schedule(session.uid, now_ns)
+
+    def unsaved_accesses(self, *, limit: int, part_limit: int) -> list[Session]:
+        """Sessions whose last access no record has: at most so many, and about so many segments and streams of them."""
+        some: list[Session] = []
+        part_count = 0
+        for session in islice(self._touched.values(), limit):
+            some.append(session)
+            part_count += len(session.segments) + len(session.layout.specs)
+            if part_count >= part_limit:
+                break
+        return some
+
+    def saved(self, sessions: Iterable[Session]) -> None:
+        """Records have these sessions' last accesses."""
+        for session in sessions:
+            self._touched.pop(session.uid, None)
+
+    def unsaved(self, sessions: Iterable[Session]) -> None:
+        """No record could be given these sessions' last accesses."""
+        self._touched |= {session.uid: session for session in sessions if not session.is_gone}
+
+    # -- rows are written --------------------------------------------------------------------------
+
+    def skip_segment_ids(self, last: int) -> None:
+        """Numbers up to `last` are taken."""
+        self._last_segment_id = max(self._last_segment_id, last)
+
+    def new_segment_id(self) -> int:
+        """A number no segment ever had in this data directory, as far as records tell."""
+        self._last_segment_id += 1
+        return self._last_segment_id
+
+    def blank(self, session: Session, segment_id: int, begin: int) -> Segment:
+        """A segment for rows of the session from position `begin` on; it has no slot yet."""
+        return Segment(
+            segment_id=segment_id,
+            tenant=session.tenant,
+            writer_uid=session.uid,
+            generation=session.generation,
+            begin=begin,
+            model_fingerprint=session.model_fingerprint,
+            layout=session.layout,
+            use=self.usage.of(session.tenant),
+        )
+
+    def recorded_segment(self, segment: Segment) -> None:
+        """A record names this segment, as the store is opened."""
+        self._segments[segment.segment_id] = segment
+
+    def unrecorded_segment(self, segment: Segment) -> None:
+        """No session lists this segment, as the store is opened."""
+        del self._segments[segment.segment_id]
+        segment.disowned()
+
+    def reserved(self, segment: Segment, slot: Slot) -> None:
+        """A writer got room for the segment's rows."""
+        segment.reserved(slot)
+
+    def abandoned(self, segment: Segment) -> None:
+        """The segment's writer ended, and none of its rows was committed."""
+        segment.happened(SegmentEvent.ABANDONED)
+
+    def claimed(self, segment: Segment) -> int:
+        """A writer has room in the segment; returns the bytes that this adds to what is claimed."""
+        taken_bytes = self._unwritten.new_bytes(segment)
+        self._unwritten.reserve(segment)
+        return taken_bytes
+
+    def unclaimed(self, segment: Segment) -> None:
+        """No writer has room in the segment any more."""
+        self._unwritten.release(segment)
+
+    def promised(self, tenant: str, size_bytes: int) -> None:
+        """So much more may become dirty; negative when it is claimed, or will not be."""
+        self._unwritten.promise(tenant, size_bytes)
+
+    def claim_bytes(self, segment: Segment) -> int:
+        """What a reservation of the segment would add to what is claimed."""
+        return self._unwritten.new_bytes(segment)
+
+    def committed(self, session: Session, segment: Segment, row_count: int) -> None:
+        """The segment's first `row_count` rows are visible in the session."""
+        if segment.place is Place.RESERVED:
+            session.is_tail_apart = segment.begin == session.log_end
+            session.segments.append(segment)
+            segment.list_in(session.residence)
+            self._segments[segment.segment_id] = segment
+        if row_count > segment.row_count:
+            segment.happened(SegmentEvent.COMMITTED)
+            segment.row_count = row_count
+            self._unwritten.committed(session, segment, self._clock.monotonic_ns())
+            if self.watermarks.excess_dirty_bytes(self.due_bytes, self.memory.capacity_bytes) > 0:
+                self._wishes.write_wanted()
+
+    def appended(self, session: Session, token_count: int) -> None:
+        """So many committed tokens more are live, and the session was accessed."""
+        if token_count:
+            session.append_rows(session.log_end + token_count)
+        self.touched(session)
+
+    def staged(self, segment: Segment, slot: Slot, *, is_there: bool) -> None:
+        """A slot below was taken for the segment's rows, or is given up again; no record names it."""
+        segment.stage(slot.size_bytes if is_there else -slot.size_bytes)
+
+    def flushed(self, session: Session, written: Sequence[Flushed], end: int, begun_ns: int) -> set[Slot]:
+        """These are below and synced; a record is about to say so, of the log up to `end`.
+
+        Returns the slots that they take the place of.
+        """
+        replaced = {item.segment.durable for item in written} - {None}
+        for item in written:
+            is_outgrown = item.row_count < item.segment.row_count
+            self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED)
+        self._evictable.add(session.uid)
+        self._unwritten.settled(session, [item.segment for item in written], begun_ns)
+        # Before the commit: a record written meanwhile must not fall back behind this one.
+        session.recorded_end = end
+        return {slot for slot in replaced if slot}
+
+    def recorded(self, session: Session, end: int, begun_ns: int) -> None:
+        """The record of that flush is durable."""
+        session.durable_end = max(session.durable_end, end)
+        self._unwritten.settled(session, (), begun_ns)
+
+    def moved(self, written: Sequence[Flushed]) -> set[Slot]:
+        """These lie in other slots below; returns the slots that they take the place of."""
+        replaced = {item.segment.durable for item in written}
+        for item in written:
+            self._adopt(item, SegmentEvent.MOVED)
+        return {slot for slot in replaced if slot}
+
+    def shortened(self, segment: Segment, durable: Sums) -> list[Session]:
+        """Only the rows that a tier below has are left of the segment; returns the sessions that list it."""
+        sessions = self.listers(segment)
+        segment.shortened(durable)
+        for session in sessions:
+            self._unwritten.unlisted(session, segment)
+        return sessions
+
+    # -- segments move -----------------------------------------------------------------------------
+
+    def held(self, segment: Segment, *, is_past: bool = False) -> None:
+        """The segment keeps its slots until `released`; `is_past`: wherever they are, memory may be left."""
+        segment.hold_count += 1
+        segment.past_hold_count += is_past
+
+    def released(self, segment: Segment, *, is_past: bool = False) -> None:
+        """One hold ended; the last hold of a segment without a record frees its slots."""
+        segment.hold_count -= 1
+        segment.past_hold_count -= is_past
+        if segment in self._spoiling:
+            self.spoiled(segment)
+        if segment.place is Place.HELD:
+            self._empty(segment)
+        elif self.is_clean(segment) or self._is_spared(segment) or self.is_on_lost_path(segment):
+            self._resident.add(segment)
+        if not segment.hold_count and isinstance(segment.home, Residence):
+            self._evictable.add(segment.home.uid)
+
+    def forgotten(self, segment: Segment) -> None:
+        """The segment's record is gone: its slots are free as soon as nothing holds them."""
+        segment.happened(SegmentEvent.FORGOTTEN)
+        self._empty(segment)
+
+    def stranded(self, slots: Iterable[Slot]) -> None:
+        """A commit failed: records may still name these slots below."""
+        self.below.stranded.update(slots)
+
+    def stranded_with(self, segments: Iterable[Segment]) -> None:
+        """As `stranded`, of segments whose records were to go."""
+        for segment in segments:
+            if segment.durable:
+                self.below.stranded.add(segment.durable)
+                self._stranded_with[segment.durable] = segment
+
+    def unstranded(self, slots: Iterable[Slot]) -> None:
+        """No record names these slots: they may be taken, those of held segments when the holds end."""
+        for slot in slots:
+            self.below.stranded.discard(slot)
+            segment = self._stranded_with.pop(slot, None)
+            is_bad = slot in self.below.quarantined
+            if not is_bad and (segment is None or segment.place is Place.GONE):
+                self.below.give(slot)
+
+    def unquarantined(self, slot: Slot) -> None:
+        """The slot keeps what is written there: it may be taken, unless a record may still name it."""
+        self.below.quarantined.discard(slot)
+        self.below.give_back(slot)
+
+    def dropped(self, segment: Segment) -> None:
+        """The segment leaves memory."""
+        self.memory.give_back(segment.dropped())
+        self._left_memory(segment)
+
+    def spoiled(self, segment: Segment) -> None:
+        """The segment's slot in memory does not keep what is written: it is left for good, once nothing uses it."""
+        segment.is_growing = False
+        if segment.is_unwritten or segment.memory_hold_count:
+            self._spoiling.add(segment)
+            return
+        self._spoiling.discard(segment)
+        if segment.memory:
+            slot = segment.dropped()
+            if slot:
+                self.memory.spoiled.add(slot)
+            self._left_memory(segment)
+
+    def promoted(self, segment: Segment, slot: Slot, values: tuple[int, ...]) -> None:
+        """Memory has the segment again; `values`: one checksum per stream, verified."""
+        segment.promoted(slot)
+        segment.settle(segment.row_count, values)
+
+    def corrupt(self, segment: Segment) -> Slot | None:
+        """What lies below of the segment is bad: the slot, which is returned, is kept from use."""
+        slot = segment.disowned()
+        if slot:
+            self.below.quarantined.add(slot)
+            # The segment's end does not give it back any more.
+            self._stranded_with.pop(slot, None)
+        return slot
+
+    def misplaced(self, segment: Segment) -> None:
+        """The slot below that a record gives the segment is another one's, as the store is opened."""
+        segment.disowned()
+
+    def is_clean(self, segment: Segment) -> bool:
+        """Whether the segment may leave memory at once."""
+        if segment.memory is None or segment.is_unwritten or segment.memory_hold_count:
+            return False
+        # What lies on a lost path leaves memory only where there is nowhere else to write it.
+        return not self.is_on_lost_path(segment) or not self._devices.has_open_path
+
+    # -- moves out: what is to leave memory ----------------------------------------------------------
+
+    def next_out_of_memory(
+        self,
+        among: Sequence[str] | None,
+        is_due: Callable[[Session], bool],
+        may_give: Callable[[bytes], bool] = lambda _: True,
+    ) -> Drop | GiveUp | None:
+        """What leaves memory next: of the coldest session the newest segment, or a whole spared session.
+
+        `among`: accounts, in the order in which they are asked. `is_due` says of a session in memory alone
+        whether it is to be written anyway. `may_give`: see Resident. None when nothing may leave.
+        """
+        if self._kept_back and not self._devices.has_open_path:
+            self._reconsider()
+        segment = self._resident.take(lambda segment: self._may_leave(segment, is_due), may_give, among)
+        if segment is None:
+            return None
+        if segment.is_unwritten and segment.home is not None:
+            return GiveUp(self._by_uid[segment.home.uid])
+        return Drop(segment)
+
+    # -- moves out: what is to be written ------------------------------------------------------------
+
+    @property
+    def dirty_bytes(self) -> int:
+        """Slots of segments that memory alone has."""
+        return self._unwritten.dirty_bytes
+
+    @property
+    def due_bytes(self) -> int:
+        """Slots of segments that memory alone has and that are to be written."""
+        return self._unwritten.due_bytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """What is due, reserved or promised to writers."""
+        return self._unwritten.claimed_bytes
+
+    @property
+    def claimed_by(self) -> Mapping[str, int]:
+        """The same by tenant, of those that have some."""
+        return self._unwritten.claimed_by
+
+    @property
+    def unwritten_session_count(self) -> int:
+        """Sessions with rows that memory alone has."""
+        return len(self._unwritten)
+
+    def oldest_unwritten_ns(self) -> int | None:
+        """Since when rows are to be written, of the session that has had some for longest; None when there is none."""
+        return self._unwritten.oldest_ns()
+
+    def unwritten_segments(self, session: Session) -> Collection[Segment]:
+        """A session's segments that memory alone has, in the order of their positions."""
+        return self._unwritten.segments(session.uid)
+
+    def unwritten_bytes(self, session: Session) -> int:
+        """Slots of these."""
+        return self._unwritten.size_bytes(session)
+
+    def unwritten_sessions(self) -> list[Session]:
+        """Sessions with rows that memory alone has, the best kept first."""
+        uids = sorted(self._unwritten.uids(), key=lambda uid: self._feed.rank(uid) or (), reverse=True)
+        return [self._by_uid[uid] for uid in uids]
+
+    def coldest_to_write(
+        self, accepts: Callable[[Session], bool], among: Sequence[str] | None
+    ) -> Session | None:
+        """The coldest session that is to be written, of these accounts, of those that `accepts` takes."""
+        uid = self._unwritten.ranking.first(lambda uid: accepts(self._by_uid[uid]), among)
+        return None if uid is None else self._by_uid[uid]
+
+    def changed(self) -> list[Session]:
+        """Sessions that may have got an unwritten segment that grows no more."""
+        return list(self._unwritten.changed.values())
+
+    def take_changed(self, session: Session) -> bool:
+        """Look at one of `changed`: whether it has a segment to be written that grows no more.
+
+        False for a session that waits for its use to end, which is told again, and one that was looked at.
+        """
+        if session.uid not in self._unwritten.changed or self._leaving.waits(session):
+            return False
+        del self._unwritten.changed[session.uid]
+        return self._unwritten.has_full(session)
+
+    def take_old(self, until_ns: int) -> Session | None:
+        """The session that waits longest to be written, or to be looked at again, if since then or before."""
+        uid = self._unwritten.take_oldest(until_ns) or self._unwritten.take_spared(until_ns)
+        return None if uid is None else self._by_uid[uid]
+
+    def take_oldest(self, now_ns: int) -> Session | None:
+        """The session that waits longest to be written."""
+        uid = self._unwritten.take_oldest(now_ns)
+        return None if uid is None else self._by_uid[uid]
+
+    def taken(self, session: Session) -> None:
+        """The session is being written, unasked."""
+        self._unwritten.taken(session)
+
+    def put_back(self, session: Session) -> None:
+        """That write ended, well or not."""
+        self._unwritten.put_back(session)
+
+    def spares(self, session: Session, ahead_bytes: int = 0) -> bool:
+        """Leave an unwritten session as it is if it is not worth its place below; whether it is spared.
+
+        `ahead_bytes` of what is free there are taken already.
+        """
+        if not self._leaving.refuses(session, ahead_bytes):
+            self._unwritten.recall(session)
+            return False
+        for segment in self._unwritten.segments(session.uid):
+            self._resident.add(segment)
+        self._unwritten.spare(session, self._clock.monotonic_ns())
+        return True
+
+    # -- moves out: who leaves the store -------------------------------------------------------------
+
+    def next_from_memory(self, among: Sequence[str] | None) -> Session | None:
+        """See Leaving.from_memory."""
+        return self._leaving.from_memory(among)
+
+    def next_from_below(self, for_session: Session, size_bytes: int) -> Session | None:
+        """See Leaving.from_below."""
+        return self._leaving.from_below(for_session, size_bytes)
+
+    def next_of_tenant(self, for_session: Session) -> Session | None:
+        """See Leaving.of_tenant."""
+        return self._leaving.of_tenant(for_session)
+
+    def next_over_share(self, dirty: Session) -> Session | None:
+        """See Leaving.over_share."""
+        return self._leaving.over_share(dirty)
+
+    # -- placement ---------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Feed:
+        """What the policy hears and says: hints, watchers, promotion ahead of need."""
+        return self._feed
+
+    # -- paths that are lost -----------------------------------------------------------------------
+
+    def paths_lost(self, lost: Mapping[int, str]) -> bool:
+        """These paths are lost, and no other; whether that is news. Sessions are reckoned at the next look."""
+        if lost == self.lost:
+            return False
+        self.lost = lost
+        self._reckoning += 1
+        self._reconsider()
+        return True
+
+    def reckon(self, session: Session) -> None:
+        """Show of the session what can be had. Takes a time that grows with its segments, once for each loss."""
+        if session.reckoned == self._reckoning:
+            return
+        session.reckoned = self._reckoning
+        fewer_count = session.reckon(self.lost)
+        if session.exposed_begin is None:
+            self._exposed.pop(session.uid, None)
+        else:
+            self._exposed[session.uid] = session
+        if not fewer_count:
+            return
+        self._note_withheld(session)
+        # A restart is to know of its generation.
+        self._touched[session.uid] = session
+        if fewer_count > 0:
+            self._wishes.tokens_withheld(session, fewer_count)
+        self._feed.settled(session)
+
+    def reckon_again(self, segments: Iterable[Segment]) -> None:
+        """Segments on a lost path left memory, or lie elsewhere now: their sessions are reckoned anew."""
+        for segment in segments:
+            for session in self.listers(segment):
+                session.reckoned = -1
+                self._exposed[session.uid] = session
+
+    def is_on_lost_path(self, segment: Segment) -> bool:
+        """Whether what lies below of the segment cannot be had."""
+        return bool(self.lost) and segment.durable is not None and segment.durable.path_index in self.lost
+
+    def lost_paths_of(self, session: Session) -> list[str]:
+        """The lost paths that have segments of the session."""
+        on_lost = {s.durable.path_index for s in session.segments if s.durable} & set(self.lost)
+        return [self.lost[i] for i in sorted(on_lost)]
+
+    def exposed(self) -> list[Session]:
+        """Sessions of which memory has what lies on a lost path."""
+        return list(self._exposed.values())
+
+    def rescued(self, session: Session) -> None:
+        """What memory had of lost paths was written elsewhere, as far as that went."""
+        if not session.is_gone:
+            session.reckoned = -1
+            self.reckon(session)
+
+    @property
+    def withheld(self) -> Mapping[bytes, int]:
+        """Tokens that sessions do not show because paths are lost, by uid."""
+        return self._withheld
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.tenant, session.session_id] = session
+        self._by_uid[session.uid] = session
+        self._model_sessions[session.tenant, session.model_id] += 1
+        insort(self._names.setdefault(session.tenant, []), session.session_id)
+        for segment in session.segments:
+            segment.list_in(session.residence)
+
+    def _index(self, session: Session) -> None:
+        if session.segments and not session.is_pinned:
+            self._evictable.add(session.uid)
+        for segment in session.segments:
+            # Whether a segment may leave that others list is the same as before.
+            if segment.reference_count == 1 and segment.memory:
+                self._resident.add(segment)
+        self._expiry.schedule(session.uid, session.expire_time_ns)
+        session.reckoned = -1 if self.lost else self._reckoning
+        self.reckon(session)
+
+    def _begin(self, session: Session, event: UseEvent) -> None:
+        session.used(event)
+        session.use_count += 1
+        self._feed.accessed(session, is_first=session.use_count == 1)
+
+    def _end(self, session: Session, event: UseEvent) -> None:
+        is_last = session.use_count == 1
+        if is_last:
+            self._feed.resting(session)
+        session.used(UseEvent.LAST_ENDED if is_last else event)
+        session.use_count -= 1
+        if is_last:
+            self._feed.rested(session)
+        self._unwritten.tail_changed(session)
+
+    def _visit(self, session: Session) -> None:
+        self._begin(session, UseEvent.READ_BEGAN)
+        self._end(session, UseEvent.READ_ENDED)
+
+    def _unlist(self, session: Session, segments: Iterable[Segment]) -> list[Segment]:
+        """The session lists these no more; returns those that no session lists."""
+        dead = []
+        for segment in segments:
+            segment.unlist()
+            if segment.reference_count:
+                # It was made durable before it was shared, and goes on to be counted with the others.
+                continue
+            if not session.is_gone:
+                self._unwritten.unlisted(session, segment)
+            self._segments.pop(segment.segment_id, None)
+            self._resident.discard(segment, session)
+            dead.append(segment)
+        session.residence.count_anew()
+        self._note_withheld(session)
+        # What was its growing tail may be none any more.
+        self._unwritten.tail_changed(session)
+        return dead
+
+    def _adopt(self, item: Flushed, event: SegmentEvent) -> None:
+        """The slot that was taken for the rows becomes the segment's place."""
+        item.segment.flushed(event, item.slot, item.row_count, item.header_checksum, item.values)
+        item.segment.stage(-item.slot.size_bytes)
+
+    def _empty(self, segment: Segment) -> None:
+        """Give the slots of a segment without a record back, or as much as nothing uses."""
+        if segment.hold_count:
+            if self.is_clean(segment):
+                self.dropped(segment)
+            return
+        memory, durable = segment.emptied()
+        if memory and segment in self._spoiling:
+            self.memory.spoiled.add(memory)
+        else:
+            self.memory.give_back(memory)
+        self._spoiling.discard(segment)
+        self._kept_back.discard(segment)
+        if memory:
+            self._feed.dropped(segment)
+        self.below.give_back(durable)
+        self._wishes.segment_gone(segment)
+
+    def _reconsider(self) -> None:
+        kept_back, self._kept_back = self._kept_back, set()
+        for segment in kept_back:
+            self._resident.add(segment)
+
+    def _left_memory(self, segment: Segment) -> None:
+        self._feed.dropped(segment)
+        if self.is_on_lost_path(segment):
+            self.reckon_again([segment])
+
+    def _may_leave(self, segment: Segment, is_due: Callable[[Session], bool]) -> bool:
+        if self.is_clean(segment):
+            return True
+        if self.is_on_lost_path(segment):
+            self._kept_back.add(segment)
+        home = segment.home
+        if not isinstance(home, Residence) or not self._is_spared(segment):
+            return False
+        session = self._by_uid[home.uid]
+        may_leave = self._leaving.may_leave_spared(session, is_due)
+        if session.backlog is not Backlog.SPARED:
+            self._wishes.write_wanted()
+        return may_leave
+
+    def _is_spared(self, segment: Segment) -> bool:
+        session = self._by_uid.get(segment.home.uid) if segment.home else None
+        return session is not None and session.backlog is Backlog.SPARED
+
+    def _note_withheld(self, session: Session) -> None:
+        if session.withheld:
+            self._withheld[session.uid] = ranges.count(session.withheld)
+        else:
+            self._withheld.pop(session.uid, None)
+
+    def _expire_time(self, uid: bytes) -> int | None:
+        session = self._by_uid.get(uid)
+        return session.expire_time_ns if session else None
+
+    def _account(self, uid: bytes) -> str:
+        session = self._by_uid.get(uid)
+        return session.tenant if session else EVERYONE
+
+    def _fell(self, session: Session) -> None:
+        """A session's rank may be lower than it was."""
+        rank, memory_rank = self._feed.ranks(session.uid)
+        self._resident.fell(session, memory_rank)
+        self._evictable.fell(session.uid, rank)
+        self._unwritten.fell(session.uid, rank)
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / SECOND_NS
+
+    # -- checks --------------------------------------------------------------------------------------
+
+    def faults(self) -> Iterator[str]:
+        """What does not add up in the indices, one sentence each. Looks at everything."""
+        if set(self._sessions.values()) != set(self._by_uid.values()):
+            yield "sessions by name and by uid differ"
+        listed = {(tenant, name) for tenant, names in self._names.items() for name in names}
+        if listed != set(self._sessions) or any(names != sorted(names) for names in self._names.values()):
+            yield "sessions and the list of their names differ"
+        for session in self._by_uid.values():
+            yield from self._faults_of(session)
+        for segment in self._segments.values():
+            yield from self._faults_of_segment(segment)
+        rankings = (self._resident, self._evictable, self._unwritten.ranking, self._unwritten.spared)
+        late = {uid for ranking in rankings for uid in ranking.overtaken()}
+        # A session without a segment has nothing that could leave, and is placed nowhere.
+        if any(uid not in self._by_uid or self._by_uid[uid].segments for uid in late):
+            yield "sessions leave too late: the rankings were not told that their ranks fell"
+        for session in self._feed.misplaced():
+            yield f"{session.name} is taken to be in memory and is not"
+        if any(not s.memory or s.place in (Place.HELD, Place.GONE) for s in self._feed.unread):
+            yield "something promoted ahead of need is not there, and may still be used"
+
+    def _faults_of(self, session: Session) -> Iterator[str]:
+        if session.is_gone:
+            yield f"{session.name} is gone and still known"
+        clean = (
+            segment
+            for segment in session.segments
+            if segment.memory
+            and not (segment.is_unwritten or segment.hold_count or self.is_on_lost_path(segment))
+        )
+        if not all(map(self._resident.knows, clean)):
+            yield f"{session.name} has segments in memory that would never leave"
+        unwritten = [segment for segment in session.segments if segment.is_unwritten]
+        if list(self._unwritten.segments(session.uid)) != unwritten:
+            yield f"{session.name}: not all that is unwritten is known, or more is"
+        is_behind = session.durable_end < session.log_end
+        if (session.backlog is not Backlog.DURABLE) != is_behind:
+            yield f"{session.name}: durable up to {session.durable_end} of {session.log_end}, and {session.backlog.value}"
+        is_looked_at = session.uid in self._unwritten.changed or session.backlog is Backlog.SPARED
+        if self._unwritten.has_full(session) and not is_looked_at:
+            yield f"{session.name} is unwritten and would never be looked at"
+        if is_behind and not self._unwritten.is_queued(session):
+            yield f"{session.name} is unwritten and would never become old"
+        if session.backlog is Backlog.SPARED and (session.amounts().durable_bytes or session.recorded_end):
+            yield f"{session.name} is spared, and something below has some of it"
+
+    def _faults_of_segment(self, segment: Segment) -> Iterator[str]:
+        expected = Place.UNWRITTEN if segment.is_unwritten else Place.BOTH if segment.memory else Place.BELOW
+        if segment.place is not expected:
+            yield f"segment {segment.segment_id} is {segment.place.value}, and should be {expected.value}"
+
+    def is_spared(self, session: Session) -> bool:
+        """Whether the session stays in memory alone for now."""
+        return session.backlog is Backlog.SPARED

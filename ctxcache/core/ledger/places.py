@@ -1,0 +1,220 @@
+"""The lives of a segment and of a session, as tables. Nothing else changes a place, a use or a backlog.
+
+A segment's place. Tiers are an ordered list: the first is memory, where rows are written and read; those below
+outlive the process.
+
+              committed          flushed            dropped
+    RESERVED ───────────► UNWRITTEN ──────────► BOTH ──────────► BELOW
+        │                    │  ▲                │ ▲               │
+        │                    │  └── committed ───┘ └── promoted ───┤
+        │ abandoned          │ unlisted          │ unlisted        │ unlisted
+        │                    ▼                   ▼                 ▼
+        │                 LEAVING ◄──────────────┴─────────────────┘
+        │                    │ forgotten: its record is gone
+        └──────────────────► HELD ──── released: nothing uses its slots ────► GONE
+
+A session's use.
+
+              read began                  write began
+    FRESH ──────────────► READ ◄─┐ ──────────────────► WRITTEN
+      │ recalled           │     └── write ended ────────┘ │
+      └──────► IDLE ◄──────┴──────── last ended ───────────┘      ended, from anywhere ────► GONE
+
+A session's backlog: whether rows of its log are in memory alone. A spared session that ends is recalled first.
+
+                committed             taken               settled
+    DURABLE ───────────────► DUE ───────────► TAKEN ───────────────► DURABLE
+                             │ ▲   put back     │
+                      spared │ │ recalled       │ spared
+                             ▼ │                │
+                            SPARED ◄────────────┘             ended, from elsewhere ────► GONE
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+
+class Place(enum.Enum):
+    """Where a segment is in its life."""
+
+    RESERVED = "reserved"
+    """A writer has its slot in memory, and no row of it is committed."""
+    UNWRITTEN = "unwritten"
+    """Memory has committed rows that no tier below has."""
+    BOTH = "both"
+    """Memory has every committed row, and so has a tier below."""
+    BELOW = "below"
+    """A tier below has every committed row, and memory has none."""
+    LEAVING = "leaving"
+    """No session lists it, and its record is being removed."""
+    HELD = "held"
+    """Its record is gone, or it never had one; a reader, a writer or a device still uses its slots."""
+    GONE = "gone"
+    """Its slots are given back."""
+
+
+class SegmentEvent(enum.Enum):
+    """What happens to a segment."""
+
+    COMMITTED = "committed"
+    """Rows were committed to it."""
+    FLUSHED = "flushed"
+    """A tier below has every committed row, and its record says so."""
+    OUTGROWN = "outgrown"
+    """A flush ended, and rows were committed meanwhile."""
+    MOVED = "moved"
+    """A tier below has it in another slot."""
+    SHORTENED = "shortened"
+    """Its last rows were lost; those that are left are below."""
+    PROMOTED = "promoted"
+    """Memory has it again."""
+    DROPPED = "dropped"
+    """Its slot in memory was taken away."""
+    UNLISTED = "unlisted"
+    """The last session that listed it does so no more."""
+    FORGOTTEN = "forgotten"
+    """Its record is gone."""
+    ABANDONED = "abandoned"
+    """Its writer ended, and none of its rows was committed."""
+    RELEASED = "released"
+    """The last of those who used its slots is done."""
+
+
+class Use(enum.Enum):
+    """Who uses a session."""
+
+    FRESH = "fresh"
+    """It was made, and its first use has not ended."""
+    IDLE = "idle"
+    """Nobody uses it: it may leave for others."""
+    READ = "read"
+    """Leases or streams of it are open."""
+    WRITTEN = "written"
+    """A writer has it, and perhaps readers."""
+    GONE = "gone"
+    """It was deleted, has expired or was evicted."""
+
+
+class UseEvent(enum.Enum):
+    """What happens to a session's use."""
+
+    READ_BEGAN = "read began"
+    READ_ENDED = "read ended"
+    """One read ended, and others go on."""
+    WRITE_BEGAN = "write began"
+    WRITE_ENDED = "write ended"
+    """The write ended, and reads go on."""
+    LAST_ENDED = "last ended"
+    """The last read or write ended."""
+    RECALLED = "recalled"
+    """The session was there when the store was opened."""
+    ENDED = "ended"
+    """The session is gone."""
+
+
+class Backlog(enum.Enum):
+    """Whether a session has rows that memory alone has, and what becomes of them."""
+
+    DURABLE = "durable"
+    """Every committed token is below, and recorded."""
+    DUE = "due"
+    """Some are to be written."""
+    TAKEN = "taken"
+    """Some are being written, unasked."""
+    SPARED = "spared"
+    """They are not worth their place below: they stay as they are, and may leave with the session."""
+    GONE = "gone"
+
+
+class BacklogEvent(enum.Enum):
+    """What happens to a session's backlog."""
+
+    COMMITTED = "committed"
+    TAKEN = "taken"
+    PUT_BACK = "put back"
+    """A write of it ended, and some of it is still unwritten."""
+    SETTLED = "settled"
+    """All of it is durable."""
+    SPARED = "spared"
+    RECALLED = "recalled"
+    """It is to be written after all."""
+    ENDED = "ended"
+
+
+_P, _S = Place, SegmentEvent
+SEGMENT_TABLE: Mapping[tuple[Place, SegmentEvent], Place] = {
+    (_P.RESERVED, _S.COMMITTED): _P.UNWRITTEN,
+    (_P.RESERVED, _S.ABANDONED): _P.HELD,
+    (_P.UNWRITTEN, _S.COMMITTED): _P.UNWRITTEN,
+    (_P.UNWRITTEN, _S.FLUSHED): _P.BOTH,
+    (_P.UNWRITTEN, _S.OUTGROWN): _P.UNWRITTEN,
+    (_P.UNWRITTEN, _S.MOVED): _P.UNWRITTEN,
+    (_P.UNWRITTEN, _S.SHORTENED): _P.BOTH,
+    (_P.UNWRITTEN, _S.UNLISTED): _P.LEAVING,
+    (_P.BOTH, _S.COMMITTED): _P.UNWRITTEN,
+    (_P.BOTH, _S.MOVED): _P.BOTH,
+    (_P.BOTH, _S.DROPPED): _P.BELOW,
+    (_P.BOTH, _S.UNLISTED): _P.LEAVING,
+    (_P.BELOW, _S.PROMOTED): _P.BOTH,
+    (_P.BELOW, _S.UNLISTED): _P.LEAVING,
+    (_P.LEAVING, _S.PROMOTED): _P.LEAVING,
+    (_P.LEAVING, _S.DROPPED): _P.LEAVING,
+    (_P.LEAVING, _S.FORGOTTEN): _P.HELD,
+    (_P.HELD, _S.PROMOTED): _P.HELD,
+    (_P.HELD, _S.DROPPED): _P.HELD,
+    (_P.HELD, _S.RELEASED): _P.GONE,
+}
+"""Every step of a segment's life. A pair that is not here is refused."""
+
+_U, _E = Use, UseEvent
+USE_TABLE: Mapping[tuple[Use, UseEvent], Use] = {
+    (_U.FRESH, _E.READ_BEGAN): _U.READ,
+    (_U.FRESH, _E.WRITE_BEGAN): _U.WRITTEN,
+    (_U.FRESH, _E.RECALLED): _U.IDLE,
+    (_U.IDLE, _E.READ_BEGAN): _U.READ,
+    (_U.IDLE, _E.WRITE_BEGAN): _U.WRITTEN,
+    (_U.READ, _E.READ_BEGAN): _U.READ,
+    (_U.READ, _E.READ_ENDED): _U.READ,
+    (_U.READ, _E.WRITE_BEGAN): _U.WRITTEN,
+    (_U.READ, _E.LAST_ENDED): _U.IDLE,
+    (_U.WRITTEN, _E.READ_BEGAN): _U.WRITTEN,
+    (_U.WRITTEN, _E.READ_ENDED): _U.WRITTEN,
+    (_U.WRITTEN, _E.WRITE_ENDED): _U.READ,
+    (_U.WRITTEN, _E.LAST_ENDED): _U.IDLE,
+    **{(use, _E.ENDED): _U.GONE for use in (_U.FRESH, _U.IDLE, _U.READ, _U.WRITTEN)},
+}
+"""Every step of a session's use. A pair that is not here is refused."""
+
+_B, _W = Backlog, BacklogEvent
+BACKLOG_TABLE: Mapping[tuple[Backlog, BacklogEvent], Backlog] = {
+    (_B.DURABLE, _W.COMMITTED): _B.DUE,
+    (_B.DUE, _W.COMMITTED): _B.DUE,
+    (_B.DUE, _W.TAKEN): _B.TAKEN,
+    (_B.DUE, _W.PUT_BACK): _B.DUE,
+    (_B.DUE, _W.SPARED): _B.SPARED,
+    (_B.DUE, _W.SETTLED): _B.DURABLE,
+    (_B.TAKEN, _W.COMMITTED): _B.TAKEN,
+    (_B.TAKEN, _W.TAKEN): _B.TAKEN,
+    (_B.TAKEN, _W.PUT_BACK): _B.DUE,
+    (_B.TAKEN, _W.SPARED): _B.SPARED,
+    (_B.TAKEN, _W.SETTLED): _B.DURABLE,
+    (_B.SPARED, _W.RECALLED): _B.DUE,
+    **{(backlog, _W.ENDED): _B.GONE for backlog in (_B.DURABLE, _B.DUE, _B.TAKEN)},
+}
+"""Every step of a session's backlog. A pair that is not here is refused."""
+
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum)
+
+
+class IllegalStepError(RuntimeError):
+    """An event came that cannot happen in that state: a fault of the program, never of a caller."""
+
+
+def step(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
+    """The state after the event. Raises IllegalStepError where the table has no such step."""
+    after = table.get((state, event))
+    if after is None:
+        raise IllegalStepError(f"{what} is {state.value}, and cannot be {event.value}")
+    return after

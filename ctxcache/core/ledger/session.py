@@ -1,0 +1,302 @@
+"""Session: one conversation's state as the cache holds it, and the arithmetic over it.
+
+The log holds every position ever appended; `live` says which are still there; `segments` hold the
+rows:
+
+    position   0 ........ durable_end ........ recorded_end ........ log_end
+               synced below        written, sync under way   committed in memory
+
+`places.py` has the steps of its use and of its backlog. Only the ledger takes them.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from ctxcache.core import ranges
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.kin import Amounts, Residence
+from ctxcache.core.ledger.places import (
+    BACKLOG_TABLE,
+    USE_TABLE,
+    Backlog,
+    BacklogEvent,
+    Use,
+    UseEvent,
+    step,
+)
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ranges import Ranges
+from ctxcache.errors import (
+    GenerationMismatch,
+    ModelFingerprintMismatch,
+    TokenRangeOutOfBounds,
+)
+from ctxcache.format.layout import SegmentLayout
+
+HEAT_HALF_LIFE_NS = 600 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Live rows `[row_begin, row_end)` of a segment; the first one's token has index `token_begin`."""
+
+    segment: Segment
+    row_begin: int
+    row_end: int
+    token_begin: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """State of one session. Owned by the ledger."""
+
+    uid: bytes
+    tenant: str
+    session_id: str
+    model_id: str
+    model_fingerprint: bytes
+    layout: SegmentLayout
+    expiration: Expiration
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    generation: int = 1
+    is_pinned: bool = False
+    segments: list[Segment] = field(default_factory=list)
+    live: Ranges = ()
+    log_end: int = 0
+    recorded_end: int = 0
+    durable_end: int = 0
+    use: Use = Use.FRESH
+    use_count: int = 0
+    """Reads and writes that are open."""
+    backlog: Backlog = Backlog.DURABLE
+    is_tail_apart: bool = False
+    """Whether a commit ended where the last segment begins: what is before that segment is whole without it."""
+    path: int | None = None
+    """The path below that its next segments go to, as long as that path has room: that of its last segments."""
+    withheld: Ranges = ()
+    """Positions that are live and not shown: they lie on a path that is lost, or behind a segment that does."""
+    exposed_begin: int | None = None
+    """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
+    reckoned: int = 0
+    """The loss or return of a path that was last taken into account."""
+    heat: float = 0.0
+    """Accesses up to the last one, half as many for each HEAT_HALF_LIFE_NS that has passed since."""
+    token_count: int = field(init=False)
+    """Live tokens."""
+    residence: Residence = field(init=False)
+    """What its segments count themselves in."""
+
+    def __post_init__(self) -> None:
+        self.token_count = ranges.count(self.live)
+        self.residence = Residence(self.uid)
+
+    @property
+    def name(self) -> str:
+        """Resource name."""
+        return f"sessions/{self.session_id}"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a writer has it."""
+        return self.use is Use.WRITTEN
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no read or write of it is open."""
+        return self.use in (Use.IDLE, Use.FRESH)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was deleted, has expired or was evicted."""
+        return self.use is Use.GONE
+
+    @property
+    def size_bytes(self) -> int:
+        """Of slots that take all of it once."""
+        return len(self.segments) * self.layout.size_bytes
+
+    def used(self, event: UseEvent) -> None:
+        """Take a step of its use. The ledger's alone. Raises IllegalStepError."""
+        self.use = step(USE_TABLE, self.use, event, self.name)
+
+    def owed(self, event: BacklogEvent) -> None:
+        """Take a step of its backlog. The ledger's alone. Raises IllegalStepError."""
+        self.backlog = step(BACKLOG_TABLE, self.backlog, event, self.name)
+
+    @property
+    def durable_token_count(self) -> int:
+        """Live tokens that are below and recorded."""
+        end = self.durable_end if self.exposed_begin is None else min(self.durable_end, self.exposed_begin)
+        return self.token_count - ranges.count_from(self.live, end) if end else 0
+
+    @property
+    def memory_token_count(self) -> int:
+        """Live tokens that are in memory."""
+        in_memory = self.amounts().memory_count
+        if in_memory in (0, len(self.segments)):
+            return self.token_count if in_memory else 0
+        pieces = self.pieces(0, self.token_count)
+        return sum(p.row_end - p.row_begin for p in pieces if p.segment.memory)
+
+    @property
+    def growing_tail(self) -> Segment | None:
+        """The last segment while rows may still be appended to it."""
+        tail = self.segments[-1] if self.segments else None
+        # Dropped newest tokens leave the log's end behind the tail's: rows are never used twice.
+        if tail is None or not tail.is_growing or tail.end != self.log_end:
+            return None
+        return None if tail.is_full else tail
+
+    @property
+    def shown(self) -> list[Segment]:
+        """The segments that hold the tokens it shows."""
+        return self.segments_of(self.live) if self.withheld else self.segments
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether no segment of what it shows is missing there."""
+        if self.withheld:
+            return all(segment.memory for segment in self.shown)
+        return self.residence.memory_count(self.segments) == len(self.segments)
+
+    def amounts(self) -> Amounts:
+        """How much of it lies where, what it shares included."""
+        return self.residence.amounts(self.segments)
+
+    def lists(self, segment: Segment) -> bool:
+        """Whether the segment is one of its own."""
+        i = bisect_left(self.segments, segment.begin, key=lambda other: other.begin)
+        return i < len(self.segments) and self.segments[i] is segment
+
+    def touch(self, now_ns: int) -> None:
+        """Count an access."""
+        self.heat = self.heat_at(now_ns) + 1
+        self.access_time_ns = now_ns
+        self.expire_time_ns = self.expiration.after_access(now_ns)
+
+    def heat_at(self, now_ns: int) -> float:
+        """How much it is used these minutes."""
+        return self.heat * math.exp2(-max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
+
+    def check_generation(self, expected: int | None) -> None:
+        """Raise GenerationMismatch unless `expected` is None or holds."""
+        if expected is not None and expected != self.generation:
+            raise GenerationMismatch(session=self.name, expected=expected, actual=self.generation)
+
+    def check_fingerprint(self, expected: bytes) -> None:
+        """Raise ModelFingerprintMismatch unless the session's state was computed by that model."""
+        if expected != self.model_fingerprint:
+            raise ModelFingerprintMismatch(
+                model=f"models/{self.model_id}", actual=self.model_fingerprint.hex(), expected=expected.hex()
+            )
+
+    def check_range(self, begin: int, end: int) -> None:
+        """Raise TokenRangeOutOfBounds unless `[begin, end)` are live tokens."""
+        if not 0 <= begin <= end <= self.token_count:
+            raise TokenRangeOutOfBounds(begin=begin, end=end, token_count=self.token_count)
+
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """Where the tokens `[begin, end)` lie, in order."""
+        index = begin
+        starts = [segment.begin for segment in self.segments]
+        for low, high in ranges.select(self.live, begin, end):
+            position = low
+            i = bisect_right(starts, position) - 1
+            while position < high:
+                segment = self.segments[i]
+                i += 1
+                # Up to the next segment, whatever else this one holds: a position is its last writer's.
+                stop = min(high, segment.end, starts[i] if i < len(starts) else high)
+                yield Piece(segment, position - segment.begin, stop - segment.begin, index)
+                index += stop - position
+                position = stop
+
+    def first_gap(self) -> int | None:
+        """The first live position that no segment holds; None when there is none."""
+        held = ranges.normalise([(s.begin, s.end) for s in self.segments])
+        missing = ranges.subtract(self.live, held)
+        return missing[0][0] if missing else None
+
+    def drop_positions(self, dropped: Ranges) -> list[Segment]:
+        """Make these positions dead; returns segments that hold no live token any more, unlisted."""
+        return self.keep_positions(ranges.subtract(self.live, dropped))
+
+    def keep_positions(self, live: Ranges) -> list[Segment]:
+        """Make every live position dead but these, which are shown. See `drop_positions`."""
+        self.live, self.withheld = live, ()
+        self.token_count = ranges.count(live)
+        self.generation += 1
+        kept = set(self.segments_of(self.live))
+        dead = [segment for segment in self.segments if segment not in kept]
+        self.segments = [segment for segment in self.segments if segment in kept]
+        return dead
+
+    def reckon(self, lost: Collection[int]) -> int:
+        """Show what can be had while these paths are lost, and withhold the rest; returns how many tokens fewer are shown."""
+        on_lost = [s for s in self.segments if s.durable and s.durable.path_index in lost]
+        self.exposed_begin = next((s.begin for s in on_lost if s.memory), None)
+        end = next((s.begin for s in on_lost if not s.memory), None)
+        whole = ranges.normalise([*self.live, *self.withheld])
+        live = whole if end is None else ranges.clip(whole, 0, end)
+        fewer_count = self.token_count - ranges.count(live)
+        if fewer_count:
+            self.live, self.withheld = live, ranges.subtract(whole, live)
+            self.token_count -= fewer_count
+            self.generation += 1
+        return fewer_count
+
+    def segments_of(self, positions: Ranges) -> list[Segment]:
+        """The segments that hold these live positions, in order."""
+        begins = [segment.begin for segment in self.segments]
+        found: list[Segment] = []
+        first = 0
+        for begin, end in positions:
+            low = max(bisect_right(begins, begin) - 1, first)
+            first = max(bisect_left(begins, end), low)
+            found += self.segments[low:first]
+        return found
+
+    def append_rows(self, end: int) -> None:
+        """Make the positions from the log's end up to `end` live; their rows are in the segments."""
+        self.live = ranges.extend(self.live, self.log_end, end)
+        self.token_count += end - self.log_end
+        self.log_end = end
+        self.generation += 1
+
+    def view(self) -> "SessionView":
+        """The session's facts as they are now."""
+        amounts = self.amounts()
+        return SessionView(
+            name=self.name, uid=self.uid, tenant=self.tenant, model_id=self.model_id,
+            model_fingerprint=self.model_fingerprint, layout=self.layout, generation=self.generation,
+            token_count=self.token_count, durable_token_count=self.durable_token_count,
+            create_time_ns=self.create_time_ns, access_time_ns=self.access_time_ns,
+            expire_time_ns=self.expire_time_ns, ttl_ns=self.expiration.ttl_ns, is_pinned=self.is_pinned,
+            memory_bytes=amounts.memory_bytes, durable_bytes=amounts.durable_bytes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session's facts at one moment; stays true of a lease's rows when the session goes on."""
+
+    name: str
+    uid: bytes
+    tenant: str
+    model_id: str
+    model_fingerprint: bytes
+    layout: SegmentLayout
+    generation: int
+    token_count: int
+    durable_token_count: int
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    ttl_ns: int | None
+    is_pinned: bool
+    memory_bytes: int
+    durable_bytes: int

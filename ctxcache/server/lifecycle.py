@@ -1,0 +1,65 @@
+"""A server's life in its process: from the start to the signal that ends it.
+
+Worst case: the signal comes while it starts, or the end takes too long; either way the caller ends the
+process, and the next start finds what was durable.
+"""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+
+from ctxcache.server.server import Server
+from ctxcache.settings.config import Settings
+from ctxcache.storage.tiers.shared_memory import unlink_all
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""What ends a server."""
+
+
+async def serve(
+    settings: Settings,
+    on_ready: Callable[[Server], None],
+    on_overdue: Callable[[Server], None],
+    on_early_end: Callable[[], None],
+    read_again: Callable[[], Settings],
+) -> None:
+    """Run until SIGTERM or SIGINT; at SIGHUP take over what `read_again` finds. Raises as `Server.start` and `Server.stop` do.
+
+    A SIGHUP that comes before it is ready is obeyed when it is.
+    `on_early_end` ends the process: it is called when the signal comes while data are opened, loaded or made
+    anew. Nobody was answered by then, and a start may be cut off anywhere; it may take long, and cannot be
+    interrupted otherwise. `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
+    settings allow. Nothing else would: a device that hangs never answers those who wait for it.
+    """
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end_start(*_: object) -> None:
+        unlink_all()
+        on_early_end()
+
+    def end_in_order() -> None:
+        for number in SIGNALS:
+            loop.add_signal_handler(number, ended.set)
+
+    for number in SIGNALS:
+        signal.signal(number, end_start)
+    # By itself it would end a process that opens its data, or makes them anew.
+    is_asked = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: is_asked.set())
+    server = await Server.start(settings, on_loaded=end_in_order, read_again=read_again)
+    loop.add_signal_handler(signal.SIGHUP, server.reload_or_log)
+    if is_asked.is_set():
+        server.reload_or_log()
+    try:
+        on_ready(server)
+        await ended.wait()
+    finally:
+        limit = threading.Timer(settings.drain_timeout_s + settings.flush_timeout_s, on_overdue, (server,))
+        limit.daemon = True
+        limit.start()
+        try:
+            await server.stop()
+        finally:
+            limit.cancel()

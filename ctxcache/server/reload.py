@@ -1,0 +1,70 @@
+"""Reload: settings read again while the server runs, and what of them holds from then on.
+
+All or nothing: what cannot be read, or cannot be meant, changes nothing. Worst case: a setting that was
+changed and needs a restart, which is named each time until then.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ctxcache.cache import Cache
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.errors import InvalidConfiguration
+from ctxcache.settings.bounds import limits_of, queue_limits_of, watermarks_of
+from ctxcache.settings.config import Settings
+from ctxcache.settings.knobs import KNOBS
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """Settings, by name, that another value was found for: those that hold it now, and those that wait for a restart."""
+
+    changed: tuple[str, ...]
+    pending: tuple[str, ...]
+
+
+class Reloading:
+    """The settings of a running server. Owned by the event loop."""
+
+    def __init__(self, settings: Settings, cache: Cache, read: Callable[[], Settings]) -> None:
+        """`read` reads them again, as they were read at the start."""
+        self.settings = settings
+        self._cache = cache
+        self._read = read
+
+    def shown(self) -> Iterator[tuple[str, str, bool]]:
+        """Each setting's name, value as JSON, and whether it changes while the server runs."""
+        values = json.loads(self.settings.model_dump_json())
+        return ((name, json.dumps(values[name]), knob.can_reload) for name, knob in KNOBS.items())
+
+    def run(self) -> Reloaded:
+        """Read and change. Raises InvalidConfiguration; then nothing has changed."""
+        found = self._read()
+        differing = [name for name in KNOBS if getattr(found, name) != getattr(self.settings, name)]
+        changed = tuple(name for name in differing if KNOBS[name].can_reload)
+        pending = tuple(name for name in differing if not KNOBS[name].can_reload)
+        update = {name: getattr(found, name) for name in changed}
+        # What holds together in the file may not do so with what waits for a restart.
+        settings = Settings.model_validate({name: getattr(self.settings, name) for name in KNOBS} | update)
+        self._apply(settings)
+        self.settings = settings
+        log.info("settings_reloaded changed=%s pending=%s", ",".join(changed), ",".join(pending))
+        return Reloaded(changed, pending)
+
+    def _apply(self, settings: Settings) -> None:
+        cache = self._cache
+        try:
+            cache.ledger.usage.shares.become(settings.tenant_shares)
+        except ValueError as error:
+            raise InvalidConfiguration(source="tenant_shares", problem=str(error)) from error
+        cache.sessions.default_expiration = Expiration(int(settings.default_ttl_s * 10**9))
+        cache.ledger.watermarks = watermarks_of(settings)
+        cache.state.limits = limits_of(settings, are_divided=cache.state.limits.are_divided)
+        cache.queues.limits = queue_limits_of(settings, are_divided=cache.queues.limits.are_divided)
+        logging.getLogger().setLevel(settings.log_level.upper())
+        # What is due may be so by now.
+        cache.state.is_pressed.set()

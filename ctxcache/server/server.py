@@ -1,0 +1,455 @@
+"""The server: builds everything, listens, and at the end lets go of it in the reverse order.
+
+Order of the end: health says no, new rpcs are refused, running ones finish by a deadline, dirty state
+is flushed, files are closed.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME
+
+from ctxcache import __version__
+from ctxcache.cache import Cache
+from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.placement.policies import RANKED
+from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.shares import Shares
+from ctxcache.errors import (
+    AddressUnusable,
+    CacheError,
+    CorruptMetadata,
+    InvalidConfiguration,
+)
+from ctxcache.observe.bearer import Bearer
+from ctxcache.observe.endpoint import Endpoint
+from ctxcache.observe.exposition import Sources, read
+from ctxcache.observe.loop_lag import LoopLag
+from ctxcache.observe.moment import Moment
+from ctxcache.observe.recording import Recording
+from ctxcache.observe.status_pages import pages_of
+from ctxcache.observe.tracing import open_spans
+from ctxcache.runtime.clock import Clock
+from ctxcache.runtime.descriptors import connection_limit
+from ctxcache.runtime.malloc import give_back_unused
+from ctxcache.runtime.spans import NO_SPANS, Spans
+from ctxcache.runtime.store_clock import StoreClock
+from ctxcache.server.addresses import (
+    bulk_places,
+    check_exposure,
+    control_path,
+    is_loopback,
+    metrics_place,
+    targets,
+)
+from ctxcache.server.learned_state import Lessons
+from ctxcache.server.ports import Ports
+from ctxcache.server.reload import Reloaded, Reloading
+from ctxcache.server.upkeep import Upkeep
+from ctxcache.service.admin import About, AdminService
+from ctxcache.service.admission import Admission, Admissions
+from ctxcache.service.arena import ArenaService
+from ctxcache.service.bulk import BulkChannel, BulkService
+from ctxcache.service.connections import Connections
+from ctxcache.service.control import ControlSocket
+from ctxcache.service.doors import Doors
+from ctxcache.service.edge import Edge
+from ctxcache.service.guard import Guard
+from ctxcache.service.health import Health
+from ctxcache.service.hints import HintService
+from ctxcache.service.identification import Identification, identified_by
+from ctxcache.service.models import ModelService
+from ctxcache.service.operations import Controls
+from ctxcache.service.reflection import Reflection
+from ctxcache.service.rpc_times import RpcTimes
+from ctxcache.service.sessions import SessionService
+from ctxcache.service.streams import DECODERS
+from ctxcache.service.tls import load_tls
+from ctxcache.service.turns import Newcomers, Turns
+from ctxcache.settings.bounds import limits_of, queue_limits_of, watermarks_of
+from ctxcache.settings.config import Settings, differing
+from ctxcache.storage.opening import Storage, open_storage, ssd_directories_of
+from ctxcache.storage.rebuild import rebuild
+from ctxcache.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    arena_pb2,
+    arena_pb2_grpc,
+    bulk_pb2,
+    bulk_pb2_grpc,
+    hints_pb2,
+    hints_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
+
+log = logging.getLogger(__name__)
+
+OPERATORS_LIMIT = 64
+"""Operators' calls that run at a time."""
+SERVICES = (
+    session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+    arena_pb2.DESCRIPTOR.services_by_name["ArenaService"].full_name,
+    bulk_pb2.DESCRIPTOR.services_by_name["BulkService"].full_name,
+    hints_pb2.DESCRIPTOR.services_by_name["HintService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+
+
+class Server:
+    """A running server. Use `start`, then `stop`."""
+
+    def __init__(
+        self,
+        reloading: Reloading,
+        storage: Storage,
+        cache: Cache,
+        files: ExitStack,
+        identification: Identification,
+        lessons: Lessons,
+    ) -> None:
+        settings = reloading.settings
+        self._reloading = reloading
+        self.storage = storage
+        self.addresses: tuple[str, ...] = ()
+        self._cache = cache
+        self._files = files
+        self._identification, self._lessons = identification, lessons
+        is_divided = not identification.is_open
+        self._admissions = Admissions(
+            Admission("concurrent rpcs", settings.max_concurrent_rpcs, is_divided=is_divided),
+            Admission(
+                "concurrent streams", settings.max_concurrent_streams, turns=Turns(), is_divided=is_divided
+            ),
+            Admission("local clients", settings.max_local_clients, is_divided=is_divided),
+            # An engine that reconnects may have a dead stream yet.
+            Admission("engines' streams", 2 * settings.max_engines, is_divided=is_divided),
+            Admission("operators' calls", OPERATORS_LIMIT),
+        )
+        self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        self._metrics_tls = load_tls(
+            settings.metrics_tls_certificate, settings.metrics_tls_key, None, prefix="metrics_"
+        )
+        self._bulk = BulkChannel(
+            cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
+            tls=self._tls,
+        )  # fmt: skip
+        self._health = Health(SERVICES, lambda: storage.metadata.problem)
+        self._doors = Doors(self._admissions, self._health)
+        self._lag, self._rpc_times = LoopLag(), RpcTimes()
+        sources = self._sources(self._rpc_times)
+        self._recording = Recording(lambda: Moment(read(sources)))
+        token = settings.metrics_token_file
+        metrics_tls = self._metrics_tls
+        self._metrics = Endpoint(
+            pages_of(sources, self._recording),
+            bearer=None if token is None else Bearer(token, source="metrics_token_file"),
+            tls=None if metrics_tls is None else lambda: metrics_tls.context,
+        )
+        newcomers = Newcomers()
+        edge = Edge(
+            self._admissions,
+            Guard(identification),
+            stall_timeout_s=settings.stall_timeout_s,
+            decoders=DECODERS,
+            times=self._rpc_times,
+            spans=cache.state.spans,
+            newcomers=newcomers,
+        )
+        self._connections = Connections(_connection_limit(settings), settings.max_connections_per_host)
+        self._ports = Ports(
+            edge, self._tls, silence_s=settings.keepalive_s, connection_limit=self._connections.limit
+        )
+        self._upkeep: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
+        path = control_path(settings)
+        self._arena = _arena_message(storage, path)
+        self._local_turns = Turns(newcomers)
+        self._control = ControlSocket(
+            cache, self._arena, storage.arena.read_fd, storage.arena.write_fd, self._admissions.local_clients,
+            self._local_turns, identification,
+        )  # fmt: skip
+
+    @property
+    def control_socket(self) -> str:
+        """Path of the local clients' socket; empty where there is none."""
+        return self._arena.control_socket
+
+    @property
+    def metrics_address(self) -> str:
+        """Where metrics are served, `host:port`; empty where they are not."""
+        return self._metrics.address
+
+    @property
+    def bulk_addresses(self) -> tuple[str, ...]:
+        """Where the bulk channel listens."""
+        return self._bulk.addresses
+
+    @classmethod
+    async def start(
+        cls, settings: Settings, clock: Clock | None = None, on_loaded: Callable[[], None] = lambda: None,
+        *, spans: Spans | None = None, read_again: Callable[[], Settings] | None = None,
+    ) -> "Server":  # fmt: skip
+        """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
+
+        `on_loaded` is called before the first address is bound; `read_again` reads settings anew for `reload`;
+        `spans` are told instead of whom settings name.
+        Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
+        CapacityExceeded, AddressUnusable; nothing stays open then.
+        """
+        check_exposure(settings)
+        try:
+            return await cls._start(settings, clock, on_loaded, spans, read_again)
+        except CorruptMetadata as error:
+            if not settings.rebuild_metadata:
+                raise
+            log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
+        await asyncio.to_thread(_rebuild, settings)
+        return await cls._start(settings, clock, on_loaded, spans, read_again)
+
+    @classmethod
+    async def _start(
+        cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None], spans: Spans | None,
+        read_again: Callable[[], Settings] | None,
+    ) -> "Server":  # fmt: skip
+        identification = identified_by(settings.identities, settings.token_hashes)
+        is_divided = not identification.is_open
+        with ExitStack() as files:
+            if spans is None:
+                spans = _spans(settings, files)
+            storage = open_storage(settings, files)
+            clock = clock or StoreClock.open(storage.directory.path)
+            policy = _policy(settings, storage)
+            lessons = Lessons(storage.directory.path, settings.placement_policy, policy, clock.now_ns)
+            files.callback(lessons.close)
+            lessons.recall()
+            cache = Cache(
+                arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
+                clock=clock, policy=policy,
+                default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
+                crash_count=storage.directory.crash_count, limits=limits_of(settings, are_divided=is_divided), watermarks=watermarks_of(settings),
+                shares=Shares(settings.tenant_shares, are_tenants_known=is_divided),
+                queue_limits=queue_limits_of(settings, are_divided=is_divided), spans=spans,
+            )  # fmt: skip
+            await _load(cache)
+            on_loaded()
+            reloading = Reloading(settings, cache, read_again or (lambda: settings))
+            server = cls(reloading, storage, cache, files, identification, lessons)
+            await server._listen()
+            server._files = files.pop_all()
+        return server
+
+    @property
+    def session_count(self) -> int:
+        """Sessions it has."""
+        return len(self._cache.ledger.sessions())
+
+    @property
+    def settings(self) -> Settings:
+        """Those that hold now."""
+        return self._reloading.settings
+
+    def reload(self) -> Reloaded:
+        """Read again what may change while it runs: settings, and the token file. Raises InvalidConfiguration."""
+        self._identification.reload()
+        return self._reloading.run()
+
+    def reload_or_log(self) -> None:
+        """As `reload`, for whom nobody answers."""
+        try:
+            self.reload()
+        except InvalidConfiguration as error:
+            log.error("settings_refused error=%s", error)  # noqa: TRY400  the sentence says all
+
+    async def stop(self) -> None:
+        """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
+        with self._files:
+            self._doors.close_for_good()
+            patience_s = self.settings.drain_timeout_s
+            await asyncio.gather(
+                self._ports.server.stop(patience_s),
+                self._control.stop(patience_s),
+                self._bulk.drain(patience_s),
+            )
+            for task in filter(None, (self._upkeep, *self._watches)):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await self._cache.close()
+            self._lag.stop()
+            self._recording.stop()
+            await self._metrics.stop()
+            await self._lessons.keep()
+            if isinstance(clock := self._cache.state.clock, StoreClock):
+                await clock.keep()
+            self.storage.directory.end_run()
+
+    async def _listen(self) -> None:
+        try:
+            await self._open_doors()
+            self._add_services()
+            # From here on something may be acknowledged that a crash would take back.
+            self.storage.directory.begin_run()
+        except CacheError:
+            await self._metrics.stop()
+            self._bulk.close()
+            await self._control.stop(0)
+            # Addresses may be bound by now.
+            await self._ports.give_up()
+            raise
+        await self._ports.server.start()
+        self._lag.start()
+        self._recording.start()
+        self._doors.open()
+        loop = asyncio.get_running_loop()
+        self._upkeep = loop.create_task(Upkeep(self._cache).run())
+        self._watches = [
+            loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run()),
+            loop.create_task(self._health.watch_writes()), loop.create_task(self._connections.watch()),
+            loop.create_task(give_back_unused()),
+        ]  # fmt: skip
+        for tls in filter(None, (self._tls, self._metrics_tls)):
+            self._watches.append(loop.create_task(tls.watch()))
+        if isinstance(clock := self._cache.state.clock, StoreClock):
+            self._watches.append(loop.create_task(clock.run()))
+        if self.settings.arena_prefault:
+            self.storage.arena.prefault()
+
+    async def _open_doors(self) -> None:
+        self.addresses = tuple(self._ports.bind(address) for address in targets(self.settings))
+        for address in self.addresses:
+            self._connections.add(address)
+        if not self.addresses:
+            raise InvalidConfiguration(
+                source="listen", problem="neither a TCP address nor a Unix socket is set"
+            )
+        if self._arena.control_socket:
+            await self._control.start(self._arena.control_socket)
+        self._bulk.open(bulk_places(self.settings, self.addresses))
+        place = metrics_place(self.settings, self.addresses)
+        if place:
+            await self._open_metrics(*place)
+
+    async def _open_metrics(self, host: str, port: int) -> None:
+        try:
+            await self._metrics.start(host, port)
+        except AddressUnusable as error:
+            if self.settings.metrics_listen != "auto":
+                raise
+            log.warning("metrics_off error=%s", error)
+
+    def _sources(self, rpc_times: RpcTimes) -> Sources:
+        arena, metadata = self.storage.arena, self.storage.metadata
+        return Sources(
+            self._cache, self._admissions, rpc_times, __version__, self.settings.placement_policy,
+            self._cache.state.clock.wall_ns() / 10**9,
+            connections=lambda: self._connections,
+            bulk_connection_count=lambda: self._bulk.connection_count,
+            arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
+            metadata_commit_count=lambda: metadata.commit_count,
+            metadata_problem=lambda: metadata.problem,
+            metadata_reopened_count=lambda: metadata.reopened_count, metadata_properties=metadata.properties,
+            data_directory=str(self.storage.directory.path), loop_lag_s=self._lag.lag_s,
+            settings=lambda: differing(self.settings), shows_names=self._shows_names,
+        )  # fmt: skip
+
+    def _shows_names(self) -> bool:
+        """On the status page, which asks nobody who they are."""
+        wanted = self.settings.status_names
+        is_local = is_loopback(self.metrics_address)
+        return wanted == "on" or (wanted == "auto" and self._identification.is_open and is_local)
+
+    def _add_services(self) -> None:
+        about = About(
+            __version__, self._cache.state.clock.wall_ns(), str(self.storage.directory.path), self.addresses,
+            lambda: self.storage.arena.prefaulted_bytes, self.settings.placement_policy,
+        )  # fmt: skip
+        served = self._ports.server
+        session_pb2_grpc.add_SessionServiceServicer_to_server(
+            SessionService(self._cache, self._local_turns), served
+        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(self._cache, self._local_turns), served
+        )
+        local_clients = self._admissions.local_clients
+        arena_service = ArenaService(
+            self._cache, self._arena, local_clients, self._local_turns, is_sealed=self.settings.arena_sealed
+        )
+        arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, served)
+        bulk_service = BulkService(self._bulk, self._cache.state.clock)
+        bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
+        hint_service = HintService(self._cache, self._admissions.engines, self._local_turns)
+        hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
+        controls = Controls(
+            self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults
+        )
+        admin_service = AdminService(self._cache, about, self._reloading.shown, self.reload, controls)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, served)
+        Reflection((*SERVICES, SERVICE_NAME)).add_to(served)
+
+
+def _connection_limit(settings: Settings) -> int:
+    others = settings.max_bulk_connections + settings.max_local_clients
+    return connection_limit(
+        settings.max_connections, listener_count=max(len(targets(settings)), 1), others=others
+    )
+
+
+async def _load(cache: Cache) -> None:
+    # The collector would walk all that is there again and again while it is loaded, a third of the
+    # time, and stop everything for a second at each full collection afterwards.
+    gc.disable()
+    try:
+        await cache.open()
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def _policy(settings: Settings, storage: Storage) -> Ranked:
+    # What is in DRAM is on SSD too: to a policy they hold together what SSD holds.
+    dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
+    return RANKED[settings.placement_policy](Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0)))
+
+
+def _spans(settings: Settings, files: ExitStack) -> Spans:
+    if not settings.trace_endpoint:
+        return NO_SPANS
+    spans, close = open_spans(settings.trace_endpoint, settings.trace_ratio, __version__)
+    files.callback(close)
+    return spans
+
+
+def _rebuild(settings: Settings) -> None:
+    found = rebuild(
+        settings.data_directory,
+        ssd_directories_of(settings),
+        created_by=f"ctxcache {__version__}",
+        is_dry_run=False,
+    )
+    log.error("metadata_rebuilt found=%s", json.dumps(asdict(found)))
+
+
+def _arena_message(storage: Storage, control_socket: str) -> arena_pb2.Arena:
+    arena, ssd = storage.arena, storage.ssd
+    return arena_pb2.Arena(
+        arena_id=arena.arena_id, path=arena.shared_path, size_bytes=arena.capacities_bytes[0],
+        control_socket=control_socket, page_bytes=arena.page_bytes,
+        ssd_files=[
+            arena_pb2.SsdFile(path=str(Path(path).absolute()), size_bytes=size_bytes)
+            for path, size_bytes in zip(ssd.paths, ssd.capacities_bytes, strict=True)
+        ],
+    )  # fmt: skip

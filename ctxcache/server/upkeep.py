@@ -1,0 +1,132 @@
+"""Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times.
+
+Six loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
+ends what is over, one writes, one makes room, one looks after devices, one gives up what devices do not return,
+one promotes ahead of need. A step that fails is logged and tried again at the next
+turn. Worst case between two turns of the second is a flush of everything that is dirty; of the first,
+one commit.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NoReturn, TypeVarTuple
+
+from ctxcache.cache import Cache
+from ctxcache.errors import CacheError, SessionNotFound
+
+log = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
+
+INTERVAL_S = 0.5
+LEAST_PAUSE_S = 0.01
+"""Between two turns of a loop that was woken."""
+
+
+class Upkeep:
+    """The background loops. Owned by the server."""
+
+    def __init__(self, cache: Cache, *, interval_s: float = INTERVAL_S) -> None:
+        self._cache = cache
+        self._interval_s = interval_s
+        self._told: dict[str, tuple[str, str]] = {}
+        """What was last said to fail, by step: a device that stays broken is reported once."""
+
+    async def run(self) -> None:
+        """Turn for ever; ends by cancellation."""
+        residency = self._cache.residency
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
+            loops.create_task(self._repeat(self.write_behind, self._cache.state.is_pressed))
+            loops.create_task(self._repeat(self.make_room, residency.memory_room.is_short))
+            loops.create_task(self._repeat(self.look_after_devices, asyncio.Event()))
+            loops.create_task(self._repeat(self.give_up_overdue, asyncio.Event()))
+            loops.create_task(self._repeat(self.prefetch, self._cache.state.is_prefetch_wanted))
+
+    async def turn(self) -> None:
+        """Do everything once."""
+        await self.end_what_is_over()
+        await self.write_behind()
+        await self.make_room()
+        await self.give_up_overdue()
+        await self.look_after_devices()
+        await self.prefetch()
+
+    async def end_what_is_over(self) -> bool:
+        """End leases, reservations and sessions whose time has come; write down accesses."""
+        steps = (
+            self._cache.residency.reopen_metadata,
+            self._deadlines,
+            self._cache.queues.expire_due,
+            self._cache.sessions.expire_due,
+            self._cache.sessions.save_access_times,
+        )
+        return all([await self._try(step) for step in steps])
+
+    async def write_behind(self) -> bool:
+        """Write behind their writers' backs what is full, old or too much."""
+        return await self._cache.write_behind.turn(self._try)
+
+    async def make_room(self) -> bool:
+        """Keep some of the arena free."""
+        return await self._try(self._cache.residency.memory_room.keep_free)
+
+    async def look_after_devices(self) -> bool:
+        """Find out which SSD paths are lost, and write elsewhere what DRAM has of them."""
+        return await self._try(self._cache.devices.look)
+
+    async def give_up_overdue(self) -> bool:
+        """Answer those who wait for a device that hangs."""
+        return await self._try(self._cache.devices.give_up_overdue)
+
+    async def prefetch(self) -> bool:
+        """Promote ahead of need whom the policy wants in memory."""
+        return await self._try(self._cache.prefetching.prefetch)
+
+    async def _repeat(self, turn: Callable[[], Awaitable[bool]], wanted: asyncio.Event) -> NoReturn:
+        """Turn by turn, at once where `wanted` is set; after a failure only when the interval is over."""
+        is_well = True
+        while True:
+            await asyncio.sleep(min(LEAST_PAUSE_S, self._interval_s) if is_well else self._interval_s)
+            if is_well:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await wanted.wait()
+            is_well = await self._try_turn(turn)
+
+    async def _try_turn(self, turn: Callable[[], Awaitable[bool]]) -> bool:
+        """Turn; what breaks outside of a step is no end of the loop either."""
+        try:
+            return await turn()
+        except Exception:  # the supervisor, as in `_try`
+            log.exception("upkeep_turn_broken turn=%s", turn.__name__)
+            return False
+
+    async def _try(self, step: Callable[[*Ts], Awaitable[None]], *arguments: *Ts) -> bool:
+        """Do it; returns whether it went well."""
+        name = step.__name__
+        try:
+            await step(*arguments)
+        except SessionNotFound:
+            # It was deleted meanwhile, or evicted to make room.
+            return True
+        except CacheError as error:
+            what = (error.reason, str(error.facts.get("path", error.facts.get("tier", error))))
+            if self._told.get(name) != what:
+                log.warning("upkeep_step_failed step=%s reason=%s error=%s", name, error.reason, error)
+            self._told[name] = what
+            self._cache.state.seen.upkeep_failures[name] += 1
+            return False
+        except Exception:  # the supervisor: upkeep that ended for good would be noticed by nobody
+            log.exception("upkeep_step_broken step=%s", name)
+            self._cache.state.seen.upkeep_failures[name] += 1
+            return False
+        self._told.pop(name, None)
+        return True
+
+    async def _deadlines(self) -> None:
+        self._cache.writing.expire_due()
+        self._cache.reading.expire_due()
+        self._cache.hints.expire_due()
+        self._cache.placement.passed()

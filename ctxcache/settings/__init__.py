@@ -1,0 +1,1 @@
+"""Settings: what each means, its default and bounds, and where it comes from."""

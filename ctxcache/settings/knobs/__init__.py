@@ -1,0 +1,14 @@
+"""Every knob of `ctxcache serve`, in one table."""
+
+from ctxcache.settings.knobs.knob import Kind, Knob, Section
+from ctxcache.settings.knobs.lifecycle import LIFECYCLE
+from ctxcache.settings.knobs.limits import LIMITS
+from ctxcache.settings.knobs.listening import LISTENING
+from ctxcache.settings.knobs.placement import PLACEMENT
+from ctxcache.settings.knobs.places import PLACES
+from ctxcache.settings.knobs.tiers import TIERS
+
+SECTIONS = (PLACES, LISTENING, TIERS, PLACEMENT, LIMITS, LIFECYCLE)
+KNOBS = {knob.name: knob for section in SECTIONS for knob in section.knobs}
+
+__all__ = ["KNOBS", "SECTIONS", "Kind", "Knob", "Section"]

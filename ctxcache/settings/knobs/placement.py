@@ -1,0 +1,102 @@
+"""Knobs of who stays, and on whose account."""
+
+from ctxcache.settings.knobs.knob import Kind, Knob, Section
+
+DAY_S = 86400
+
+PLACEMENT = Section(
+    "Placement",
+    "Who leaves first, who may keep what, and what is believed of waiting queues; see placement.md and hints.md.",
+    (
+        Knob(
+            name="placement_policy",
+            kind=Kind.WORD,
+            default="value",
+            help="Who leaves memory and SSD when others need the room, and who is promoted ahead of need.",
+            advice="`value`; `ctxcache simulate` compares them on a trace of yours",
+            watch="ctxcache_read_tokens_total",
+            choices=("lru", "fifo", "t-lru", "look-ahead", "value"),
+        ),
+        Knob(
+            name="default_ttl_s",
+            kind=Kind.SECONDS,
+            default=3600,
+            help="Life of a session after an access when its creator does not say.",
+            advice="the think time that nine of ten users stay under",
+            watch="ctxcache_accesses_total",
+            least=1,
+            most=3650 * DAY_S,
+            can_reload=True,
+        ),
+        Knob(
+            name="tenant_shares",
+            kind=Kind.SHARES,
+            default={},
+            shown="none",
+            help="Of SSD and arena, by tenant: what others' need does not touch; `:LIMIT` is the most on SSD.",
+            more=(
+                "A table in the file: `[tenant_shares]` with `a = 0.5`, `b = { share = 0.2, limit = 0.4 }`."
+                " Shares add up to 1 at most; tenants without one have equal parts of the rest. Live, where tenants"
+                " are told apart at the start."
+            ),
+            watch="ctxcache_tenant_bytes",
+            can_reload=True,
+        ),
+        Knob(
+            name="retention_share",
+            kind=Kind.SHARE,
+            default=0.25,
+            unit="share of SSD",
+            help="What may be retained on clients' request, divided by the tenants' shares.",
+            least=0,
+            most=1,
+        ),
+        Knob(
+            name="pin_share",
+            kind=Kind.SHARE,
+            default=0.25,
+            unit="share of the arena",
+            help="What may be kept there on clients' request, divided as above.",
+            least=0,
+            most=1,
+        ),
+        Knob(
+            name="max_retention_s",
+            kind=Kind.SECONDS,
+            default=3600,
+            help="Longest time for which either is granted.",
+            least=0,
+            most=365 * DAY_S,
+        ),
+        Knob(
+            name="max_engines",
+            kind=Kind.COUNT,
+            default=64,
+            unit="engines",
+            help="Engines that publish their waiting queue at a time; more are refused with a retry delay.",
+            more="Those that lost their stream count while their grace lasts.",
+            watch="ctxcache_engines",
+            least=1,
+            most=4096,
+        ),
+        Knob(
+            name="max_engine_jobs",
+            kind=Kind.COUNT,
+            default=4096,
+            unit="jobs",
+            help="Waiting jobs that one engine may publish; what goes beyond is refused.",
+            least=1,
+            most=1 << 16,
+            can_reload=True,
+        ),
+        Knob(
+            name="engine_grace_s",
+            kind=Kind.SECONDS,
+            default=10,
+            help="How long an engine's jobs stay when its stream breaks: the default, and the most granted.",
+            least=0,
+            most=3600,
+            can_reload=True,
+        ),
+    ),
+)

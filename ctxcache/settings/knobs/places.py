@@ -1,0 +1,109 @@
+"""Knobs of where bytes lie."""
+
+from ctxcache.settings.knobs.knob import Kind, Knob, Section
+
+SIZE_LIMIT_BYTES = 1 << 60
+"""More than any device has, and few enough for every sum of sizes."""
+
+PLACES = Section(
+    "Places",
+    "Where metadata, memory and SSD files lie, and how large they are.",
+    (
+        Knob(
+            name="data_directory",
+            kind=Kind.DIRECTORY,
+            shown="$XDG_STATE_HOME/ctxcache, else ~/.local/state/ctxcache",
+            help="Where metadata, sockets and, unless said otherwise, SSD files lie.",
+            advice="a local file system that survives a restart",
+            watch="ctxcache_sessions",
+        ),
+        Knob(
+            name="arena_directory",
+            kind=Kind.DIRECTORY,
+            default="/dev/shm",  # noqa: S108  # shared memory is what it is for
+            help="Where the DRAM arena's file lies: a tmpfs that local workers reach.",
+            advice="in a pod a memory-backed volume that the workers mount too",
+        ),
+        Knob(
+            name="arena_size_bytes",
+            kind=Kind.SIZE,
+            default=0,
+            shown="a quarter of the available memory or half of the tmpfs' free space, 64 MiB to 8 GiB",
+            help="Size of the DRAM tier, such as 8GiB; allocated at the start, all of it.",
+            advice="what `ctxcache simulate` says for the load, see capacity.md",
+            watch="ctxcache_read_tokens_total",
+            least=0,
+            most=SIZE_LIMIT_BYTES,
+        ),
+        Knob(
+            name="arena_huge_pages",
+            kind=Kind.WORD,
+            default="auto",
+            help="Reserved 2 MiB pages for the arena.",
+            more="`on`: such pages or no start; `off`: a file in the arena's directory; `auto`: where the pool has enough.",
+            advice="reserve them and say `on` for arenas of 32 GiB and more",
+            choices=("auto", "on", "off"),
+        ),
+        Knob(
+            name="arena_prefault",
+            kind=Kind.SWITCH,
+            default=True,
+            help="Touch the arena's pages ahead of use, in the background.",
+            advice="true; a page nobody has touched costs four times as much to fill",
+        ),
+        Knob(
+            name="arena_sealed",
+            kind=Kind.SWITCH,
+            default=False,
+            help="No process but the server can write to the arena, whatever it is granted; all append by stream.",
+            more="The arena has no file then: local clients get it through the control socket.",
+            advice="true where local clients are not trusted with the arena; an append costs a copy more",
+        ),
+        Knob(
+            name="ssd_directories",
+            kind=Kind.DIRECTORIES,
+            default=(),
+            shown="ssd in the data directory",
+            help="Directory of the SSD tier; repeat for more.",
+            more="One per device; separated by `:` in the variable, a list in the file.",
+            advice="one per NVMe device, on a file system with direct I/O",
+            watch="ctxcache_path_state",
+        ),
+        Knob(
+            name="ssd_missing",
+            kind=Kind.WORD,
+            default="refuse",
+            help="What a start does without an SSD directory that was in use.",
+            more="`refuse`: it does not start. `serve`: it starts with the others, and sessions show what is left of them "
+            "until the directory is back; one that is missing, empty, not mounted or not readable is left alone.",
+            advice="`serve` where several devices hold sessions and no one is there to decide",
+            watch="ctxcache_withheld_tokens",
+            choices=("refuse", "serve"),
+        ),
+        Knob(
+            name="ssd_hang_after_s",
+            kind=Kind.SECONDS,
+            default=30,
+            help="Age of a read, write or sync after which its SSD device counts as lost.",
+            more="Callers that wait for the device get TIER_FAILURE then, and sessions show what is left of them. The "
+            "device is back when it has returned every operation. A caller with a shorter deadline has its own error "
+            "before.",
+            advice="longer where a controller retries for longer than that before it says EIO",
+            watch="ctxcache_path_state",
+            least=1,
+            most=3600,
+        ),
+        Knob(
+            name="ssd_size_bytes",
+            kind=Kind.SIZE,
+            default=0,
+            shown="what is there, else a fifth of the free space, 64 MiB to 32 GiB",
+            help="Size of the file in each of them; allocated at the first start.",
+            more="May grow later, not shrink.",
+            advice="what `ctxcache simulate` says for the load, see capacity.md",
+            watch="ctxcache_regretted_tokens_total",
+            least=0,
+            most=SIZE_LIMIT_BYTES,
+        ),
+    ),
+)

@@ -1,0 +1,98 @@
+"""The reference of all knobs, as a document and as a TOML file to start from. Pure."""
+
+import json
+from collections.abc import Iterator
+
+from ctxcache.settings.knobs import KNOBS, SECTIONS, Kind, Knob
+
+_LINE = 100
+
+
+def markdown() -> str:
+    """Return docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "<!-- Made by scripts/generate_settings.py from ctxcache/knobs. -->",
+        "",
+        f"All {len(KNOBS)} settings of `ctxcache serve`. An option wins over a variable, a variable over the TOML file of",
+        "`--config` (or `CTXCACHE_CONFIG`). `arena_size_bytes` here and in the file is `--arena-size-bytes` as an option and",
+        "`CTXCACHE_ARENA_SIZE_BYTES` as a variable. An unknown key, or an unknown variable that begins with `CTXCACHE_`, is an",
+        "error. A size is a number of bytes or has a unit: `512MiB`, `8GiB`, `1.5GB`.",
+        "",
+        "`ctxcache config reference` prints them as a TOML file, `config check` looks at yours, `config show --effective` says",
+        "what holds and where it comes from. What is marked *live* changes while the server runs: by SIGHUP, which reads the",
+        "file again, or by `ctxcache config reload`. `watch` is the metric that tells whether the value is right.",
+    ]
+    for section in SECTIONS:
+        lines += ["", f"## {section.title}", "", section.text, ""]
+        lines += ["| setting | unit | default | meaning | recommended | watch |", "|---|---|---|---|---|---|"]
+        lines += [_row(knob) for knob in section.knobs]
+    return "\n".join(lines) + "\n"
+
+
+def toml() -> str:
+    """Return a TOML file with every setting commented out at its default."""
+    lines = [
+        "# Settings of `ctxcache serve`, each at its default. Take away the # in front of what you change."
+    ]
+    tables: list[str] = []
+    for section in SECTIONS:
+        lines += ["", f"# ---- {section.title}: {section.text}"]
+        for knob in section.knobs:
+            text = [*_comment(knob), f"# {_toml_line(knob)}"]
+            # A table ends the settings of the file itself.
+            (tables if knob.kind is Kind.SHARES else lines).extend(["", *text])
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _row(knob: Knob) -> str:
+    name = f"`{knob.name}`" + (" *live*" if knob.can_reload else "")
+    words = f" One of: {', '.join(f'`{word}`' for word in knob.choices)}." if knob.choices else ""
+    meaning = " ".join(filter(None, (knob.help, knob.more))) + words + _range(knob)
+    watch = f"`{knob.watch}`" if knob.watch else ""
+    cells = (name, knob.unit_text, f"`{knob.default_text}`", meaning, knob.advice, watch)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _range(knob: Knob) -> str:
+    parts = [
+        f"{word} {bound:g}"
+        for word, bound in (
+            ("at least", knob.least),
+            ("more than", knob.above),
+            ("at most", knob.most),
+            ("less than", knob.below),
+        )
+        # A bound that only keeps sums finite tells nobody anything.
+        if bound is not None and bound < 1 << 40
+    ]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _comment(knob: Knob) -> Iterator[str]:
+    texts = [knob.help, knob.more, f"Recommended: {knob.advice}." if knob.advice else ""]
+    if knob.choices:
+        texts.append(f"One of: {', '.join(knob.choices)}.")
+    if knob.shown:
+        texts.append(f"Default: {knob.shown}.")
+    words = " ".join(filter(None, texts)).split()
+    line = "#"
+    for word in words:
+        if len(line) + len(word) > _LINE:
+            yield line
+            line = "#"
+        line += f" {word}"
+    yield line
+    if knob.unit_text:
+        yield f"# ({knob.unit_text})"
+
+
+def _toml_line(knob: Knob) -> str:
+    if knob.kind is Kind.SHARES:
+        return f"[{knob.name}]"
+    if knob.kind is Kind.DIRECTORIES:
+        return f"{knob.name} = []"
+    if knob.default is None:
+        return f'{knob.name} = "..."'
+    return f"{knob.name} = {json.dumps(knob.default)}"

@@ -1,0 +1,1 @@
+"""Where bytes and records lie: tiers, metadata, directories; what opens, claims and mends them."""

@@ -1,0 +1,290 @@
+"""The data directory: whose it is, which format it has, and where things are in it.
+
+Knows no metadata store and no tier. Worst case: another server holds it, or someone else's files
+are in it; either way it is refused untouched, with a sentence that says why.
+
+    LOCK        held by the running server, with its process id
+    RESTORING   {"instance_id": "...", "checksum": "..."}: an archive is laid out here, until FORMAT is written
+    FORMAT      {"format": 3, "created_by": "...", "instance_id": "...", "checksum": "..."}
+    RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
+    LESSONS     what the placement policy has learned (`lessons`); may be missing
+    CLOCK       what time the store has (`clock`); may be missing
+    metadata/   the metadata store's
+
+A directory of another format is refused: its segments are bound to their checksums in another way.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
+from ctxcache.runtime.facts_file import read_facts, sync_directory, write_facts
+from ctxcache.runtime.privacy import claim_directory, open_private, tighten
+
+DATA_FORMAT = 3
+_LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"
+METADATA = "metadata"
+RESTORING = "RESTORING"
+# What may lie in a directory that is to become ours: what an interrupted creation leaves, and
+# what mkfs does.
+_MAY_PRECEDE = {_LOCK, _FORMAT_PARTIAL, _RUNS, f"{_RUNS}.partial", "lost+found"}
+
+
+@dataclass(frozen=True, slots=True)
+class DataDirectory:
+    """An open data directory: locked until `close`, or until the process ends however it ends.
+
+    `instance_id` is 32 hex digits, drawn at creation and stable from then on; it names what this
+    directory's server keeps elsewhere, the arena for one. `crash_count` is how many runs did not end in
+    order before this one, `is_clean` whether the last one did.
+    """
+
+    path: Path
+    instance_id: str
+    created_by: str
+    crash_count: int
+    is_clean: bool
+    _lock_fd: int
+
+    @classmethod
+    def open(cls, path: str | Path, *, created_by: str = "ctxcache") -> Self:
+        """Open the directory, or create it (mode 0700).
+
+        Raises DataDirectoryUnusable, FormatTooNew, and CorruptMetadata for an unreadable FORMAT.
+        """
+        path = Path(path)
+        with _refusals(path):
+            claim_directory(path)
+            _check_not_foreign(path)
+            lock_fd = _lock(path)
+            try:
+                facts = _read_or_create_format(path, created_by)
+                runs = _read_runs(path)
+                crash_count = int(runs["crash_count"]) + (not runs["is_clean"])
+                return cls(
+                    path, str(facts["instance_id"]), str(facts.get("created_by")), crash_count,
+                    bool(runs["is_clean"]), lock_fd,
+                )  # fmt: skip
+            except BaseException:
+                os.close(lock_fd)
+                raise
+
+    @classmethod
+    def mend(cls, path: Path, *, instance_id: str, crash_count: int, created_by: str) -> None:
+        """Write FORMAT and RUNS anew where they cannot be read; a newer format is left alone.
+
+        Raises DataDirectoryUnusable, FormatTooNew.
+        """
+        with _refusals(path):
+            claim_directory(path)
+            check_not_restoring(path)
+            lock_fd = _lock(path)
+            try:
+                _mend_format(path, instance_id, created_by)
+                try:
+                    _read_runs(path)
+                except CorruptMetadata:
+                    _note_run(path, crash_count, is_clean=False)
+            finally:
+                os.close(lock_fd)
+
+    @staticmethod
+    def instance_id_at(path: Path) -> str | None:
+        """The id of the directory there; None where there is none that can be read. Raises OSError, FormatTooNew."""
+        try:
+            return str(_parse_format(path)["instance_id"])
+        except (FileNotFoundError, CorruptMetadata):
+            return None
+
+    @property
+    def metadata_path(self) -> Path:
+        """Where the metadata store keeps its files."""
+        return self.path / METADATA
+
+    def tighten(self) -> None:
+        """Take everybody else's rights to what is in it. Raises DataDirectoryUnusable."""
+        with _refusals(self.path):
+            tighten(entries(self.path))
+
+    def begin_run(self) -> None:
+        """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
+        with _refusals(self.path):
+            _note_run(self.path, self.crash_count, is_clean=False)
+
+    def end_run(self) -> None:
+        """Note that the run ended in order, with nothing lost. Raises DataDirectoryUnusable."""
+        with _refusals(self.path):
+            _note_run(self.path, self.crash_count, is_clean=True)
+
+    def close(self) -> None:
+        """Let go of the lock; the last thing a server does with the directory."""
+        os.close(self._lock_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FreshDirectory:
+    """A data directory that is being laid out, locked: no server takes it before `finish`."""
+
+    path: Path
+    instance_id: str
+    _lock_fd: int
+
+    @classmethod
+    @contextmanager
+    def begin(cls, path: Path) -> Iterator[Self]:
+        """Claim an empty directory, or one in which this was begun before. Raises DataDirectoryUnusable, CorruptMetadata."""
+        with _refusals(path):
+            claim_directory(path)
+            _check_fresh(path)
+            lock_fd = _lock(path)
+        try:
+            with _refusals(path):
+                # Again: another one may have finished meanwhile.
+                _check_fresh(path)
+                if not (path / RESTORING).exists():
+                    write_facts(path / RESTORING, {"instance_id": secrets.token_hex(16)})
+                yield cls(path, str(read_facts(path / RESTORING)["instance_id"]), lock_fd)
+        finally:
+            os.close(lock_fd)
+
+    @property
+    def metadata_path(self) -> Path:
+        """Where the metadata store is to keep its files."""
+        return self.path / METADATA
+
+    def finish(self, *, crash_count: int, created_by: str) -> None:
+        """Make it a data directory. All that is in it is on disk by now. Raises OSError."""
+        _note_run(self.path, crash_count, is_clean=True)
+        _write_format(self.path, self.instance_id, created_by)
+        sync_directory(self.path.parent)
+        (self.path / RESTORING).unlink()
+
+
+def entries(path: Path) -> list[Path]:
+    """What a server has in the directory, sockets apart; also metadata that a rebuild has kept. Raises OSError."""
+    named = (_LOCK, _FORMAT, _RUNS, RESTORING, "LESSONS", "PATHS", "CLOCK")
+    return [*(path / name for name in named), *path.glob(f"{METADATA}*")]
+
+
+def check_not_restoring(path: Path) -> None:
+    """Raise DataDirectoryUnusable where an archive was laid out, and not to the end."""
+    # What may not be looked at is somebody else's to refuse: these do not raise.
+    if os.path.exists(path / RESTORING) and not os.path.exists(path / _FORMAT):  # noqa: PTH110
+        problem = "an import into it did not end: `ctxcache import --new-store` begins it anew"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
+def _check_fresh(path: Path) -> None:
+    names = {entry.name for entry in path.iterdir()}
+    if _FORMAT in names:
+        raise DataDirectoryUnusable(path=str(path), problem="it is a data directory already: name a new one")
+    foreign = sorted(names - _MAY_PRECEDE - {f"{RESTORING}.partial"})
+    if foreign and RESTORING not in names:
+        problem = f"it is not empty ({foreign[0]} is in it): name a new one"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:
+        raise DataDirectoryUnusable(path=str(path), problem="it is not a directory") from error
+    except OSError as error:
+        problem = f"{error.strerror}: {error.filename or path}"
+        raise DataDirectoryUnusable(path=str(path), problem=problem) from error
+
+
+def _check_not_foreign(path: Path) -> None:
+    check_not_restoring(path)
+    names = {entry.name for entry in path.iterdir()}
+    foreign = sorted(names - _MAY_PRECEDE)
+    if _FORMAT not in names and foreign:
+        problem = f"it is not empty and has no {_FORMAT} file, so it is not ours ({foreign[0]} is in it)"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+
+
+def _lock(path: Path) -> int:
+    fd = open_private(path / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise DataDirectoryUnusable(
+            path=str(path), problem=f"another server holds it (pid {holder})"
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_or_create_format(path: Path, created_by: str) -> dict[str, Any]:
+    try:
+        return _parse_format(path)
+    except FileNotFoundError:
+        # First: a directory with a FORMAT and no RUNS has lost it.
+        _note_run(path, 0, is_clean=True)
+        _write_format(path, secrets.token_hex(16), created_by)
+        sync_directory(path.parent)
+        return _parse_format(path)
+
+
+def _parse_format(path: Path) -> dict[str, Any]:
+    facts = read_facts(path / _FORMAT, is_checksum_needed=False)
+    try:
+        found, _ = int(facts["format"]), str(facts["instance_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptMetadata(where=str(path / _FORMAT), problem=f"it does not parse: {error!r}") from error
+    if found > DATA_FORMAT:
+        raise FormatTooNew(path=str(path), found=found, supported=DATA_FORMAT)
+    if found < 1:
+        raise CorruptMetadata(where=str(path / _FORMAT), problem=f"there is no format {found}")
+    if found < DATA_FORMAT:
+        problem = f"it has format {found} of an earlier version, and this one reads format {DATA_FORMAT}: name a new one"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+    return read_facts(path / _FORMAT)
+
+
+def _write_format(path: Path, instance_id: str, created_by: str) -> None:
+    write_facts(path / _FORMAT, {"format": DATA_FORMAT, "created_by": created_by, "instance_id": instance_id})
+
+
+def _mend_format(path: Path, instance_id: str, created_by: str) -> None:
+    try:
+        _parse_format(path)
+    except (CorruptMetadata, FileNotFoundError):
+        _write_format(path, instance_id, created_by)
+
+
+def _read_runs(path: Path) -> dict[str, Any]:
+    """How earlier runs ended."""
+    try:
+        runs = read_facts(path / _RUNS)
+        return {"crash_count": int(runs["crash_count"]), "is_clean": bool(runs["is_clean"])}
+    except FileNotFoundError as error:
+        raise CorruptMetadata(where=str(path / _RUNS), problem="it is gone") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptMetadata(where=str(path / _RUNS), problem=f"it does not parse: {error!r}") from error
+
+
+def _note_run(path: Path, crash_count: int, *, is_clean: bool) -> None:
+    write_facts(path / _RUNS, {"crash_count": crash_count, "is_clean": is_clean})

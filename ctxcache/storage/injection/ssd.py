@@ -1,0 +1,123 @@
+"""Devices that fail on purpose: SSD files and metadata that are slow, refuse, or return wrong bits.
+
+A refusal counts as the device's own: the path's health hears of it. Worst case: a delay of a few seconds.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ctxcache.errors import TierFailure
+from ctxcache.format.layout import ALIGN_BYTES
+from ctxcache.format.slot import Slot
+from ctxcache.storage.injection.faults import Fault, FaultKind, Faults
+from ctxcache.storage.metadata.base import Changes
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
+from ctxcache.storage.tiers.base import Range
+from ctxcache.storage.tiers.ssd import HANG_AFTER_S, SsdFiles, SsdPath
+
+
+class FaultySsdFiles(SsdFiles):
+    """See SsdFiles. A fault strikes a read or write of a slot as a whole."""
+
+    def __init__(
+        self, directories: Sequence[SsdPath], faults: Faults, *, hang_after_s: float = HANG_AFTER_S
+    ) -> None:
+        """See SsdFiles."""
+        super().__init__(directories, hang_after_s=hang_after_s)
+        self._faults = faults
+
+    async def read(
+        self,
+        slot: Slot,
+        begin: int,
+        into: memoryview,
+        *,
+        pieces: Sequence[Range] | None = None,
+        then: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """See Tier."""
+        self._files[slot.path_index].check_returns()
+        await self._delay(FaultKind.SSD_READ_DELAY, slot)
+        if fault := self._faults.strike(FaultKind.SSD_READ_ERROR, slot.path_index):
+            problem = _problem("read", fault, slot)
+            self._files[slot.path_index].health.read_failed(problem)
+            raise TierFailure(path=self.paths[slot.path_index], problem=problem)
+        if self._faults.strike(FaultKind.SSD_READ_BIT_FLIP, slot.path_index):
+            then = _flipping(into, pieces, then)
+        await super().read(slot, begin, into, pieces=pieces, then=then)
+
+    async def write(
+        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
+    ) -> None:
+        """See Tier. What is refused anyway, no fault strikes."""
+        health = self._files[slot.path_index].health
+        health.check()
+        await self._delay(FaultKind.SSD_WRITE_DELAY, slot)
+        if fault := self._faults.strike(FaultKind.SSD_WRITE_ERROR, slot.path_index):
+            problem = _problem("write", fault, slot)
+            health.write_failed(problem, fault.error_number)
+            raise TierFailure(path=self.paths[slot.path_index], problem=problem)
+        await super().write(slot, begin, data, pieces=pieces)
+
+    async def _probe(self, index: int) -> None:
+        """See SsdFiles. A device of which reads are refused is one that a probe cannot read either."""
+        health = self._files[index].health
+        if health.is_doubted and (fault := self._faults.strike(FaultKind.SSD_READ_ERROR, index)):
+            health.lose(f"a probe: {os.strerror(fault.error_number)} (injected)")
+            return
+        await super()._probe(index)
+
+    async def _delay(self, kind: FaultKind, slot: Slot) -> None:
+        if fault := self._faults.strike(kind, slot.path_index):
+            delay_s = fault.delay_ns / 10**9
+            # As on a slow device it is a thread of the path that waits, and it is an operation that grows old.
+            file = self._files[slot.path_index]
+            await file.occupy(lambda: time.sleep(delay_s), is_read=kind is FaultKind.SSD_READ_DELAY)
+
+
+def _problem(what: str, fault: Fault, slot: Slot) -> str:
+    return f"{what} at byte {slot.offset_bytes}: {os.strerror(fault.error_number)} (injected)"
+
+
+def _flipping(
+    into: memoryview, pieces: Sequence[Range] | None, then: Callable[[int, int], None] | None
+) -> Callable[[int, int], None]:
+    """`then`, before which a bit is flipped in the last page that is read: its first, which is no padding."""
+    flat = into.cast("B")
+    end = pieces[-1][1] if pieces else flat.nbytes
+    position = (end - 1) // ALIGN_BYTES * ALIGN_BYTES
+
+    def flip(begin: int, end: int) -> None:
+        if begin <= position < end:
+            flat[position] ^= 1
+        if then:
+            then(begin, end)
+
+    return flip
+
+
+class SlowMetadata(RocksDbMetadata):
+    """See RocksDbMetadata."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        faults: Faults,
+        *,
+        witness: Witness | None = None,
+        catalog: Catalog | None = None,
+    ) -> None:
+        """See RocksDbMetadata."""
+        super().__init__(path, witness=witness, catalog=catalog)
+        self._faults = faults
+
+    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+        """See MetadataStore. As on a slow device, it is the sync that takes long: changes keep their order."""
+        await super().commit(changes, is_durable=is_durable)
+        if is_durable and (fault := self._faults.strike(FaultKind.COMMIT_DELAY)):
+            await asyncio.sleep(fault.delay_ns / 10**9)

@@ -1,0 +1,140 @@
+"""Records, and the interface of a metadata store.
+
+Records are facts as they are durable; the cache's own state (leases, tails in DRAM) is not in
+them. Every implementation passes `MetadataContract` of `tests/metadata_contract.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import ModelProbe
+from ctxcache.format.slot import Slot
+from ctxcache.format.streams import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """A registered model. Key: tenant and model id. Times are nanoseconds since the epoch."""
+
+    tenant: str
+    spec: ModelSpec
+    create_time_ns: int
+    probe: ModelProbe | None = None
+    """What the first engine that had one sent; never replaced."""
+    _fingerprint: bytes = field(init=False, compare=False, repr=False, default=b"")
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of `spec`: made once, when first needed, for it takes a while."""
+        if not self._fingerprint:
+            self.keep_fingerprint(self.spec.fingerprint())
+        return self._fingerprint
+
+    def keep_fingerprint(self, fingerprint: bytes) -> None:
+        """`spec` has this one, which was made a part at a time."""
+        object.__setattr__(self, "_fingerprint", fingerprint)
+
+
+class SegmentRecord(NamedTuple):
+    """A durable segment. Key: segment id, never reused.
+
+    `header_checksum` is that of the header in the slot, which in turn holds every chunk's: bytes of
+    another time or place cannot pass for this segment's.
+    """
+
+    segment_id: int
+    identity: SegmentIdentity
+    slot: Slot
+    header_checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session's durable state. Key: uid (16 bytes), never reused.
+
+    `segment_ids` in log order; `live` are position ranges `[begin, end)` of the log, ascending and
+    disjoint; `log_end` is one past the last position ever used by a durable row. Exactly one of
+    `ttl_ns` (sliding) and an absolute `expire_time_ns` applies: `ttl_ns` is None for the latter.
+    """
+
+    uid: bytes
+    tenant: str
+    session_id: str
+    model_id: str
+    layout: tuple[Stream, ...]
+    generation: int
+    segment_ids: tuple[int, ...]
+    live: tuple[tuple[int, int], ...]
+    log_end: int
+    create_time_ns: int
+    access_time_ns: int
+    expire_time_ns: int
+    ttl_ns: int | None
+    is_pinned: bool
+
+
+@dataclass(slots=True)
+class Changes:
+    """What becomes true at once: all of it or, after a crash, none of it."""
+
+    models: list[ModelRecord] = field(default_factory=list)
+    sessions: list[SessionRecord] = field(default_factory=list)
+    segments: list[SegmentRecord] = field(default_factory=list)
+    deleted_session_uids: list[bytes] = field(default_factory=list)
+    deleted_segment_ids: list[int] = field(default_factory=list)
+    deleted_models: list[tuple[str, str]] = field(default_factory=list)
+    """Tenants and model ids."""
+    quarantined: list[Slot] = field(default_factory=list)
+    """SSD slots that are kept from use: what was read there was not what had been written."""
+    released: list[Slot] = field(default_factory=list)
+    """Quarantined slots that may be used again."""
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__slots__)
+
+
+class MetadataStore(Protocol):
+    """Keeps records. Owned by the event loop; reads happen once, at start."""
+
+    def check(self, *, is_growing: bool = True) -> None:
+        """Raise, before anybody changes anything, what a commit would meet now.
+
+        TierFailure once a device has refused one; CapacityExceeded, for what `is_growing`, when the room
+        around the records is short. A commit may still fail after it.
+        """
+
+    def models(self) -> Iterator[ModelRecord]:
+        """Every model. Raises CorruptMetadata."""
+
+    def sessions(self) -> Iterator[SessionRecord]:
+        """Every session. Raises CorruptMetadata."""
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """Every segment. Raises CorruptMetadata."""
+
+    def quarantined(self) -> Iterator[Slot]:
+        """Every SSD slot that is kept from use. Raises CorruptMetadata."""
+
+    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+        """Apply `changes` atomically. Changes are applied in the order of the calls.
+
+        With `is_durable`, returns when they and every commit before them are synced (many callers
+        share one sync); without, they survive the death of the process, not of the machine. The
+        event loop is never blocked by a sync. Raises TierFailure when the device refuses.
+        """
+
+    async def reopen(self) -> bool:
+        """Take changes again, if they were refused for something that lacked and is there again; whether it did.
+
+        What is there is compared with what was acknowledged; what commits that were refused meanwhile would have
+        changed is committed then, durably. Raises TierFailure. Costs nothing where nothing is refused.
+        """
+
+    async def recorded_slots(self) -> set[Slot]:
+        """The SSD slots that records name. Raises CorruptMetadata."""
+
+    def close(self) -> None:
+        """Give up the files. Nothing may be in flight."""

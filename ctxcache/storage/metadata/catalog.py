@@ -1,0 +1,355 @@
+"""The catalog: a second copy of every record, in plain files that no database is needed to read.
+
+Written behind each commit by a thread of its own, in the order of the commits, and synced within a second by
+another. A commit returns when the catalog has it: after the death of the process the catalog has every commit,
+after a power cut it may lack those of the last second or so. The catalog is read when the metadata is gone or
+cannot be trusted, and then only. Worst case: its device refuses a write, which is logged; commits go on without
+the catalog until the next start. A write that does not come back is waited for no longer than a bound. Commits
+then go on too, until the device has returned what it owes, and the next commit begins the catalog anew.
+
+    NNNNNNNN.base   every record when log N was begun, then an end mark
+    NNNNNNNN.log    the changes since, in the order of the commits, with marks where a run began and ended
+                    and where a commit is whole
+
+`catalog_contents.py` reads it and has the format of what is in these files.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, TierFailure
+from ctxcache.runtime.clock import SystemClock
+from ctxcache.runtime.privacy import claim_directory, open_private
+from ctxcache.storage.device_threads import Threads
+from ctxcache.storage.metadata.catalog_contents import (
+    BEGIN,
+    COMMIT,
+    END,
+    MARK_BYTES,
+    Entry,
+    numbers,
+    pack,
+    pack_mark,
+    read_catalog,
+)
+
+SYNC_INTERVAL_S = 1.0
+LOG_LIMIT_BYTES = 64 << 20
+"""A log may grow to this, or to its base's size; then the next base is written."""
+BACKLOG_LIMIT_BYTES = 64 << 20
+"""Commits that may wait for the device, whose callers have gone; with more it counts as one that hangs."""
+HANG_AFTER_S = 30.0
+END_PATIENCE_S = 5.0
+"""How long the end waits for a device that does not get on; it waits no longer than a commit does."""
+_ENTRIES_PER_WRITE = 1024
+_PAUSE_SHARE = 3
+"""Pauses in proportion to the work: a million records take about twenty seconds, and delay nobody much."""
+log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """A store's catalog, being written. Owned by the event loop; its files by the threads that write them."""
+
+    def __init__(
+        self, directory: str | Path, instance_id: str, *, hang_after_s: float = HANG_AFTER_S
+    ) -> None:
+        """Open or create `directory`. `hang_after_s` is how long a commit waits. Raises DataDirectoryUnusable."""
+        self._directory = Path(directory)
+        self._instance_id = instance_id
+        self._hang_after_s = hang_after_s
+        self._seed = xxh3_64_intdigest(instance_id.encode())
+        try:
+            claim_directory(self._directory)
+        except OSError as error:
+            raise DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error)) from error
+        self._fd = -1
+        """The newest log. The writing thread's, from `begin` on."""
+        self._number = 0
+        self._log_bytes = self._base_bytes = 0
+        self._is_begun = False
+        self._is_marked = False
+        """Whether this run, or the log that it has begun, said where it begins."""
+        self._is_cut_off = False
+        """Whether the newest log is one that was not ended in order: nothing may follow on it."""
+        self._is_failed = False
+        """Whether the device refused something. Set by the threads, and never taken back."""
+        self._is_hung = False
+        """Whether a write was given up that did not come back."""
+        self._hang_count = 0
+        """Hangs so far: what was asked for before the last one is not begun any more."""
+        self._is_sync_due = False
+        """Whether a sync is waited for that will begin after this."""
+        self._is_base_due = False
+        """Whether a base is being written."""
+        self._piece_count = 0
+        """Pieces of bases that were written: by these the end sees that the device gets on."""
+        self._put_bytes = self._written_bytes = 0
+        """Bytes of commits that were ever given to the writing thread, and bytes that this thread is done with."""
+        self._last_write: Future[None] | None = None
+        self._closing = threading.Event()
+        self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
+        self._writer, self._base_writer, self._syncer = (
+            Threads(1, name, SystemClock()) for name in ("catalog", "catalog-base", "catalog-sync")
+        )
+
+    def check_new(self, has: Callable[[bytes], bool]) -> None:
+        """Raise CorruptMetadata where this catalog is not that of a store without any commit.
+
+        `has` says whether the store has a record. A first start that was cut off may have left a catalog of
+        its first commit; the second commit comes after the first one was synced.
+        """
+        try:
+            contents = read_catalog(self._directory, self._instance_id)
+            damage = "; ".join(contents.problems) if _is_begun(self._directory) else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise DataDirectoryUnusable(path=str(self._directory), problem=problem) from error
+        if contents.sequence > 1 or damage or not all(map(has, contents.records)):
+            problem = f"it knows of {contents.sequence} commits, and the metadata is gone"
+            raise CorruptMetadata(where=str(self._directory), problem=f"{problem}; {damage}".rstrip("; "))
+
+    def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
+        """Go on where the last run ended, when it did so at `sequence`; else begin anew with the first commit.
+
+        `snapshot` begins to iterate over the records as they are when it is called; it is read in a thread.
+        Until the first commit what a run that was cut off left says all there is to say.
+        """
+        self._snapshot = snapshot
+        with self._noticed():
+            self._number = max(numbers(self._directory, "log"), default=0)
+            if self._number and self._ends_at(sequence):
+                self._fd = os.open(self._path("log", self._number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                self._log_bytes = os.fstat(self._fd).st_size
+                self._base_bytes = self._path("base", self._number).stat().st_size
+                self._is_begun = True
+            elif self._number:
+                self._is_cut_off = True
+            else:
+                self._rotate(sequence)
+
+    def append(self, entries: Sequence[Entry], sequence: int) -> None:
+        """Note a commit's changes, in the order of the calls. Costs one write to the page cache, in the thread."""
+        self._end_hang()
+        # Without changes is the first commit only: the next one says what it follows.
+        if not entries or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
+            return
+        if self._put_bytes - self._written_bytes > BACKLOG_LIMIT_BYTES:
+            self._give_up_hung(f"{BACKLOG_LIMIT_BYTES} bytes of commits wait for it")
+            return
+        if self._is_cut_off:
+            self._rotate(sequence)
+        begin = b"" if self._is_marked else pack_mark(self._seed, sequence - 1, BEGIN)
+        changes = b"".join(pack(self._seed, sequence, key, value) for key, value in entries)
+        packed = begin + changes + pack_mark(self._seed, sequence, COMMIT)
+        self._put_bytes += len(packed)
+        self._last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
+        self._is_marked = True
+        self._log_bytes += len(packed)
+        if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
+            self._rotate(sequence)
+
+    @property
+    def last_write(self) -> "Future[None] | None":
+        """The write of the last commit that was noted, for `wait`."""
+        return self._last_write
+
+    async def wait(self, write: "Future[None] | None") -> None:
+        """Return when this write, and all before it, have come back. One that hangs is given up, and all behind it."""
+        if write is None or write.done():
+            return
+        waited = asyncio.wrap_future(write)
+        # What was given up is an error for nobody: it was logged, and commits go on.
+        waited.add_done_callback(lambda done: done.exception())
+        await asyncio.wait([waited], timeout=self._hang_after_s)
+        if not write.done():
+            self._give_up_hung(f"a write has not come back for {self._hang_after_s:g} s")
+
+    def close(self, sequence: int) -> None:
+        """Wait for the threads, which make haste now, mark the end, sync. A device that hangs is not waited for."""
+        self._closing.set()
+        # The mark says that the base is there.
+        for threads in (self._writer, self._base_writer, self._syncer):
+            self._finish(threads, threads.submit(_nothing))
+        if not self._is_hung:
+            self._finish(self._writer, self._writer.submit(partial(self._end, sequence)))
+        for threads in (self._writer, self._base_writer, self._syncer):
+            threads.close()
+
+    def _finish(self, threads: Threads, last: "Future[None]") -> None:
+        """Wait for a thread's last work while the device gets on; else leave the thread to the process's end."""
+        while not self._is_hung and not last.done():
+            count, patience_s = self._piece_count, min(END_PATIENCE_S, self._hang_after_s)
+            wait([last], patience_s)
+            if not last.done() and self._piece_count == count:
+                self._give_up_hung(f"the end has waited {patience_s:g} s for it")
+        if self._is_hung:
+            threads.give_up(self._overdue)
+
+    def _give_up_hung(self, problem: str) -> None:
+        """Go on without the catalog, until the device has returned what it owes."""
+        if not self._is_hung:
+            self._is_hung = True
+            self._hang_count += 1
+            log.error("catalog_failed directory=%s error=%s", self._directory, problem)
+            self._writer.give_up(self._overdue)
+
+    def _end_hang(self) -> None:
+        """Begin anew with the next commit once the device has returned everything: commits are missing before it."""
+        if self._is_hung and not self._is_failed and not self._writer.is_owed and not self._is_base_due:
+            log.warning("catalog_begun_anew directory=%s", self._directory)
+            self._is_hung, self._is_cut_off = False, True
+            self._put_bytes = self._written_bytes
+
+    def _overdue(self) -> TierFailure:
+        return TierFailure(path=str(self._directory), problem="the catalog's device hangs")
+
+    @contextlib.contextmanager
+    def _noticed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.error("catalog_failed directory=%s error=%s", self._directory, error.strerror)  # noqa: TRY400
+            self._is_failed = True
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _path(self, kind: str, number: int) -> Path:
+        return self._directory / f"{number:08d}.{kind}"
+
+    def _ends_at(self, sequence: int) -> bool:
+        """Whether the newest log ends with a mark of that commit, and its base is there."""
+        end = pack_mark(self._seed, sequence, END)
+        path = self._path("log", self._number)
+        if not self._path("base", self._number).exists() or path.stat().st_size < MARK_BYTES:
+            return False
+        with path.open("rb") as file:
+            file.seek(-MARK_BYTES, os.SEEK_END)
+            return file.read() == end
+
+    def _rotate(self, sequence: int) -> None:
+        """Begin the next log; its base is written in a thread, and only then the old files go."""
+        self._number += 1
+        self._is_begun, self._is_marked, self._is_cut_off = True, False, False
+        self._log_bytes = 0
+        # The records of now: the threads would find later ones.
+        records = self._snapshot()
+        self._writer.submit(partial(self._begin_log, self._number, sequence, records, self._hang_count))
+
+    # -- in the writing thread ---------------------------------------------------------------------
+
+    def _begin_log(
+        self, number: int, sequence: int, records: Iterator[tuple[bytes, bytes]], hang_count: int
+    ) -> None:
+        if self._is_failed or hang_count != self._hang_count:
+            return
+        with self._noticed():
+            fd = open_private(self._path("log", number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            if self._fd >= 0:
+                self._syncer.submit(partial(_sync, self._fd))
+            self._fd, self._is_sync_due = fd, False
+            # Not before the log is there: a base without its log has lost it.
+            self._is_base_due = True
+            self._base_writer.submit(partial(self._write_base, number, sequence, records))
+
+    def _write(self, packed: bytes, hang_count: int) -> None:
+        # A commit behind one that was left out would make a hole in the log.
+        if self._fd >= 0 and hang_count == self._hang_count:
+            with self._noticed():
+                _write_all(self._fd, packed)
+                self._ask_for_sync()
+        self._written_bytes += len(packed)
+
+    def _ask_for_sync(self) -> None:
+        # Without descriptors the next commit asks again.
+        with contextlib.suppress(OSError):
+            if not self._is_sync_due:
+                fd = os.dup(self._fd)
+                self._is_sync_due = True
+                self._syncer.submit(partial(self._sync_soon, fd))
+
+    def _end(self, sequence: int) -> None:
+        if self._fd >= 0:
+            with self._noticed():
+                _write_all(self._fd, pack_mark(self._seed, sequence, END))
+                os.fdatasync(self._fd)
+                self._let_go()
+
+    # -- in the threads beside it ------------------------------------------------------------------
+
+    def _sync_soon(self, fd: int) -> None:
+        # The last commit of all is followed by no other that could ask for a sync.
+        self._closing.wait(SYNC_INTERVAL_S)
+        self._is_sync_due = False
+        _sync(fd)
+
+    def _write_base(self, number: int, sequence: int, records: Iterator[tuple[bytes, bytes]]) -> None:
+        path = self._path("base", number)
+        partial_path = path.with_suffix(".partial")
+        try:
+            with os.fdopen(open_private(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                for batch in _unhurried(records, self._closing):
+                    file.write(b"".join(pack(self._seed, sequence, key, value) for key, value in batch))
+                    self._piece_count += 1
+                file.write(pack_mark(self._seed, sequence, END))
+                file.flush()
+                os.fsync(file.fileno())
+            partial_path.rename(path)
+            _sync(os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._base_bytes = path.stat().st_size
+            for old in self._directory.iterdir():
+                if old.stem.isdigit() and int(old.stem) < number:
+                    old.unlink()
+        except (OSError, CorruptMetadata) as error:
+            # The base before it and the logs since are still there.
+            log.error("catalog_failed directory=%s error=%s", self._directory, error)  # noqa: TRY400
+        finally:
+            self._is_base_due = False
+
+
+def _unhurried(
+    records: Iterator[tuple[bytes, bytes]], hurry: threading.Event
+) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Batches of records, taking a quarter of the time: it is Python's lock that the thread would hold."""
+    began_s = time.monotonic()
+    while batch := list(islice(records, _ENTRIES_PER_WRITE)):
+        yield batch
+        hurry.wait(_PAUSE_SHARE * (time.monotonic() - began_s))
+        began_s = time.monotonic()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write all of it, or raise: the kernel may take less than it is given, and what follows would be torn."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _nothing() -> None:
+    """The last work of a thread: what was asked for before it is done."""
+
+
+def _is_begun(directory: Path) -> bool:
+    """Whether anything was ever written."""
+    return any(path.stat().st_size for kind in ("base", "log") for path in directory.glob(f"*.{kind}"))
+
+
+def _sync(fd: int) -> None:
+    """Make a file durable, as far as its device does, and give it up."""
+    with contextlib.suppress(OSError):
+        os.fdatasync(fd)
+    os.close(fd)

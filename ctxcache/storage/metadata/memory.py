@@ -1,0 +1,115 @@
+"""Metadata in memory: for tests, and for a store that need not survive its process.
+
+Knows no bytes: records are kept as they are. Worst case: it is gone with the process; `crash` shows
+what a power cut would leave of a store that syncs like this one is asked to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ctxcache.errors import CapacityExceeded, TierFailure
+from ctxcache.format.slot import Slot
+from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+
+
+@dataclass(slots=True)
+class _State:
+    models: dict[tuple[str, str], ModelRecord] = field(default_factory=dict)
+    sessions: dict[bytes, SessionRecord] = field(default_factory=dict)
+    segments: dict[int, SegmentRecord] = field(default_factory=dict)
+    quarantined: set[Slot] = field(default_factory=set)
+
+    def apply(self, changes: Changes) -> None:
+        """Make `changes` true; deletions last, so that they win."""
+        self.models |= {(model.tenant, model.spec.model_id): model for model in changes.models}
+        self.sessions |= {session.uid: session for session in changes.sessions}
+        self.segments |= {segment.segment_id: segment for segment in changes.segments}
+        for key in changes.deleted_models:
+            self.models.pop(key, None)
+        for uid in changes.deleted_session_uids:
+            self.sessions.pop(uid, None)
+        for segment_id in changes.deleted_segment_ids:
+            self.segments.pop(segment_id, None)
+        self.quarantined |= set(changes.quarantined)
+        self.quarantined -= set(changes.released)
+
+
+class MemoryMetadata:
+    """See MetadataStore. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._current = _State()
+        self._durable = _State()
+        self._unsynced: list[Changes] = []
+        self._failure: str | None = None
+        self.is_full = False
+        """Set by a test: there is no room for what grows."""
+
+    def check(self, *, is_growing: bool = True) -> None:
+        """See MetadataStore."""
+        if self._failure is not None:
+            raise TierFailure(path="memory", problem=self._failure)
+        if self.is_full and is_growing:
+            raise CapacityExceeded(tier="metadata memory", needed_bytes=1, free_bytes=0, limit_bytes=0)
+
+    def models(self) -> Iterator[ModelRecord]:
+        """See MetadataStore."""
+        return iter(list(self._current.models.values()))
+
+    def sessions(self) -> Iterator[SessionRecord]:
+        """See MetadataStore."""
+        return iter(list(self._current.sessions.values()))
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """See MetadataStore. Ascending by id."""
+        return iter([segment for _, segment in sorted(self._current.segments.items())])
+
+    def quarantined(self) -> Iterator[Slot]:
+        """See MetadataStore."""
+        return iter(sorted(self._current.quarantined))
+
+    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+        """See MetadataStore."""
+        self.check(is_growing=False)
+        kept = _copy(changes)
+        self._current.apply(kept)
+        self._unsynced.append(kept)
+        if is_durable:
+            self._sync()
+
+    def fail(self, problem: str) -> None:
+        """From now on every commit raises TierFailure, as after a device has refused one."""
+        self._failure = problem
+
+    async def reopen(self) -> bool:
+        """See MetadataStore. Nothing that a test breaks is mended by waiting."""
+        return False
+
+    async def recorded_slots(self) -> set[Slot]:
+        """See MetadataStore."""
+        named = {segment.slot for segment in self._current.segments.values()}
+        return named | self._current.quarantined
+
+    def crash(self) -> "MemoryMetadata":
+        """Return what a power cut leaves: a store with the durable commits and those before them."""
+        survivor = MemoryMetadata()
+        survivor._current = _copy_state(self._durable)
+        survivor._durable = _copy_state(self._durable)
+        return survivor
+
+    def close(self) -> None:
+        """See MetadataStore. What was committed is kept, so that the same object can be read again."""
+        self._sync()
+
+    def _sync(self) -> None:
+        for changes in self._unsynced:
+            self._durable.apply(changes)
+        self._unsynced.clear()
+
+
+def _copy(changes: Changes) -> Changes:
+    return Changes(**{name: list(getattr(changes, name)) for name in changes.__slots__})
+
+
+def _copy_state(state: _State) -> _State:
+    return _State(dict(state.models), dict(state.sessions), dict(state.segments), set(state.quarantined))

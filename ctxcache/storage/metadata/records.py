@@ -1,0 +1,290 @@
+"""Records as bytes: keys, values, and the checksum that ties a value to its key.
+
+Knows no database. Worst case of a decode is CorruptMetadata: no record is ever half believed.
+
+Keys, by prefix, in the order a store iterates them:
+
+    c/                                                     the last commit
+    g/ | segment id u64 big endian                         segments, ascending by id
+    m/ | tenant bytes u16 big endian | tenant | model id   models
+    q/ | path number u32 big endian | offset u64 big endian SSD slots kept from use
+    s/ | session uid, 16 bytes                             sessions
+
+A value is `version u8 | body | checksum u64`, little endian. The checksum is XXH3-64 of all before
+it, seeded with XXH3-64 of the key, so that a value under another key fails like a flipped bit
+does. What the key says is not repeated in the body. The checksum's place and seed are the same in
+every version, so that a newer record is told apart from a damaged one.
+
+    segment  fixed part | tenant
+    session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
+             | (begin i64, end i64)...
+    model    JSON object; its probe, if any, in base64
+    commit   sequence u64 | session count u64 | XOR of all session values' checksums u64
+    slot     size in bytes u64
+"""
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from ctxcache.errors import CorruptMetadata
+from ctxcache.format.identity import SegmentIdentity
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.probe import decode_probe
+from ctxcache.format.slot import Slot
+from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
+from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+
+MODEL_PREFIX = b"m/"
+SESSION_PREFIX = b"s/"
+SEGMENT_PREFIX = b"g/"
+SLOT_PREFIX = b"q/"
+COMMIT_KEY = b"c/"
+RECORD_VERSION = 1
+GENERATION_BITS = 32
+"""Changes that one session can see in one run before its generations reach those after the next crash."""
+UID_BYTES = 16
+_CHECKSUM = struct.Struct("<Q")
+_SEGMENT = struct.Struct("<16sqqq32sIqqQ")
+_SESSION = struct.Struct("<qqqqqqBHHHIII")
+_STREAM = struct.Struct("<ii")
+_RANGE = struct.Struct("<qq")
+_COMMIT = struct.Struct("<QQQ")
+_SLOT = struct.Struct("<Q")
+_SLOT_KEY = struct.Struct(">IQ")
+LAYOUTS_KEPT = 256
+"""Layouts of sessions that are not read anew each time: a model has one or two."""
+_IS_PINNED = 1
+_HAS_TTL = 2
+Record = TypeVar("Record")
+
+
+def model_key(tenant: str, model_id: str) -> bytes:
+    """Where a model's record is kept."""
+    raw = tenant.encode()
+    return MODEL_PREFIX + len(raw).to_bytes(2, "big") + raw + model_id.encode()
+
+
+def session_key(uid: bytes) -> bytes:
+    """Where a session's record is kept. `uid` is 16 bytes."""
+    if len(uid) != UID_BYTES:
+        raise ValueError(f"a session uid is {UID_BYTES} bytes, not {len(uid)}")
+    return SESSION_PREFIX + uid
+
+
+def segment_key(segment_id: int) -> bytes:
+    """Where a segment's record is kept; keys sort as ids do."""
+    return SEGMENT_PREFIX + segment_id.to_bytes(8, "big")
+
+
+def encode_segment(record: SegmentRecord) -> bytes:
+    """Pack the value kept under `segment_key`. Raises struct.error for a number out of its range."""
+    identity, slot = record.identity, record.slot
+    fixed = _SEGMENT.pack(
+        identity.session_uid, identity.generation, identity.begin, identity.token_count,
+        identity.model_fingerprint, slot.path_index, slot.offset_bytes, slot.size_bytes, record.header_checksum,
+    )  # fmt: skip
+    return _seal(segment_key(record.segment_id), fixed + identity.tenant.encode())
+
+
+def decode_segment(key: bytes, value: bytes) -> SegmentRecord:
+    """Read a segment back. Raises CorruptMetadata."""
+    return _decode(key, value, _read_segment)
+
+
+def encode_session(record: SessionRecord) -> bytes:
+    """Pack the value kept under `session_key`. Raises struct.error for a number out of its range."""
+    names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
+    flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None)
+    fixed = _SESSION.pack(
+        record.generation, record.log_end, record.create_time_ns, record.access_time_ns,
+        record.expire_time_ns, record.ttl_ns or 0, flags, *map(len, names),
+        len(record.layout), len(record.segment_ids), len(record.live),
+    )  # fmt: skip
+    streams = [_STREAM.pack(stream.layer, stream.kind) for stream in record.layout]
+    segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
+    live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
+    return _seal(session_key(record.uid), b"".join([fixed, *names, *streams, segment_ids, live]))
+
+
+def decode_session(key: bytes, value: bytes) -> SessionRecord:
+    """Read a session back. Raises CorruptMetadata."""
+    return _decode(key, value, _read_session)
+
+
+def encode_model(record: ModelRecord) -> bytes:
+    """Pack the value kept under `model_key`."""
+    spec = record.spec
+    # By name, whatever the fields are: one that was left out would come back as its default.
+    body = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "model_id"}
+    # Plain numbers: the encoder takes ten times as long for each that is a member of an enumeration.
+    body["streams"] = [
+        (layer, int(kind), row_bytes, int(dtype)) for (layer, kind), row_bytes, dtype in spec.streams
+    ]
+    body["create_time_ns"] = record.create_time_ns
+    if record.probe is not None:
+        body["probe"] = base64.b64encode(record.probe.encode()).decode()
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return _seal(model_key(record.tenant, spec.model_id), text.encode())
+
+
+def decode_model(key: bytes, value: bytes) -> ModelRecord:
+    """Read a model back. Raises CorruptMetadata."""
+    return _decode(key, value, _read_model)
+
+
+class Commit(NamedTuple):
+    """The last commit: its number, and what tells whether every session's record is there and none is old."""
+
+    sequence: int
+    session_count: int
+    session_digest: int
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """Pack the value kept under COMMIT_KEY."""
+    return _seal(COMMIT_KEY, _COMMIT.pack(*commit))
+
+
+def decode_commit(value: bytes) -> Commit:
+    """Read the last commit back. Raises CorruptMetadata."""
+    return _decode(COMMIT_KEY, value, lambda _, body: Commit(*_COMMIT.unpack(body)))
+
+
+def slot_key(slot: Slot) -> bytes:
+    """Where a slot that is kept from use is noted."""
+    return SLOT_PREFIX + _SLOT_KEY.pack(slot.path_index, slot.offset_bytes)
+
+
+def encode_slot(slot: Slot) -> bytes:
+    """Pack the value kept under `slot_key`."""
+    return _seal(slot_key(slot), _SLOT.pack(slot.size_bytes))
+
+
+def decode_slot(key: bytes, value: bytes) -> Slot:
+    """Read a slot back. Raises CorruptMetadata."""
+    return _decode(key, value, _read_slot)
+
+
+def seal_of(value: bytes) -> int:
+    """The checksum that a value ends with: another one for another value, or under another key."""
+    return int(_CHECKSUM.unpack(value[-_CHECKSUM.size :])[0])
+
+
+def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
+    """What changes put under which keys, None for what they delete; deletions last, so that they win."""
+    found: list[tuple[bytes, bytes | None]] = []
+    found += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
+    found += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]
+    found += [(session_key(s.uid), encode_session(s)) for s in changes.sessions]
+    found += [(slot_key(slot), encode_slot(slot)) for slot in changes.quarantined]
+    found += [(session_key(uid), None) for uid in changes.deleted_session_uids]
+    found += [(segment_key(segment_id), None) for segment_id in changes.deleted_segment_ids]
+    found += [(slot_key(slot), None) for slot in changes.released]
+    found += [(model_key(tenant, model_id), None) for tenant, model_id in changes.deleted_models]
+    return found
+
+
+def _seal(key: bytes, body: bytes) -> bytes:
+    sealed = bytes((RECORD_VERSION,)) + body
+    return sealed + _CHECKSUM.pack(_checksum(key, sealed))
+
+
+def _checksum(key: bytes, sealed: bytes) -> int:
+    return xxh3_64_intdigest(sealed, seed=xxh3_64_intdigest(key))
+
+
+def _decode(key: bytes, value: bytes, read: Callable[[bytes, bytes], Record]) -> Record:
+    body = _open(key, value)
+    try:
+        return read(key, body)
+    except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+        raise _corrupt(key, f"its body does not parse: {error!r}") from error
+
+
+def _open(key: bytes, value: bytes) -> bytes:
+    sealed = value[: -_CHECKSUM.size]
+    if not sealed:
+        raise _corrupt(key, f"{len(value)} bytes are too few for a record")
+    if _CHECKSUM.pack(_checksum(key, sealed)) != value[-_CHECKSUM.size :]:
+        raise _corrupt(key, "checksum does not match")
+    if sealed[0] != RECORD_VERSION:
+        raise _corrupt(key, f"record version {sealed[0]}, this version of ctxcache reads {RECORD_VERSION}")
+    return sealed[1:]
+
+
+def _corrupt(key: bytes, problem: str) -> CorruptMetadata:
+    return CorruptMetadata(where=f"record {key[:2].decode(errors='replace')}{key[2:].hex()}", problem=problem)
+
+
+def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
+    (uid, generation, begin, token_count, fingerprint, path_index, offset_bytes, size_bytes,
+     header_checksum) = _SEGMENT.unpack_from(body)  # fmt: skip
+    tenant = body[_SEGMENT.size :].decode()
+    identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
+    slot = Slot(path_index, offset_bytes, size_bytes)
+    return SegmentRecord(int.from_bytes(key[len(SEGMENT_PREFIX) :], "big"), identity, slot, header_checksum)
+
+
+def _read_session(key: bytes, body: bytes) -> SessionRecord:
+    (generation, log_end, create_time_ns, access_time_ns, expire_time_ns, ttl_ns, flags,
+     *name_bytes, stream_count, segment_count, range_count) = _SESSION.unpack_from(body)  # fmt: skip
+    sizes = (*name_bytes, stream_count * _STREAM.size, segment_count * 8, range_count * _RANGE.size)
+    tenant, session_id, model_id, streams, segment_ids, live = _split(body[_SESSION.size :], sizes)
+    return SessionRecord(
+        uid=key[len(SESSION_PREFIX) :],
+        tenant=tenant.decode(),
+        session_id=session_id.decode(),
+        model_id=model_id.decode(),
+        layout=_read_layout(streams),
+        generation=generation,
+        segment_ids=struct.unpack(f"<{segment_count}Q", segment_ids),
+        live=tuple((begin, end) for begin, end in _RANGE.iter_unpack(live)),
+        log_end=log_end,
+        create_time_ns=create_time_ns,
+        access_time_ns=access_time_ns,
+        expire_time_ns=expire_time_ns,
+        ttl_ns=ttl_ns if flags & _HAS_TTL else None,
+        is_pinned=bool(flags & _IS_PINNED),
+    )
+
+
+@lru_cache(LAYOUTS_KEPT)
+def _read_layout(packed: bytes) -> tuple[Stream, ...]:
+    return tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(packed))
+
+
+def _split(data: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
+    if sum(sizes) != len(data):
+        raise ValueError(f"{len(data)} bytes where {sum(sizes)} are announced")
+    begin = 0
+    for size_bytes in sizes:
+        yield data[begin : begin + size_bytes]
+        begin += size_bytes
+
+
+def _read_slot(key: bytes, body: bytes) -> Slot:
+    path_index, offset_bytes = _SLOT_KEY.unpack(key[len(SLOT_PREFIX) :])
+    return Slot(path_index, offset_bytes, *_SLOT.unpack(body))
+
+
+def _read_model(key: bytes, body: bytes) -> ModelRecord:
+    names = key[len(MODEL_PREFIX) :]
+    tenant_end = 2 + int.from_bytes(names[:2], "big")
+    facts = json.loads(body)
+    facts["dtype"] = DType(facts["dtype"])
+    facts["streams"] = tuple(
+        StreamSpec(Stream(layer, StateKind(kind)), row_bytes, DType(dtype))
+        for layer, kind, row_bytes, dtype in facts["streams"]
+    )
+    create_time_ns, encoded = facts.pop("create_time_ns"), facts.pop("probe", None)
+    probe = None if encoded is None else decode_probe(base64.b64decode(encoded, validate=True))
+    spec = ModelSpec(model_id=names[tenant_end:].decode(), **facts)
+    return ModelRecord(names[2:tenant_end].decode(), spec, create_time_ns, probe)

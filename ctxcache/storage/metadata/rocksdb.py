@@ -1,0 +1,506 @@
+"""Metadata in RocksDB: every commit through its log, and many commits per sync.
+
+Knows records (`records.py` documents keys and values) and nothing of what they mean. Worst case:
+the device refuses a write or a sync; the store is then fenced, every later commit raises
+TierFailure, and only a restart, which reads what is really there, lifts that.
+
+A write that found no descriptor, room, inode or memory is a rest: commits raise TierFailure as well, and what they
+would have changed is owed. When the cause is gone the database is opened again, compared with what was acknowledged,
+and given what is owed in one commit.
+
+A record is never dropped in silence: the log is replayed in the mode that refuses damage before
+its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
+has a number, and notes how many sessions there are and a digest of their records, so that a database
+that lost a file and does not know it is refused: by its witness, by its catalog when all is gone, or when
+its sessions are read.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import reduce
+from itertools import islice
+from operator import xor
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from rocksdict import (
+    BlockBasedOptions,
+    DBCompressionType,
+    DBRecoveryMode,
+    Options,
+    Rdict,
+    RdictIter,
+    WriteBatch,
+)
+
+from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
+from ctxcache.format.slot import Slot
+from ctxcache.runtime.pools import started_pool
+from ctxcache.runtime.privacy import claim_directory
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.catalog_contents import Entry
+from ctxcache.storage.metadata.records import Commit
+from ctxcache.storage.metadata.witness import Witness
+
+MEMTABLE_BYTES = 8 << 20
+LOG_LIMIT_BYTES = 64 << 20
+"""Past this many bytes of write-ahead log the oldest memtable is flushed: it bounds replay at start."""
+ROOM_BYTES = 2 * MEMTABLE_BYTES
+"""Free bytes of the filesystem below which nothing that grows is taken: what turning the log into tables
+may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
+ROOM_INODES = 32
+"""Free inodes below which the same holds, where the filesystem counts them."""
+SPARE_DESCRIPTORS = 16
+"""Descriptors that are free when a database that rests is opened again."""
+REOPEN_PAUSE_S = 1.0
+"""Between two looks at whether what lacked is there again."""
+_LACKING = tuple(
+    os.strerror(number)
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN)
+)
+TABLE_FORMAT = 5
+"""The newest table format that RocksDB 7 reads as well, so that other tools can open the files."""
+ENTRIES_PER_BATCH = 1024
+TEXT_LOG_COUNT = 4
+OPEN_FILES_LIMIT = 256
+"""Tables that are open at a time: descriptors are reserved for so many."""
+TEXT_LOG_BYTES = 1 << 20
+PROPERTIES = {
+    "memtable_bytes": "cur-size-all-mem-tables",
+    "table_bytes": "total-sst-files-size",
+    "pending_compaction_bytes": "estimate-pending-compaction-bytes",
+    "running_compactions": "num-running-compactions",
+    "background_errors": "background-errors",
+    "keys": "estimate-num-keys",
+    "is_write_stopped": "is-write-stopped",
+}
+"""What is told of RocksDB, and its own names for it."""
+Record = TypeVar("Record")
+log = logging.getLogger(__name__)
+
+
+class RocksDbMetadata:
+    """See MetadataStore. One process at a time; owned by the event loop, but for the syncing thread."""
+
+    def __init__(
+        self, path: str | Path, *, witness: Witness | None = None, catalog: Catalog | None = None
+    ) -> None:
+        """Open or create the database in directory `path`. Closes `witness` and `catalog` at its end.
+
+        Raises DataDirectoryUnusable (held by another process, not accessible) and CorruptMetadata.
+        """
+        self._path = str(path)
+        self._witness, self._catalog = witness, catalog
+        self._db = _open(self._path)
+        self._syncer = started_pool(1, "metadata-sync")
+        self._next_sync: Future[None] | None = None
+        self._failure: str | None = None
+        self._is_resting = False
+        """Whether the failure is one that passes."""
+        self._next_look_s = 0.0
+        self._owed: dict[bytes, bytes | None] = {}
+        """By key, what commits that a rest refused would have left: the cache has gone on with that."""
+        self._doubtful: Commit | None = None
+        """The commit whose write began the rest: it may be there or not."""
+        self.reopened_count = 0
+        """How often a rest has ended."""
+        self._is_closed = False
+        self._seals: dict[bytes, int] | None = None
+        """The checksum of each session's record, by uid; None until they were read."""
+        try:
+            self._is_counted, self._last = self._read_last()
+        except BaseException:
+            self._syncer.shutdown()
+            _release(self._db)
+            raise
+        if catalog:
+            catalog.begin(self._last.sequence, self.raw)
+
+    @property
+    def commit_count(self) -> int:
+        """Commits since the store was new."""
+        return self._last.sequence
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether no changes are taken: a write or a sync has failed."""
+        return self._failure is not None
+
+    @property
+    def problem(self) -> str:
+        """Why no changes are taken; empty while they are."""
+        if self._failure is None:
+            return ""
+        if self._is_resting:
+            return f"resting until there is what it lacked: {self._failure}"
+        return f"fenced after a failed write or sync: {self._failure}"
+
+    def properties(self) -> dict[str, int]:
+        """What RocksDB says of itself, by our name for it. From any thread, until `close`."""
+        database = self._db
+        try:
+            return {
+                name: database.property_int_value(f"rocksdb.{theirs}") or 0
+                for name, theirs in PROPERTIES.items()
+            }
+        except Exception:  # rocksdict raises nothing narrower
+            if not self._is_resting:
+                raise
+            # It is closed, until it can be opened again.
+            return dict.fromkeys(PROPERTIES, 0)
+
+    def check(self, *, is_growing: bool = True) -> None:
+        """See MetadataStore. One statvfs."""
+        self._check()
+        if is_growing:
+            self._check_room()
+
+    def _check_room(self) -> None:
+        space = os.statvfs(self._path)
+        free_bytes = space.f_bavail * space.f_frsize
+        if free_bytes < ROOM_BYTES:
+            raise CapacityExceeded(
+                tier=f"metadata {self._path}", needed_bytes=ROOM_BYTES, free_bytes=free_bytes,
+                limit_bytes=space.f_blocks * space.f_frsize,
+            )  # fmt: skip
+        if space.f_files and space.f_favail < ROOM_INODES:
+            raise CapacityExceeded(
+                tier=f"inodes of metadata {self._path}", needed_bytes=ROOM_INODES,
+                free_bytes=space.f_favail, limit_bytes=space.f_files,
+            )  # fmt: skip
+
+    def models(self) -> Iterator[ModelRecord]:
+        """See MetadataStore."""
+        return self._scan(records.MODEL_PREFIX, records.decode_model)
+
+    def sessions(self) -> Iterator[SessionRecord]:
+        """See MetadataStore."""
+        seals: dict[bytes, int] = {}
+
+        def decode(key: bytes, value: bytes) -> SessionRecord:
+            record = records.decode_session(key, value)
+            seals[record.uid] = records.seal_of(value)
+            return record
+
+        yield from self._scan(records.SESSION_PREFIX, decode)
+        if self._seals is None:
+            self._check_sessions(seals)
+
+    def segments(self) -> Iterator[SegmentRecord]:
+        """See MetadataStore. Ascending by id."""
+        return self._scan(records.SEGMENT_PREFIX, records.decode_segment)
+
+    def quarantined(self) -> Iterator[Slot]:
+        """See MetadataStore."""
+        return self._scan(records.SLOT_PREFIX, records.decode_slot)
+
+    def raw(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every record but the commit's as it is kept, as of this call. Raises CorruptMetadata while it is iterated over."""
+        cursor = self._db.iter()
+        cursor.seek(b"")
+
+        def items() -> Iterator[tuple[bytes, bytes]]:
+            while cursor.valid():
+                if (key := cursor.key()) != records.COMMIT_KEY:
+                    yield key, cursor.value()
+                cursor.next()
+            self._check_cursor(cursor)
+
+        return items()
+
+    def restore(self, entries: Iterable[Entry], sequence: int) -> None:
+        """Put records into a store that is new; its commits are numbered from `sequence` on.
+
+        Durable once the store is closed. Raises TierFailure.
+        """
+        self._seals, self._last = {}, Commit(sequence, 0, 0)
+        remaining = iter(entries)
+        # The number counts also where there are no records.
+        self._write([])
+        while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
+            self._write(batch)
+
+    async def commit(self, changes: Changes, *, is_durable: bool) -> None:
+        """See MetadataStore. The database's write goes to the page cache, on the loop: tens of microseconds.
+
+        The catalog's goes there in a thread, and every commit waits for it, beside the sync where there is one.
+        """
+        entries = records.entries(changes) if changes else []
+        if self._is_resting:
+            self._owed.update(entries)
+        self._check()
+        if entries:
+            self._write(entries)
+        await self._settle(is_durable=is_durable)
+
+    async def _settle(self, *, is_durable: bool) -> None:
+        """Wait until what was written so far is where it must be."""
+        noted = self._catalog.last_write if self._catalog else None
+        if is_durable:
+            # Shielded: one caller's cancellation must not cancel the sync of the others.
+            await asyncio.shield(asyncio.wrap_future(self._join_sync()))
+        if self._catalog:
+            await self._catalog.wait(noted)
+
+    async def reopen(self) -> bool:
+        """See MetadataStore."""
+        if not self._is_resting or time.monotonic() < self._next_look_s:
+            return False
+        # In the thread that syncs: nothing else uses the database meanwhile.
+        opened = await asyncio.shield(asyncio.wrap_future(self._syncer.submit(self._open_again)))
+        self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
+        if opened is None:
+            return False
+        last, seals = opened
+        if last not in {self._last, self._doubtful or self._last}:
+            self._is_resting = False
+            self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
+            log.error("metadata_fenced path=%s problem=%s", self._path, self._failure)
+            return False
+        owed, self._owed = self._owed, {}
+        if self._catalog and last != self._last:
+            self._catalog.append(list(owed.items()), last.sequence)
+        self._last, self._seals, self._doubtful = last, seals, None
+        self._failure, self._is_resting = None, False
+        if owed:
+            self._write(list(owed.items()))
+        await self._settle(is_durable=True)
+        self.reopened_count += 1
+        log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
+        return True
+
+    def _open_again(self) -> tuple[Commit, dict[bytes, int]] | None:
+        """The last commit that is there and each session's seal, of a database opened anew; None where it cannot be."""
+        if not self._has_what_lacked():
+            return None
+        _release(self._db)
+        try:
+            self._db = Rdict(self._path, _options())
+            value = self._db.get(records.COMMIT_KEY)
+            last = records.decode_commit(value) if value else Commit(0, 0, 0)
+            seals = {
+                records.decode_session(key, value).uid: records.seal_of(value)
+                for key, value in self.raw()
+                if key.startswith(records.SESSION_PREFIX)
+            }
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
+            return None
+        # Of what is there, not of what it says of itself.
+        return Commit(last.sequence, len(seals), reduce(xor, seals.values(), 0)), seals
+
+    def _has_what_lacked(self) -> bool:
+        spare: list[int] = []
+        try:
+            for _ in range(SPARE_DESCRIPTORS):
+                descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
+                spare.append(descriptor)
+                Path(path).unlink()
+            self._check_room()
+        except (OSError, CapacityExceeded):
+            return False
+        finally:
+            for descriptor in spare:
+                os.close(descriptor)
+        return True
+
+    async def recorded_slots(self) -> set[Slot]:
+        """See MetadataStore. In the syncing thread, whose syncs wait."""
+        return await asyncio.wrap_future(self._syncer.submit(self._recorded_slots))
+
+    def _recorded_slots(self) -> set[Slot]:
+        return {*(record.slot for record in self.segments()), *self.quarantined()}
+
+    def close(self) -> None:
+        """Sync what is still in the page cache and give up the files, whatever the device says.
+
+        Raises TierFailure for a sync that fails here; a fenced store has said so before.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._syncer.shutdown()
+        try:
+            if self._failure is None:
+                self._sync()
+        finally:
+            if self._catalog:
+                self._catalog.close(self._last.sequence)
+            if self._witness:
+                self._witness.close()
+            _release(self._db)
+            del self._db
+
+    def _scan(self, prefix: bytes, decode: Callable[[bytes, bytes], Record]) -> Iterator[Record]:
+        cursor = self._db.iter()
+        cursor.seek(prefix)
+        while cursor.valid() and (key := cursor.key()).startswith(prefix):
+            yield decode(key, cursor.value())
+            cursor.next()
+        self._check_cursor(cursor)
+
+    def _check_cursor(self, cursor: RdictIter) -> None:
+        # Not optional: a damaged table ends the iteration early, and only the status tells.
+        try:
+            cursor.status()
+        except Exception as error:  # rocksdict raises nothing narrower
+            raise CorruptMetadata(where=self._path, problem=str(error)) from error
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        last = self._counted(entries)
+        batch = WriteBatch(raw_mode=True)
+        for key, value in entries:
+            if value is None:
+                batch.delete(key)
+            else:
+                batch.put(key, value)
+        batch.put(records.COMMIT_KEY, records.encode_commit(last))
+        try:
+            self._db.write(batch)
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            self._doubtful = last
+            self._owed.update(entries)
+            self._fail(error)
+        self._last = last
+        if self._catalog:
+            self._catalog.append(entries, last.sequence)
+
+    def _counted(self, entries: Sequence[Entry]) -> Commit:
+        """The next commit's number and what it leaves, with these changes."""
+        if self._seals is None:
+            for _ in self.sessions():
+                continue
+        assert self._seals is not None  # noqa: S101  # the loop has just read them
+        digest = self._last.session_digest
+        for key, value in entries:
+            if key.startswith(records.SESSION_PREFIX):
+                uid = key[len(records.SESSION_PREFIX) :]
+                digest ^= self._seals.get(uid, 0)
+                if value is None:
+                    self._seals.pop(uid, None)
+                else:
+                    self._seals[uid] = records.seal_of(value)
+                    digest ^= self._seals[uid]
+        return Commit(self._last.sequence + 1, len(self._seals), digest)
+
+    def _read_last(self) -> tuple[bool, Commit]:
+        """Whether the last commit was noted, and what. Raises CorruptMetadata when it is not the last one."""
+        try:
+            value = self._db.get(records.COMMIT_KEY)
+        except Exception as error:  # rocksdict raises nothing narrower
+            raise CorruptMetadata(where=self._path, problem=str(error)) from error
+        last = records.decode_commit(value) if value else Commit(0, 0, 0)
+        witnessed = self._witness.sequence if self._witness else 0
+        if last.sequence < witnessed:
+            problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
+            raise CorruptMetadata(where=self._path, problem=problem)
+        if value is None and self._catalog:
+            self._catalog.check_new(lambda key: self._db.get(key) is not None)
+        return value is not None, last
+
+    def _check_sessions(self, seals: dict[bytes, int]) -> None:
+        digest = reduce(xor, seals.values(), 0)
+        if not self._is_counted:
+            # New, or written by a version that did not count. Witnessed at once: from now on it cannot
+            # be gone unnoticed. Who only looks leaves it to that version.
+            self._seals, self._last = seals, Commit(self._last.sequence, len(seals), digest)
+            self._is_counted = True
+            if self._witness and self._witness.is_open:
+                self._write([])
+                self._sync()
+        elif self._last[1:] != (len(seals), digest):
+            problem = f"{len(seals)} sessions are there, {self._last.session_count} were recorded"
+            if len(seals) == self._last.session_count:
+                problem = "sessions are not as they were recorded last"
+            raise CorruptMetadata(where=self._path, problem=problem)
+        self._seals = seals
+
+    def _join_sync(self) -> "Future[None]":
+        """Queue a sync, or share the queued one: it starts after this call either way."""
+        sync = self._next_sync
+        if sync is None or sync.running() or sync.done():
+            sync = self._next_sync = self._syncer.submit(self._sync)
+        return sync
+
+    def _sync(self) -> None:
+        # The syncing thread: one sync at a time. A sync that follows a failed one may report
+        # success for writes that are gone, so it is not even tried.
+        self._check()
+        # What is written while the sync runs may not be part of it.
+        sequence = self._last.sequence
+        try:
+            self._db.flush_wal(sync=True)
+        except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
+            self._fail(error)
+        if self._witness:
+            self._witness.note(sequence)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise TierFailure(path=self._path, problem=self.problem)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        if self._failure is None:
+            said = str(error)
+            self._is_resting, self._failure = _is_passing(said.replace(self._path, "")), said
+            log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
+        raise TierFailure(path=self._path, problem=self.problem) from error
+
+
+def _is_passing(said: str) -> bool:
+    """Whether RocksDB's sentence, without the path, is of something that lacked; never of a sync, which may lose bytes."""
+    return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
+
+
+def _open(path: str) -> Rdict:
+    try:
+        # RocksDB's own files have the modes of the umask: in here they are nobody else's.
+        claim_directory(Path(path))
+    except OSError as error:
+        raise DataDirectoryUnusable(path=path, problem=error.strerror or str(error)) from error
+    try:
+        return Rdict(path, _options())
+    except Exception as error:  # rocksdict raises nothing narrower
+        problem = str(error)
+        # What RocksDB says; the path that it names may have any word in it.
+        said = problem.replace(path, "")
+        if "Corruption" in said or ("MANIFEST" in said and "No such file" in said):
+            raise CorruptMetadata(where=path, problem=problem) from error
+        if "LOCK" in said:
+            problem = f"another process holds the metadata ({problem})"
+        raise DataDirectoryUnusable(path=path, problem=problem) from error
+
+
+def _release(database: Rdict) -> None:
+    # Closing also turns the log into a table. Where that fails the log still holds everything, and
+    # dropping the last reference gives up the lock.
+    with contextlib.suppress(Exception):  # rocksdict raises nothing narrower
+        database.close()
+
+
+def _options() -> Options:
+    options = Options(raw_mode=True)
+    options.create_if_missing(create_if_missing=True)
+    # The default mode drops everything after a damaged record and says nothing; this one refuses
+    # to open, unless the damage is the torn end that a crash leaves.
+    options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+    options.set_paranoid_checks(enabled=True)
+    options.set_max_open_files(OPEN_FILES_LIMIT)
+    options.set_write_buffer_size(MEMTABLE_BYTES)
+    options.set_max_total_wal_size(LOG_LIMIT_BYTES)
+    options.set_compression_type(DBCompressionType.lz4())
+    options.set_keep_log_file_num(TEXT_LOG_COUNT)
+    options.set_max_log_file_size(TEXT_LOG_BYTES)
+    tables = BlockBasedOptions()
+    tables.set_format_version(TABLE_FORMAT)
+    options.set_block_based_table_factory(tables)
+    return options

@@ -1,0 +1,156 @@
+"""The witness: how far commits were on disk, said by files that the metadata store does not write.
+
+One small file in each SSD directory. A store that ends before its witness has lost what was
+acknowledged, whatever it thinks of itself: a log file deleted, a manifest damaged, an older copy put
+back. It is written in place behind each sync and not synced itself until the end: after the death of
+the process it is exact, after a power cut it may lag by what the kernel had not written back, half a
+minute, and never runs ahead. Each file is written by a thread of its own: a device that hangs delays one
+commit, and then only its own file lags. Worst case: it is gone or damaged itself, which is logged.
+
+    two places, at bytes 0 and 4096, written in turn:
+    magic 8 | store id u64 | sequence u64 | XXH3-64 of what is before it u64
+"""
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from xxhash import xxh3_64_intdigest
+
+from ctxcache.errors import DataDirectoryUnusable
+from ctxcache.runtime.privacy import open_private
+
+NAME = "WITNESS"
+_MAGIC = b"CTXCWIT\0"
+_BODY = struct.Struct("<8sQQ")
+_CHECKSUM = struct.Struct("<Q")
+_PLACES = (0, 4096)
+PATIENCE_S = 2.0
+"""How long a commit waits for a file whose last write came back."""
+log = logging.getLogger(__name__)
+
+
+class Witness:
+    """The witnesses of one store. Owned by the thread that syncs the store."""
+
+    def __init__(
+        self,
+        directories: Sequence[str | Path],
+        instance_id: str,
+        *,
+        is_read_only: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Open or create a file in each directory; with `is_read_only` look at those that are there.
+
+        Raises DataDirectoryUnusable.
+        """
+        self._store_id = xxh3_64_intdigest(instance_id.encode())
+        self._files: list[_File] = []
+        self._patience_s = patience_s
+        self.sequence = 0
+        """The last commit that is known to have been on disk."""
+        for directory in directories:
+            path = Path(directory) / NAME
+            if not is_read_only or path.exists():
+                self._open(path)
+        if is_read_only:
+            self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything can be noted."""
+        return bool(self._files)
+
+    def note(self, sequence: int) -> None:
+        """Every commit up to this one is on disk now. Costs a write to the page cache per file.
+
+        A file that is late with an earlier write is left out.
+        """
+        body = _BODY.pack(_MAGIC, self._store_id, sequence)
+        place = _PLACES[sequence % len(_PLACES)]
+        raw = body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+        for file in [file for file in self._files if file.begin(raw, place)]:
+            file.wait(self._patience_s)
+        self.sequence = sequence
+
+    def close(self) -> None:
+        """Sync and give up the files."""
+        for file in self._files:
+            file.close(self._patience_s)
+        self._files.clear()
+
+    def _open(self, path: Path) -> None:
+        try:
+            fd = open_private(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
+        self._files.append(_File(fd, path))
+        found = [self._read(fd, place) for place in _PLACES]
+        if None in found:
+            log.error("witness_damaged path=%s", path)
+        self.sequence = max(self.sequence, *(sequence or 0 for sequence in found))
+
+    def _read(self, fd: int, place: int) -> int | None:
+        """What one place says; 0 where nothing was ever written, None where it cannot be read."""
+        try:
+            raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
+        except OSError:
+            return None
+        if not any(raw):
+            return 0
+        if len(raw) < _BODY.size + _CHECKSUM.size:
+            return None
+        magic, store_id, sequence = _BODY.unpack_from(raw)
+        is_whole = xxh3_64_intdigest(raw[: _BODY.size]) == _CHECKSUM.unpack_from(raw, _BODY.size)[0]
+        return int(sequence) if is_whole and magic == _MAGIC and store_id == self._store_id else None
+
+
+class _File:
+    """One file and the thread that writes it, one write at a time."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path = fd, path
+        self._is_free = threading.Event()
+        self._is_free.set()
+        self._writes: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
+        # A daemon: the end of the process waits for no device.
+        self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
+        self._thread.start()
+
+    def begin(self, raw: bytes, place: int) -> bool:
+        """Write that, unless the last write has not come back; whether it was begun."""
+        if not self._is_free.is_set():
+            return False
+        self._is_free.clear()
+        self._writes.put((raw, place))
+        return True
+
+    def wait(self, patience_s: float) -> None:
+        """Wait for the write, but not for long."""
+        if not self._is_free.wait(patience_s):
+            log.error("witness_late path=%s", self._path)
+
+    def close(self, patience_s: float) -> None:
+        """Sync the file and give it up; a device that hangs is left to the end of the process."""
+        if not self._is_free.is_set():
+            return
+        self._writes.put(None)
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            log.error("witness_late path=%s", self._path)
+
+    def _run(self) -> None:
+        while (write := self._writes.get()) is not None:
+            # Nobody's data is lost with it: the store itself has what it says.
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, *write)
+            self._is_free.set()
+        with contextlib.suppress(OSError):
+            os.fdatasync(self._fd)
+        os.close(self._fd)

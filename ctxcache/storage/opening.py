@@ -1,0 +1,140 @@
+"""Storage: the places where bytes and records lie, opened in the order in which that is safe.
+
+The only place that knows concrete tiers and stores. Everything is looked at before anything is written,
+and the SSD files are claimed before what lies beside them is touched. Worst case: one of them refuses, and
+nothing stays open, and no SSD directory is given a number then.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from ctxcache.errors import DataDirectoryUnusable, TierFailure
+from ctxcache.format.layout import align
+from ctxcache.runtime.clock import SystemClock
+from ctxcache.runtime.privacy import claim_directory, tighten
+from ctxcache.settings.config import Settings
+from ctxcache.settings.sizes import arena_bytes, ssd_bytes
+from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
+from ctxcache.storage.injection.faults import Faults
+from ctxcache.storage.injection.ssd import FaultySsdFiles, SlowMetadata
+from ctxcache.storage.metadata.catalog import Catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
+from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
+from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
+from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The places, open. `faults` None: nobody may inject any."""
+
+    directory: DataDirectory
+    arena: DramArena
+    ssd: SsdFiles
+    metadata: RocksDbMetadata
+    faults: Faults | None = None
+
+
+def ssd_directories_of(settings: Settings) -> tuple[Path, ...]:
+    """The SSD directories as they are named, or the one that is meant."""
+    return settings.ssd_directories or (settings.data_directory / "ssd",)
+
+
+def open_storage(settings: Settings, files: ExitStack) -> Storage:
+    """Open everything; `files` closes it.
+
+    Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration, CapacityExceeded,
+    TierFailure.
+    """
+    faults = Faults(SystemClock()) if settings.fault_injection else None
+    if faults:
+        log.warning("fault_injection_on data_directory=%s", settings.data_directory)
+    named = ssd_directories_of(settings)
+    check_not_restoring(settings.data_directory)
+    check_not_orphaned(settings.data_directory, named)
+    directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
+    files.callback(directory.close)
+    is_lenient = settings.ssd_missing == "serve"
+    found = look(directory.path, directory.instance_id, named, may_be_absent=is_lenient)
+    ordered = tuple(each.path for each in found)
+    directory.tighten()
+    # The arena first: what it refuses leaves no large file behind.
+    arena = _open_arena(settings, directory)
+    files.callback(arena.close)
+    paths = _ssd_paths(settings, found, directory.instance_id)
+    hang_after_s = settings.ssd_hang_after_s
+    if faults:
+        ssd: SsdFiles = FaultySsdFiles(paths, faults, hang_after_s=hang_after_s)
+    else:
+        ssd = SsdFiles(paths, hang_after_s=hang_after_s)
+    files.callback(ssd.close)
+    absent = {i for i, refusal in ssd.refusals.items() if refusal.is_lost}
+    write_down(directory.path, directory.instance_id, ordered, absent=absent)
+    metadata = _open_metadata(directory, ordered, absent, faults, hang_after_s)
+    files.callback(metadata.close)
+    return Storage(directory, arena, ssd, metadata, faults)
+
+
+def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
+    for abandoned in remove_abandoned(settings.arena_directory):
+        log.warning("abandoned_arena_removed path=%s", abandoned)
+    try:
+        size_bytes = align(settings.arena_size_bytes) or arena_bytes(settings.arena_directory)
+    except OSError as error:
+        problem = f"cannot create the arena: {error.strerror}"
+        raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
+    path = settings.arena_directory / ARENA_FILE_NAME.format(directory.instance_id)
+    return DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
+
+
+def _ssd_paths(settings: Settings, directories: Sequence[Directory], instance_id: str) -> list[SsdPath]:
+    return [
+        SsdPath(
+            str(directory.path), directory.size_bytes or _size_bytes(settings, directory), directory.absence,
+            partial(is_ours, directory.path, instance_id, number), settings.ssd_missing == "serve",
+        )
+        for number, directory in enumerate(directories)
+    ]  # fmt: skip
+
+
+def _size_bytes(settings: Settings, directory: Directory) -> int:
+    path = directory.path
+    if directory.absence:
+        problem = f"{directory.absence}, and how large its file was is not noted: start once with it"
+        raise DataDirectoryUnusable(path=str(path), problem=problem)
+    try:
+        claim_directory(path)
+        tighten(entries(path))
+        return align(settings.ssd_size_bytes) or ssd_bytes(path, FILE_NAME)
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
+
+
+def _open_metadata(
+    data: DataDirectory,
+    ssd_directories: Sequence[Path],
+    absent: Collection[int],
+    faults: Faults | None,
+    hang_after_s: float,
+) -> RocksDbMetadata:
+    """Without its first SSD directory it has no catalog, until a start with that."""
+    with ExitStack() as opened:
+        present = [path for i, path in enumerate(ssd_directories) if i not in absent]
+        witness = Witness(present, data.instance_id)
+        opened.callback(witness.close)
+        catalog = None
+        if 0 not in absent:
+            path = ssd_directories[0] / "catalog"
+            catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s)
+        store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
+        metadata = store(data.metadata_path, witness=witness, catalog=catalog)
+        opened.pop_all()
+    return metadata

@@ -1,0 +1,254 @@
+"""Rebuilding: metadata made anew from the catalog and from what the SSD files really hold.
+
+The catalog says which sessions there are and which header each of their segments has; a scan says where
+such headers are. A segment comes back when its header is the recorded one and every chunk matches: torn,
+older, foreign and damaged slots are none of that. A session ends before the first segment that does not
+come back. What was deleted or has expired stays so, as far as the catalog knows. No server may run.
+Worst case: no catalog either, and nothing is rebuilt; the old metadata is kept beside the new in any case.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
+from ctxcache.format.slot import Slot
+from ctxcache.runtime.facts_file import sync_directory
+from ctxcache.storage.data_directory import METADATA, DataDirectory
+from ctxcache.storage.metadata import records
+from ctxcache.storage.metadata.base import SegmentRecord, SessionRecord
+from ctxcache.storage.metadata.catalog_contents import Contents, Entry, read_catalog
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.witness import Witness
+from ctxcache.storage.scan import Found, is_whole, scan
+from ctxcache.storage.ssd_directories import (
+    SEGMENTS,
+    forget_unreadable,
+    in_order,
+    instance_id_of,
+    number_of,
+    write_down,
+)
+
+CATALOG = "catalog"
+Place = tuple[int, Found]
+"""The number of a directory, and where in its file."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What a rebuild found. Tokens are live ones; `lost_token_count` of sessions that end earlier now."""
+
+    session_count: int = 0
+    token_count: int = 0
+    lost_token_count: int = 0
+    segment_count: int = 0
+    lost_segment_count: int = 0
+    unlisted_segment_count: int = 0
+    """Whole headers that no session lists: of deleted sessions, and earlier copies of segments that grew."""
+    commit: int = 0
+    """The catalog's last commit."""
+    missing_commit_count: int = 0
+    """Commits that were on disk and are not in the catalog."""
+    scanned_bytes: int = 0
+    scan_duration_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing that was durable is missing."""
+        return not (self.lost_token_count or self.missing_commit_count or self.problems)
+
+
+def rebuild(
+    data_directory: Path, ssd_directories: Sequence[Path], *, created_by: str, is_dry_run: bool
+) -> Rebuilt:
+    """Make the metadata anew; with `is_dry_run` only say what would come of it.
+
+    Raises CorruptMetadata when there is nothing to make it from, DataDirectoryUnusable, FormatTooNew.
+    """
+    try:
+        with _claimed(ssd_directories):
+            if not is_dry_run:
+                forget_unreadable(data_directory, ssd_directories)
+            given = _numbered(ssd_directories)
+            owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
+            instance_id = next(filter(None, owners), None)
+            if instance_id is None and not data_directory.is_dir():
+                problem = "there is no data directory to make metadata for"
+                raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
+            if instance_id is None:
+                problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
+                raise CorruptMetadata(where=str(data_directory), problem=problem)
+            if owners[-1] not in (None, instance_id):
+                problem = f"the SSD directories belong to another data directory ({instance_id})"
+                raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
+            if is_dry_run:
+                return _collect(given, instance_id)[0]
+            return _replace(data_directory, given, instance_id, created_by)
+    except OSError as error:
+        raise DataDirectoryUnusable(
+            path=str(data_directory), problem=f"{error.strerror}: {error.filename}"
+        ) from error
+
+
+@contextmanager
+def _claimed(directories: Sequence[Path]) -> Iterator[None]:
+    """Keep servers away, whichever data directory they have. Raises DataDirectoryUnusable."""
+    with ExitStack() as files:
+        for path in (directory / SEGMENTS for directory in directories):
+            if path.exists():
+                file = files.enter_context(path.open("rb"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    problem = f"another server holds {path}"
+                    raise DataDirectoryUnusable(path=str(path.parent), problem=problem) from error
+        yield
+
+
+def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, created_by: str) -> Rebuilt:
+    contents = read_catalog(given[0] / CATALOG, instance_id)
+    generations = (s.generation for s in _sessions(contents.records))
+    crash_count = (max(generations, default=0) >> records.GENERATION_BITS) + 1
+    DataDirectory.mend(
+        data_directory, instance_id=instance_id, crash_count=crash_count, created_by=created_by
+    )
+    with DataDirectory.open(data_directory) as directory:
+        ordered = in_order(data_directory, instance_id, given)
+        # First: what it refuses gets no number.
+        result, entries = _collect(ordered, instance_id)
+        write_down(data_directory, instance_id, ordered)
+        fresh = data_directory / f"{METADATA}.rebuilt"
+        shutil.rmtree(fresh, ignore_errors=True)
+        store = RocksDbMetadata(fresh)
+        store.restore(entries, result.commit + result.missing_commit_count + 1)
+        store.close()
+        # Commits that are gone had generations: those of the next run begin above them.
+        directory.begin_run()
+        if directory.metadata_path.exists():
+            directory.metadata_path.rename(_free_name(directory.metadata_path))
+        fresh.rename(directory.metadata_path)
+        sync_directory(data_directory)
+    return result
+
+
+def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, list[Entry]]:
+    contents = read_catalog(directories[0] / CATALOG, instance_id)
+    witness = Witness(directories, instance_id, is_read_only=True)
+    result = Rebuilt(
+        commit=contents.sequence, missing_commit_count=max(witness.sequence - contents.sequence, 0),
+        problems=contents.problems,
+    )  # fmt: skip
+    if not contents.records and contents.problems:
+        raise CorruptMetadata(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
+    places = _scan(directories, result)
+    kept = dict(_segments(contents, directories, places, result))
+    sessions = list(_sessions(contents.records))
+    listed = {segment_id for session in sessions for segment_id in session.segment_ids}
+    result.unlisted_segment_count = sum(map(len, places.values())) - len(kept)
+    for session in sessions:
+        _count(session, kept, result)
+    result.segment_count = len(kept)
+    others = [(k, v) for k, v in contents.records.items() if not k.startswith(records.SEGMENT_PREFIX)]
+    segments = [
+        (records.segment_key(i), records.encode_segment(kept[i])) for i in sorted(listed & kept.keys())
+    ]
+    return result, [*others, *segments]
+
+
+def _scan(directories: Sequence[Path], result: Rebuilt) -> Mapping[int, list[Place]]:
+    """Where each header is, by its checksum: a segment that was written twice has several places."""
+    began_s = time.monotonic()
+    places = defaultdict[int, list[Place]](list)
+    for number, directory in enumerate(directories):
+        path = directory / SEGMENTS
+        if not path.exists():
+            result.problems.append(f"{path} is gone")
+            continue
+        result.scanned_bytes += path.stat().st_size
+        for found in scan(path):
+            places[found.header_checksum].append((number, found))
+    result.scan_duration_s = round(time.monotonic() - began_s, 3)
+    return places
+
+
+def _segments(
+    contents: Contents, directories: Sequence[Path], places: Mapping[int, list[Place]], result: Rebuilt
+) -> Iterator[tuple[int, SegmentRecord]]:
+    """The recorded segments that are there, each where it really is."""
+    for key, value in contents.records.items():
+        if not key.startswith(records.SEGMENT_PREFIX):
+            continue
+        record = records.decode_segment(key, value)
+        slot = _slot(record, directories, places.get(record.header_checksum, ()))
+        if slot:
+            yield record.segment_id, record._replace(slot=slot)
+        else:
+            log.error("segment_not_found segment=%d", record.segment_id)
+            result.lost_segment_count += 1
+
+
+def _slot(record: SegmentRecord, directories: Sequence[Path], places: Iterable[Place]) -> Slot | None:
+    """Where all of the segment is: where it is recorded, if it is there.
+
+    Other places were given back, and may hold anything by now.
+    """
+    recorded = (record.slot.path_index, record.slot.offset_bytes)
+    for number, found in sorted(places, key=lambda place: (place[0], place[1].offset_bytes) != recorded):
+        if (
+            found.header.segment_id == record.segment_id
+            and found.header.identity == record.identity
+            and is_whole(directories[number] / SEGMENTS, found)
+        ):
+            return Slot(number, found.offset_bytes, record.slot.size_bytes)
+    return None
+
+
+def _sessions(found: Mapping[bytes, bytes]) -> Iterator[SessionRecord]:
+    return (
+        records.decode_session(key, value)
+        for key, value in found.items()
+        if key.startswith(records.SESSION_PREFIX)
+    )
+
+
+def _count(session: SessionRecord, kept: Mapping[int, SegmentRecord], result: Rebuilt) -> None:
+    lost = session.log_end
+    identities = [kept[i].identity for i in session.segment_ids if i in kept]
+    for begin, end in session.live:
+        position = begin
+        for identity in sorted(identities, key=lambda i: i.begin):
+            if identity.begin <= position < identity.begin + identity.token_count:
+                position = min(identity.begin + identity.token_count, end)
+        if position < end:
+            lost = min(lost, position)
+    tokens = sum(end - begin for begin, end in session.live)
+    held = sum(max(min(end, lost) - begin, 0) for begin, end in session.live)
+    result.session_count += 1
+    result.token_count += held
+    result.lost_token_count += tokens - held
+
+
+def _numbered(directories: Sequence[Path]) -> tuple[Path, ...]:
+    """The directories by their numbers; as given where they have none."""
+    numbers = [(number_of(path), i) for i, path in enumerate(directories)]
+    order = sorted((i if number is None else number, i) for number, i in numbers)
+    return tuple(directories[i] for _, i in order)
+
+
+def _free_name(path: Path) -> Path:
+    """Where damaged metadata is kept."""
+    return next(
+        free
+        for i in range(1, 1 << 16)
+        if not os.path.lexists(free := path.with_name(f"{path.name}.damaged-{i}"))
+    )

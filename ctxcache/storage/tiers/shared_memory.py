@@ -1,0 +1,247 @@
+"""Shared memory for an arena: a file on a tmpfs, huge pages of the kernel's pool, or sealed memory without a name.
+
+Knows sizes and nothing of what lies inside. Others get it by one of two descriptors. That for reading cannot be
+made one for writing: its description is read-only and the memory's mode lets in nobody but its owner. Of sealed
+memory not even the owner gets another mapping to write through than the one that is made here, before the seal.
+Worst case: there is no memory for all of it, which is found out here, never by a SIGBUS later: a file's pages are
+allocated, huge pages are reserved.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
+from ctxcache.runtime.privacy import FILE_MODE
+
+HugePages = Literal["auto", "on", "off"]
+HUGE_PAGE_BYTES = 2 << 20
+SMALL_PAGE_BYTES = 4096
+MEMFD_NAME = "ctxcache-arena"
+_POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_MFD_HUGE_2MB = 21 << 26
+_SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+_F_SEAL_FUTURE_WRITE = 0x10
+"""From then on nobody writes, or maps to write; mappings that are there go on. Linux 5.1, for huge pages 5.13."""
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+
+
+_names: set[str] = set()
+"""Names that this process has made, or is about to make."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedMemory:
+    """Memory that others map by a descriptor, and by `path` unless that is empty. `reason`: why these pages.
+
+    `write_fd` is None where the memory is sealed.
+    """
+
+    map: mmap.mmap
+    read_fd: int
+    write_fd: int | None
+    path: str
+    page_bytes: int
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The path, or what /proc calls it."""
+        return self.path or f"memfd:{MEMFD_NAME}"
+
+    def close(self) -> None:
+        """Remove the name and the mapping; what others have mapped or still view lives on."""
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        os.close(self.read_fd)
+        if self.write_fd is not None:
+            os.close(self.write_fd)
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives on while it is mapped."""
+        if self.path:
+            # What cannot be removed now the next start removes.
+            with contextlib.suppress(OSError):
+                Path(self.path).unlink()
+            _names.discard(self.path)
+
+
+def create_shared(
+    path: str, size_bytes: int, huge_pages: HugePages, *, is_sealed: bool = False
+) -> SharedMemory:
+    """Create memory of that size: a fresh file at `path`, or huge pages where `huge_pages` and the pool allow it.
+
+    `is_sealed`: nobody but this process ever writes to it, and it has no path; there has to be as much room as for a
+    file. Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
+    """
+    problem = "not asked for" if huge_pages == "off" else _pool_problem(size_bytes)
+    if huge_pages == "on" and size_bytes % HUGE_PAGE_BYTES:
+        raise InvalidConfiguration(source="arena_huge_pages", problem=problem)
+    if huge_pages != "off":
+        # What stands behind a stale name is memory too, and nobody's any more.
+        with contextlib.suppress(OSError):
+            _remove_stale(path)
+    if not problem and (memory := _create_huge(size_bytes, is_sealed=is_sealed)) is not None:
+        return memory
+    if huge_pages == "on":
+        raise CapacityExceeded(
+            tier="huge pages",
+            needed_bytes=size_bytes,
+            free_bytes=free_huge_bytes(),
+            limit_bytes=_pool_bytes(),
+        )
+    reason = f"4 KiB pages: huge pages {problem or 'went while we asked'}"
+    return _create_sealed(path, size_bytes, reason) if is_sealed else _create_file(path, size_bytes, reason)
+
+
+def unlink_all() -> None:
+    """Remove every name that this process has made: for one that ends without closing anything."""
+    for path in tuple(_names):
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+
+
+def free_huge_bytes() -> int:
+    """Bytes of 2 MiB pages in the kernel's pool that nobody uses or has reserved."""
+    return max(_pool("free_hugepages") - _pool("resv_hugepages"), 0) * HUGE_PAGE_BYTES
+
+
+def _pool_bytes() -> int:
+    return _pool("nr_hugepages") * HUGE_PAGE_BYTES
+
+
+def _pool(name: str) -> int:
+    try:
+        return int((_POOL / name).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _pool_problem(size_bytes: int) -> str:
+    """Say why the pool cannot give that much; empty when it can."""
+    if size_bytes % HUGE_PAGE_BYTES:
+        return f"need a size that is a multiple of 2 MiB, not {size_bytes} B"
+    free_bytes = free_huge_bytes()
+    if free_bytes < size_bytes:
+        return f"needed: {size_bytes // HUGE_PAGE_BYTES}, free: {free_bytes // HUGE_PAGE_BYTES}"
+    return ""
+
+
+def _create_huge(size_bytes: int, *, is_sealed: bool) -> SharedMemory | None:
+    """Reserve huge pages; None when another process was faster."""
+    try:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | _MFD_HUGE_2MB
+        fd = os.memfd_create(MEMFD_NAME, flags)
+    except OSError:
+        return None
+    try:
+        os.ftruncate(fd, size_bytes)
+        # Reserves every page: a touch cannot fail afterwards.
+        mapping = mmap.mmap(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        return None
+    return _nameless(fd, mapping, HUGE_PAGE_BYTES, "2 MiB pages", is_sealed=is_sealed)
+
+
+def _create_sealed(path: str, size_bytes: int, reason: str) -> SharedMemory:
+    try:
+        _remove_stale(path)
+        directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
+    try:
+        # Nameless memory has no bound of its own but the machine's, where the kernel kills for it.
+        space = os.fstatvfs(directory)
+    finally:
+        os.close(directory)
+    if size_bytes > space.f_bavail * space.f_frsize:
+        raise _no_room(path, size_bytes, space)
+    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        mapping = _allocate(fd, path, size_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return _nameless(fd, mapping, SMALL_PAGE_BYTES, reason, is_sealed=True)
+
+
+def _nameless(fd: int, mapping: mmap.mmap, page_bytes: int, reason: str, *, is_sealed: bool) -> SharedMemory:
+    """Memory behind a descriptor alone. Nobody makes it shorter, which would kill who has it mapped."""
+    try:
+        # By itself everybody may open it again through /proc, to write as well.
+        os.fchmod(fd, FILE_MODE)
+        read_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        write_seal = _F_SEAL_FUTURE_WRITE if is_sealed else 0
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL | write_seal)
+    except OSError as error:
+        os.close(fd)
+        problem = f"this kernel cannot seal such memory: {error.strerror}"
+        raise InvalidConfiguration(source="arena_sealed", problem=problem) from error
+    if is_sealed:
+        os.close(fd)
+    return SharedMemory(mapping, read_fd, None if is_sealed else fd, "", page_bytes, reason)
+
+
+def _create_file(path: str, size_bytes: int, reason: str) -> SharedMemory:
+    try:
+        _remove_stale(path)
+        _names.add(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, mode=FILE_MODE)
+    except OSError as error:
+        raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
+    try:
+        _claim(fd, path)
+        mapping = _allocate(fd, path, size_bytes)
+        # Not the claimed description: who is given these must not keep our claim alive.
+        read_fd, write_fd = (
+            os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC) for access in (os.O_RDONLY, os.O_RDWR)
+        )
+        return SharedMemory(mapping, read_fd, write_fd, path, SMALL_PAGE_BYTES, reason)
+    except BaseException:
+        Path(path).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _claim(fd: int, path: str) -> None:
+    """Say that the owner lives: the mapping keeps the file description, and so the lock, until it goes."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if not os.fstat(fd).st_nlink:
+        raise TierFailure(path=path, problem="another server took the new arena for a stale one; start again")
+
+
+def _remove_stale(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EEXIST, "something that is not a file has that name")
+        Path(path).unlink()
+
+
+def _allocate(fd: int, path: str, size_bytes: int) -> mmap.mmap:
+    space = os.fstatvfs(fd)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    except OSError as error:
+        if error.errno not in _NO_MEMORY:
+            raise TierFailure(path=path, problem=f"cannot allocate the arena: {error.strerror}") from error
+        raise _no_room(path, size_bytes, space) from error
+
+
+def _no_room(path: str, size_bytes: int, space: os.statvfs_result) -> CapacityExceeded:
+    return CapacityExceeded(
+        tier=f"DRAM {path}",
+        needed_bytes=size_bytes,
+        free_bytes=space.f_bavail * space.f_frsize,
+        limit_bytes=space.f_blocks * space.f_frsize,
+    )

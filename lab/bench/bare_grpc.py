@@ -1,0 +1,143 @@
+"""The limit of gRPC in Python: a process that keeps contexts and moves them in streams of bytes messages.
+
+    python -m lab.bench.bare_grpc CONTEXTS BYTES
+
+Prints its address. Both ends have the options of ours; messages are made of shared memory and end in warm
+memory, and nobody checks, parses or stores anything. Killed by whoever started it.
+"""
+
+import asyncio
+import mmap
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from ctxcache.client.wire import CHANNEL_OPTIONS
+from ctxcache.runtime.malloc import keep_freed_memory
+from ctxcache.server.ports import OPTIONS
+from lab.bench.contexts import Bytes
+from lab.bench.row import NoPeer
+
+MESSAGE_BYTES = 1 << 20
+_SERVICE = "lab.bench.Bare"
+
+
+@dataclass(frozen=True, slots=True)
+class FarSide:
+    """The calls of such a process. A context's index is one byte; saving sends it as the first message."""
+
+    read: "grpc.UnaryStreamMultiCallable[bytes, bytes]"
+    save: "grpc.StreamUnaryMultiCallable[bytes, bytes]"
+    pid: int
+
+
+@contextmanager
+def far_side(context_count: int, context_bytes: int) -> Iterator[FarSide]:
+    """Such a process, over TCP. Raises NoPeer."""
+    process = subprocess.Popen(  # noqa: S603  ourselves
+        [sys.executable, "-m", "lab.bench.bare_grpc", str(context_count), str(context_bytes)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline().strip() if process.stdout else ""
+        if not line:
+            raise NoPeer("the bare gRPC server's process did not start")
+        with grpc.insecure_channel(line, options=CHANNEL_OPTIONS) as channel:
+            yield FarSide(
+                channel.unary_stream(f"/{_SERVICE}/Read"),
+                channel.stream_unary(f"/{_SERVICE}/Save"),
+                process.pid,
+            )
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def ask_read(far: FarSide, index: int, into: Bytes) -> None:
+    """Have a context's bytes sent. Raises EOFError."""
+    filled = 0
+    with _broken():
+        for message in far.read(bytes([index])):
+            filled = _put(message, into, filled)
+    if filled != into.nbytes:
+        raise EOFError(f"{filled} B of {into.nbytes} B came")
+
+
+def ask_save(far: FarSide, index: int, data: Bytes) -> None:
+    """Send a context's bytes, and wait until they are there. Raises EOFError."""
+
+    def messages() -> Iterator[bytes]:
+        yield bytes([index])
+        yield from _cut(data.data)
+
+    with _broken():
+        if far.save(messages()) != b"k":
+            raise EOFError("not all bytes came")
+
+
+@contextmanager
+def _broken() -> Iterator[None]:
+    try:
+        yield
+    except (grpc.RpcError, ValueError) as error:
+        raise EOFError(f"bare gRPC: {error}") from error
+
+
+def _cut(view: memoryview) -> Iterator[bytes]:
+    for begin in range(0, len(view), MESSAGE_BYTES):
+        yield bytes(view[begin : begin + MESSAGE_BYTES])
+
+
+def _put(message: bytes, into: Bytes, at: int) -> int:
+    """Copy a message to its place; where the next one begins."""
+    end = at + len(message)
+    np.copyto(into[at:end], np.frombuffer(message, np.uint8))
+    return end
+
+
+async def serve(context_count: int, context_bytes: int) -> None:
+    """Serve until killed."""
+    kept = [_shared(context_bytes) for _ in range(context_count)]
+
+    async def read(request: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+        for message in _cut(kept[request[0]].data):
+            await context.write(message)
+
+    async def save(messages: AsyncIterator[bytes], _: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
+        into = kept[(await anext(messages))[0]]
+        at = 0
+        async for message in messages:
+            at = _put(message, into, at)
+        return b"k" if at == into.nbytes else b"?"
+
+    server = grpc.aio.server(options=OPTIONS)
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        "Read": grpc.unary_stream_rpc_method_handler(read),
+        "Save": grpc.stream_unary_rpc_method_handler(save),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    sys.stdout.write(f"127.0.0.1:{port}\n")
+    sys.stdout.flush()
+    await server.wait_for_termination()
+
+
+def _shared(size_bytes: int) -> Bytes:
+    """Memory of the arena's kind, its pages there."""
+    memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    memory[:] = 1
+    return memory
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2])))

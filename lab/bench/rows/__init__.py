@@ -1,0 +1,8 @@
+"""The rows of the table, in its order."""
+
+from lab.bench.row import Row
+from lab.bench.rows import calls, local, opening, remote, ssd
+
+ROWS: dict[str, Row] = {
+    row.name: row for rows in (local.ROWS, ssd.ROWS, remote.ROWS, calls.ROWS, opening.ROWS) for row in rows
+}

@@ -1,0 +1,124 @@
+"""Reading and saving through shared memory, beside one copy of the same bytes by one thread."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+
+from ctxcache.client.rows import SessionRows
+from lab.bench.contexts import Contexts, access, check, contexts, copy_out, seconds
+from lab.bench.row import Place, Row, Side, Sides, at_least, at_most
+
+GRPC = ("local-grpc", "local")
+SOCKET = ("local-socket",)
+
+
+def copying(c: Contexts) -> Side:
+    """One thread copies every context into the same warm memory."""
+
+    def step(index: int) -> float:
+        taken = seconds(lambda: np.copyto(c.whole, c.data[index]))
+        c.verify(index, "copy")
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def reading(c: Contexts) -> Side:
+    """Lease every context, copy it out, release."""
+
+    def step(index: int) -> float:
+        taken = seconds(lambda: _read(c, index))
+        c.verify(index, "read with a copy out")
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def handing_over(c: Contexts) -> Side:
+    """Lease every context, make views of all its rows, release. Checked under a second lease."""
+
+    def views(rows: SessionRows) -> None:
+        for stream in rows.streams:
+            rows.pieces(stream)
+
+    def acquire(index: int) -> None:
+        with c.client.read(c.sessions[index], c.model) as rows:
+            views(rows)
+
+    def step(index: int) -> float:
+        taken = seconds(lambda: acquire(index))
+        _read(c, index)
+        c.verify(index, "what is handed over")
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def saving(c: Contexts) -> Side:
+    """Reserve, copy, commit into DRAM, into a new session each time; read back and deleted after."""
+
+    def step(index: int) -> float:
+        session = c.create("saved")
+        taken = seconds(lambda: c.client.append(session, c.model, c.rows[index]))
+        with c.client.read(session.name, c.model) as rows:
+            for stream, expected in c.rows[index].items():
+                check(np.concatenate(rows.pieces(stream)), expected, "what was saved")
+        c.client.delete_session(session.name)
+        return taken
+
+    return lambda _: c.walk(step)
+
+
+def _read(c: Contexts, index: int) -> None:
+    with c.client.read(c.sessions[index], c.model) as rows:
+        copy_out(rows, c.out)
+
+
+def opened(
+    ways: tuple[str, ...], ours: Callable[[Contexts], Side]
+) -> Callable[[Place], AbstractContextManager[Sides]]:
+    """A row's setup: a server, contexts, a client of this access."""
+
+    @contextmanager
+    def setup(place: Place) -> Iterator[Sides]:
+        way = access(*ways)
+        with contexts(place, way) as c:
+            yield Sides(ours(c), copying(c), {"access": way})
+
+    return setup
+
+
+_COPY = "memory copy, one thread"
+ROWS = (
+    Row(
+        "local-handover-grpc",
+        "local read, handed over; gRPC lease stream",
+        _COPY,
+        at_most(0.06),
+        opened(GRPC, handing_over),
+    ),
+    Row(
+        "local-handover-socket",
+        "local read, handed over; control socket",
+        _COPY,
+        at_most(0.01),
+        opened(SOCKET, handing_over),
+    ),
+    Row(
+        "local-read-grpc",
+        "local read, copied out; gRPC lease stream",
+        _COPY,
+        at_least(0.88),
+        opened(GRPC, reading),
+    ),
+    Row(
+        "local-read-socket",
+        "local read, copied out; control socket",
+        _COPY,
+        at_least(0.95),
+        opened(SOCKET, reading),
+    ),
+    Row("local-save-grpc", "local save; gRPC lease stream", _COPY, at_least(0.85), opened(GRPC, saving)),
+    Row("local-save-socket", "local save; control socket", _COPY, at_least(0.85), opened(SOCKET, saving)),
+)

@@ -1,0 +1,109 @@
+"""The server that is measured: `ctxcache serve` in a process of its own, with its own data directory.
+
+Worst case: it does not start, which is a ServerDidNotStart with what it said.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctxcache.settings.config import PREFIX
+
+START_TIMEOUT_S = 120
+_COMMAND = (sys.executable, "-m", "ctxcache.cli.main", "serve")
+
+
+class ServerDidNotStart(Exception):
+    """It ended, or said nothing in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server."""
+
+    process: "subprocess.Popen[str]"
+    ready: dict[str, Any]
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.process.pid
+
+    def target(self, transport: str) -> str:
+        """Its address as a gRPC target; `transport` is `tcp` or `unix`."""
+        addresses = [str(address) for address in self.ready["listen_addresses"]]
+        return next(a for a in addresses if a.startswith("unix:") == (transport == "unix"))
+
+
+@contextmanager
+def serving(
+    directory: Path, *, arena_bytes: int, ssd_bytes: int, options: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Serve over `directory`, with more `options` if need be; killed at the end, and its arena removed.
+
+    Raises ServerDidNotStart.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Sockets' paths have to be short, whatever the directory's is.
+    with (
+        tempfile.TemporaryDirectory(prefix="cb-") as sockets,
+        (directory.parent / f"{directory.name}.stderr").open("w+") as stderr,
+    ):
+        process = subprocess.Popen(  # noqa: S603  our own command
+            [
+                *_COMMAND,
+                "--data-directory",
+                str(directory),
+                "--listen",
+                "127.0.0.1:0",
+                "--arena-size-bytes",
+                str(arena_bytes),
+                "--ssd-size-bytes",
+                str(ssd_bytes),
+                "--unix-socket",
+                f"{sockets}/grpc",
+                "--control-socket",
+                f"{sockets}/control",
+                "--output",
+                "json",
+                *options,
+            ],
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        ready: dict[str, Any] = {}
+        try:
+            ready = _ready(process, Path(stderr.name))
+            yield Server(process, ready)
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+            with suppress(FileNotFoundError, KeyError):
+                Path(ready["arena"]["path"]).unlink()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+
+
+def _ready(process: "subprocess.Popen[str]", stderr: Path) -> dict[str, Any]:
+    if process.stdout is None:
+        raise RuntimeError("standard output is a pipe, always")
+    can_read, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+    line = process.stdout.readline() if can_read else ""
+    if not line:
+        raise ServerDidNotStart(stderr.read_text()[-2000:] or "it said nothing in time")
+    ready: dict[str, Any] = json.loads(line)
+    return ready

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, within ten minutes: the kernels' tests and figures, decoding while it is saved, restores
+# beside recomputation, and from the SSD tier's files. A step that fails or takes too long hides no other; one table at the end; the exit status is that of
+# the first step that failed. Needs this package with torch, triton, transformers, pytest and hypothesis in the Python that runs it.
+#
+#   bash lab/gpu.sh [DIRECTORY]         # results go there, lab/results by default; PYTHON=...: which one
+#   TINY=1 bash lab/gpu.sh /tmp/tiny    # the same steps on a CPU, in about a minute; the figures mean nothing
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-lab/results}
+python=${PYTHON:-python3}
+begin=$out/$(date +%F)
+steps=$begin-steps.jsonl
+first_failure=0
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+mkdir -p "$out"
+: > "$steps"
+
+# NAME SECONDS COMMAND...: what it prints is kept as NAME; the server of a restore that is ended needs a moment to go.
+step() {
+  local name=$1 limit_s=$2 began_s=$SECONDS status
+  shift 2
+  echo "== $name, at most $limit_s s" >&2
+  timeout --kill-after=5 "$limit_s" "$@" | tee "$begin-$name.jsonl"
+  status=$?
+  echo "{\"what\": \"step\", \"step\": \"$name\", \"status\": $status, \"seconds\": $((SECONDS - began_s)), \"limit_s\": $limit_s}" >> "$steps"
+  if ((status && !first_failure)); then first_failure=$status; fi
+}
+
+if [[ -n ${TINY:-} ]]; then
+  export TRITON_INTERPRET=1
+  tests=(tests/gpu_worker/kernels/test_quantization.py)
+  kernels=(--tiny)
+  saving=(--shape tiny --batch 2 --history 8 --steps 2 --rounds 2)
+  restore=(--shapes tiny,tiny-opt --device cpu --history 96,160 --rounds 2)
+  direct=(--shape tiny --tokens 200 --rounds 2)
+else
+  tests=(tests/gpu_worker/kernels)
+  kernels=(--tokens 1024,16384 --rounds 9)
+  saving=(--shape llama-2-7b --batch 16 --history 512 --steps 32 --rounds 7)
+  # Eight layers of each: what is restored and computed grows with them, memory and time to fill it too.
+  restore=(--shapes llama-2-7b,llama-3-8b,opt-30b,llama-2-13b,qwen2.5-7b --layers 8 --device cuda
+    --history 1024,4096,16384 --ssd-tokens 1024 --rounds 5 --budget-s 145)
+  direct=(--shape llama-2-7b --layers 8 --tokens 2048 --device cuda --rounds 3)
+fi
+step tests 100 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/gpu_worker/kernels \
+  --confcutdir tests/gpu_worker/kernels "${tests[@]}"
+step kernels 120 "$python" -m lab.studies.kernels --json "${kernels[@]}"
+# The store's server runs beside these.
+step saving 100 "$python" -m lab.studies.saving --json "${saving[@]}"
+step restore 180 "$python" -m lab.studies.restore --json "${restore[@]}"
+step direct 55 "$python" -m lab.studies.direct --json "${direct[@]}"
+mv "$begin-tests.jsonl" "$begin-tests.txt"
+timeout 20 "$python" -m lab.studies.gpu_table "$steps" "$begin"-{kernels,saving,restore,direct}.jsonl || first_failure=${first_failure/#0/$?}
+exit "$first_failure"

@@ -1,0 +1,1 @@
+"""Replay: a recording of one store played against another, and both compared."""

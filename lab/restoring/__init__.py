@@ -1,0 +1,1 @@
+"""The parts of lab/studies/restore.py."""

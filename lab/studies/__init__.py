@@ -1,0 +1,1 @@
+"""Studies behind the documents, one a module: `python -m lab.studies.NAME`."""

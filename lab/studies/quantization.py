@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""What rows in fewer bits cost in predictions, and what they save in bytes.
+
+    python -m lab.studies.quantization --text wikitext2_test.txt.gz --json
+    python -m lab.studies.quantization --store --text wikitext2_test.txt.gz --json
+
+With --store, through a real store: what its packed kinds take on disk, and how long saving and restoring by
+them takes. Exits with 1 where hidden states in 8 bits with groups of 32 and outliers are further from the
+kept cache than --bound.
+"""
+
+import gzip
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ctxcache.format.packing import PACKINGS
+from ctxcache.format.streams import StateKind
+from gpu_worker.families import adapt
+from gpu_worker.model_spec import model_spec
+from lab.demo.embedded_store import embedded_store
+from lab.demo.machine import physical_core_count, this_machine
+from lab.demo.models import load_model, mha_twin, smollm2
+from lab.demo.text import passages
+from lab.quality.divergence import Form, Stored, divergences, few_bits, half, one_scale, stored
+
+HIDDEN, KV = StateKind.HIDDEN, StateKind.KV
+CHARACTERS_PER_TOKEN = 20
+"""More than any text has: what is cut off is not needed."""
+KINDS = ("kv", "hidden", "kv_int8", "hidden_int8", "int8", "kv_int4", "hidden_int4")
+DEFAULT = "hidden states, 8 bits, groups of 32, 4 outliers"
+FORMS = (
+    Form("K/V, bfloat16", KV, half(torch.bfloat16)),
+    Form("hidden states, bfloat16", HIDDEN, half(torch.bfloat16)),
+    Form("K/V, 8 bits, groups of 64, 4 outliers", KV, few_bits(8, 64)),
+    Form(DEFAULT, HIDDEN, few_bits(8, 32)),
+    Form("hidden states, 8 bits, groups of 64, 4 outliers", HIDDEN, few_bits(8, 64)),
+    Form("hidden states, 8 bits, groups of 32", HIDDEN, few_bits(8, 32, 0)),
+    Form("hidden states, 8 bits, one step a token", HIDDEN, one_scale(8)),
+    Form("K/V, 4 bits, groups of 32, 4 outliers", KV, few_bits(4, 32)),
+    Form("hidden states, 4 bits, groups of 32, 4 outliers", HIDDEN, few_bits(4, 32)),
+)
+
+
+def main(
+    *,
+    model: Annotated[
+        Path | None, typer.Option(help="A local transformers model directory; SmolLM2-135M.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A text, .gz too; the Python language reference.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens that are stored.", min=16)] = 768,
+    tokens: Annotated[int, typer.Option(help="Tokens that are predicted from them.", min=16)] = 256,
+    ids: Annotated[
+        Path | None, typer.Option(help="Token ids instead of a text, a JSON list, .gz too.")
+    ] = None,
+    has_twin: Annotated[bool, typer.Option("--mha", help="The model's twin with as many K/V heads.")] = False,
+    store: Annotated[bool, typer.Option("--store", help="Save to a store and restore from it.")] = False,
+    plans: Annotated[str, typer.Option(help="Kinds to store, with --store.")] = ",".join(KINDS),
+    bound: Annotated[float, typer.Option(help="Most KL, in nats a token.")] = 4e-4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Measure, print, judge."""
+    torch.set_num_threads(physical_core_count())
+    path = mha_twin(model or smollm2()) if has_twin else model or smollm2()
+    if ids:
+        loaded, token_ids = _model(path), json.loads(_read(ids))[: context + tokens]
+    else:
+        loaded, tokenizer = load_model(path)
+        words = _read(text) if text else "\n\n".join(p for passage in passages() for p in passage.paragraphs)
+        token_ids = list(
+            tokenizer.encode(words[: CHARACTERS_PER_TOKEN * (context + tokens)], add_special_tokens=False)
+        )[: context + tokens]
+    about = {"model": path.name, "context": context, "predicted": tokens, "machine": this_machine().title}
+    if store:
+        _report_stored(
+            about, _through_a_store(loaded, token_ids, context, plans.split(",")), bound, as_json=as_json
+        )
+        return
+    found = divergences(adapt(loaded), token_ids, FORMS, context_count=context)
+    if as_json:
+        print(json.dumps({**about, "forms": {k: asdict(v) for k, v in found.items()}}, indent=1))
+    else:
+        table = Table(box=None, header_style="bold")
+        for title in ("stored", "KL, nats", "perplexity", "same token", "bytes a token"):
+            table.add_column(title, justify="left" if title == "stored" else "right")
+        for title, one in found.items():
+            table.add_row(
+                title,
+                f"{one.kl_nats:.2g}",
+                f"{one.perplexity:.3f}",
+                f"{one.agreement:.1%}",
+                f"{one.bytes_per_token:,.0f}",
+            )
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if found[DEFAULT].kl_nats > bound:
+        sys.exit(
+            f"not as it must be: {DEFAULT} diverge by {found[DEFAULT].kl_nats:.2g} nats, {bound:g} allowed"
+        )
+
+
+def _through_a_store(
+    model: PreTrainedModel, token_ids: Sequence[int], context: int, kinds: Sequence[str]
+) -> dict[str, Stored]:
+    """Each kind for all layers; `int8` is K/V for the last half of them and hidden states before."""
+    adapter = adapt(model)
+    last = len(adapter.layers) - 1
+    mixed = f"hidden_int8:0-{last // 2},kv_int8:{last // 2 + 1}-{last}"
+    plans = [mixed if kind == "int8" else f"{kind}:0-{last}" for kind in kinds]
+    spec = model_spec(model, model_id="measured", weights_digest="measured", packed_kinds=PACKINGS)
+    with embedded_store(2 << 30) as running:
+        return stored(adapter, running.client, spec, plans, token_ids, context_count=context)
+
+
+def _report_stored(
+    about: dict[str, object], found: dict[str, Stored], bound: float, *, as_json: bool
+) -> None:
+    if as_json:
+        print(json.dumps({**about, "plans": {plan: asdict(one) for plan, one in found.items()}}, indent=1))
+    else:
+        table = Table(box=None, header_style="bold")
+        for title in (
+            "stored",
+            "KL, nats",
+            "perplexity",
+            "bytes a token",
+            "in slots",
+            "pass s",
+            "save s",
+            "restore s",
+        ):
+            table.add_column(title, justify="left" if title == "stored" else "right")
+        for plan, one in found.items():
+            table.add_row(
+                plan,
+                f"{one.divergence.kl_nats:.2g}",
+                f"{one.divergence.perplexity:.3f}",
+                f"{one.divergence.bytes_per_token:,.0f}",
+                f"{one.slot_bytes_per_token:,.0f}",
+                f"{one.pass_s:.3f}",
+                f"{one.save_s:.3f}",
+                f"{one.restore_s:.3f}",
+            )
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for plan, one in found.items():
+        if "int4" not in plan and one.divergence.kl_nats > bound:
+            sys.exit(
+                f"not as it must be: {plan} diverges by {one.divergence.kl_nats:.2g} nats, {bound:g} allowed"
+            )
+
+
+def _model(path: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True
+    )
+    loaded.train(mode=False)
+    return loaded
+
+
+def _read(path: Path) -> str:
+    return gzip.open(path, "rt").read() if path.suffix == ".gz" else path.read_text()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,6 +1,0 @@
-"""Helpers of other folders' tests are found by name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))

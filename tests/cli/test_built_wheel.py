@@ -1,0 +1,82 @@
+"""The wheel: what it holds, and what its commands say that need the lab."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from command_line import TIMEOUT_S
+from server_process import without_settings
+
+from ctxcache.cli.exit_codes import ExitCode
+
+ROOT = Path(__file__).parents[2]
+OF_THE_CLONE = ("ctxcache", "_ctxcache", "_editable_impl_ctxcache")
+"""How the names begin that an editable installation leaves beside the packages."""
+LINE = (
+    "ctxcache: `ctxcache {}` is part of ctxcache-lab, which is not installed; "
+    "in a clone of the project: pip install './lab{}'\n"
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as the build back end makes it."""
+    made = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(made)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=TIMEOUT_S)
+    (path,) = made.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The settings of a Python that has the wheel and what it needs, and nothing of the clone."""
+    place = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(place / "wheel")
+    (place / "needs").mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(OF_THE_CLONE):
+            (place / "needs" / path.name).symlink_to(path)
+    return without_settings(os.environ) | {"PYTHONPATH": f"{place / 'wheel'}:{place / 'needs'}"}
+
+
+def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the wheel's command; -S: what is installed beside it is not looked for."""
+    command = [sys.executable, "-S", "-m", "ctxcache.cli.main", *words]
+    return subprocess.run(
+        command, cwd="/", env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def test_it_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
+    """No lab, no tests, no results."""
+    with zipfile.ZipFile(wheel) as file:
+        tops = {name.partition("/")[0] for name in file.namelist()}
+
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ctxcache", "gpu_worker"}
+    assert len(tops) == 3
+
+
+@pytest.mark.parametrize(("words", "extra"), [("bench", "[bench]"), ("demo", "[demo]"), ("trace replay", "")])
+def test_a_command_of_the_lab_says_how_to_get_it(words: str, extra: str, environment: dict[str, str]) -> None:
+    """One line, and the exit code of what is not installed; as a document where one is asked for."""
+    ran = run(environment, *words.split(), "--anything")
+    document = run(environment, "--output", "json", *words.split())
+
+    assert (ran.returncode, ran.stdout, ran.stderr) == (ExitCode.USAGE, "", LINE.format(words, extra))
+    assert document.returncode == ExitCode.USAGE
+    assert f"ctxcache: {json.loads(document.stderr)['error']['message']}\n" == LINE.format(words, extra)
+
+
+def test_its_help_lists_them(environment: dict[str, str]) -> None:
+    """Beside those that it brings, of which none is missing."""
+    ran = run(environment, "--help")
+
+    assert ran.returncode == ExitCode.OK, ran.stderr
+    assert all(f" {name} " in ran.stdout for name in ("bench", "demo", "serve", "simulate", "worker"))

@@ -1,0 +1,124 @@
+"""A model that is changed under a living engine: adapters switched, merged or off, weights and settings edited."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_models import build
+from transformers import PreTrainedModel
+
+from ctxcache.client import Client
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.errors import ModelChanged
+from gpu_worker.model_spec import model_spec
+from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.unchanged import Unchanged
+
+PLAN = RestorePlan.uniform(Method.KV, 3)
+PROMPT = list(range(5, 75))
+Edit = Callable[[Any], object]
+# Any: transformers and peft type what they add to a model not at all.
+
+
+def adapted() -> PreTrainedModel:
+    """A model with two adapters, the first of which is used."""
+    model: Any = build("llama")
+    for name in ("one", "two"):
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(len(name) + ord(name[0]))
+        model.add_adapter(config, adapter_name=name)
+    model.set_adapter("one")
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def _merge(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "merge") and hasattr(module, "merged_adapters"):
+            module.merge()
+
+
+def _unmerge(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "unmerge") and hasattr(module, "merged_adapters"):
+            module.unmerge()
+
+
+def _weight(model: Any) -> torch.Tensor:
+    return model.model.layers[1].mlp.down_proj.weight  # type: ignore[no-any-return]
+
+
+def _edit_weight(model: Any) -> None:
+    with torch.no_grad():
+        _weight(model)[3, 5] *= 2
+
+
+def _edit_weight_back(model: Any) -> None:
+    with torch.no_grad():
+        _weight(model)[3, 5] /= 2
+
+
+def _stretch(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(2)
+
+
+def _shrink(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.div_(2)
+
+
+CHANGES: dict[str, tuple[Edit, Edit]] = {
+    "another adapter": (lambda model: model.set_adapter("two"), lambda model: model.set_adapter("one")),
+    "adapters off": (lambda model: model.disable_adapters(), lambda model: model.enable_adapters()),
+    "both adapters": (lambda model: model.set_adapter(["one", "two"]), lambda model: model.set_adapter("one")),
+    "merged": (_merge, _unmerge),
+    "a weight": (_edit_weight, _edit_weight_back),
+    "angles": (_stretch, _shrink),
+    "training": (lambda model: model.train(), lambda model: model.eval()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_was_changed_takes_no_turn(client: Client, session_id: str, name: str) -> None:
+    """Neither does it restore rows that it would not compute, nor save any; as it was before, it goes on."""
+    change, undo = CHANGES[name]
+    model = adapted()
+    # Floats that are merged and taken out again are not what they were.
+    is_undone = name != "merged"
+    with TransformersEngine(model, client, model_spec(model, model_id=session_id), PLAN) as engine:
+        engine.turn(session_id, PROMPT, max_new_tokens=4)
+        engine.wait(session_id)
+        count = client.get_session(f"sessions/{session_id}").token_count
+        change(model)
+        with pytest.raises(ModelChanged, match="was changed since it was described"):
+            engine.turn(session_id, [7, 8], max_new_tokens=4)
+        engine.wait(session_id)
+        assert client.get_session(f"sessions/{session_id}").token_count == count
+        undo(model)
+        if is_undone:
+            turn = engine.turn(session_id, [7, 8], max_new_tokens=4)
+            assert turn.reused_token_count == count
+            engine.wait(session_id)
+
+
+def test_what_changes_nothing_is_no_change() -> None:
+    """A weight written with what it had, and one that lies elsewhere: all is read once, and not again."""
+    model = adapted()
+    unchanged = Unchanged(model, model_spec(model, model_id="m"))
+    with torch.no_grad():
+        _weight(model).mul_(1)
+    unchanged.check()
+    _weight(model).data = _weight(model).data.clone()
+    unchanged.check()
+
+
+def test_weights_of_files_cannot_be_changed_back() -> None:
+    """A digest of files says nothing of memory: one that was written to is refused, whatever it holds."""
+    model = adapted()
+    unchanged = Unchanged(model, model_spec(model, model_id="m", weights_digest=f"files:{'0' * 64}"))
+    unchanged.check()
+    with torch.no_grad():
+        _weight(model).mul_(1)
+    with pytest.raises(ModelChanged, match="changed in memory"):
+        unchanged.check()

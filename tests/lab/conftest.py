@@ -1,0 +1,7 @@
+"""Helpers of other folders' tests are found by name: the command line's, and the worker's tiny models."""
+
+import sys
+from pathlib import Path
+
+for folder in ("cli", "gpu_worker"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

@@ -1,0 +1,105 @@
+"""Tiny random models with a tokenizer of bytes, as directories on disk, and the demo's command."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner, Result
+
+from lab.demo.command import demo
+
+_SPECIAL = ["<|begin|>", "<|end|>"]
+_CONTEXT_TOKENS = 2048
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(_SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+
+
+def _save(model: PreTrainedModel, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random Llama whose four heads share two KV heads."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=_CONTEXT_TOKENS,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _save(LlamaForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random OPT, which learns absolute positions."""
+    torch.manual_seed(1)
+    config = OPTConfig(
+        vocab_size=258,
+        hidden_size=64,
+        ffn_dim=96,
+        word_embed_proj_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=_CONTEXT_TOKENS,
+        init_std=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return _save(OPTForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-opt")
+
+
+@pytest.fixture(scope="session")
+def tiny_bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model of a family that is not supported."""
+    config = BloomConfig(vocab_size=258, hidden_size=32, n_layer=1, n_head=2)
+    return _save(BloomForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-bloom")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twins are made for the test alone; the machine's own models are found by those who ask before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def run_demo() -> Callable[..., Result]:
+    """Run the command within this process; small unless the options say otherwise."""
+    app = typer.Typer()
+    app.command()(demo)
+    small = ("--threads", "1", "--reply-tokens", "8", "--opening-tokens", "200")
+
+    def run(*options: str) -> Result:
+        return CliRunner().invoke(app, [*small, *options])
+
+    return run

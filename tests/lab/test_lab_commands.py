@@ -1,0 +1,74 @@
+"""The lab's commands, called as the product's own: their examples, their wrong words, and where they are listed."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import Ran, ctxcache
+from server_process import ServerProcess
+from typer.main import get_command
+
+from ctxcache.cli.examples import TITLE
+from ctxcache.cli.exit_codes import ExitCode
+from lab.bench.command import app as bench
+from lab.replay.command import app as replay
+
+EXAMPLES = (get_command(bench).epilog or "").split("\n\n")
+REPLAYS = (get_command(replay).epilog or "").split("\n\n")
+CALLS = """\
+{"format":"ctxcache-recording","version":1,"store":{"dram_bytes":1048576,"ssd_bytes":4194304,"placement_policy":"lru"}}
+{"layout":0,"token_bytes":36,"segment_bytes":12288,"segment_tokens":64,"streams":[[32,1]]}
+{"at_ms":1,"call":"open","session":"0a","tenant":"0b","session_tokens":0,"layout":0,"ttl_ms":60000}
+{"at_ms":2,"call":"append","session":"0a","tenant":"0b","session_tokens":64,"layout":0,"tokens":64}
+{"at_ms":3,"call":"read","session":"0a","tenant":"0b","session_tokens":64,"layout":0,"tokens":64,"dram_tokens":64,"lease":1}
+"""
+"""A recording that was cut off."""
+
+
+@pytest.mark.parametrize("line", EXAMPLES[1:])
+def test_an_example_of_bench_works(line: str) -> None:
+    """By the real program."""
+    ran = ctxcache(*shlex.split(line)[1:])
+
+    assert (EXAMPLES[0], ran.exit_code) == (TITLE, ExitCode.OK), ran.stderr
+    assert "lookup" in ran.stdout
+
+
+@pytest.mark.parametrize("line", REPLAYS[1:])
+def test_an_example_of_replay_works(
+    line: str, running_server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real program, against a server."""
+    (tmp_path / "calls.jsonl").write_text(CALLS)
+    monkeypatch.chdir(tmp_path)
+
+    ran = ctxcache(*shlex.split(line)[1:], environment={"CTXCACHE_TARGET": running_server.target})
+
+    assert (REPLAYS[0], ran.exit_code) == (TITLE, ExitCode.OK), ran.stderr
+    assert "reads in DRAM" in ran.stdout
+
+
+def test_their_help_is_their_own() -> None:
+    """Options of the lab's command, under the product's name."""
+
+    def helped(*words: str) -> Ran:
+        return ctxcache(*words, "--help")
+
+    assert "Usage: ctxcache bench [OPTIONS]" in helped("bench").stdout
+    assert "--opening-tokens" in helped("demo").stdout
+    assert "Usage: ctxcache trace replay [OPTIONS]" in helped("trace", "replay").stdout
+    assert " replay " in ctxcache("trace", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("bench", "--rows", "nope"), ("trace", "replay", "calls", "--speed", "-1")]
+)
+def test_wrong_words_end_as_those_of_any_command(words: tuple[str, ...]) -> None:
+    """With the code of wrong usage, and a document where one was asked for."""
+    plain = ctxcache(*words)
+    document = ctxcache("--output", "json", *words)
+
+    assert (plain.exit_code, document.exit_code) == (ExitCode.USAGE, ExitCode.USAGE)
+    assert words[-2] in plain.stderr
+    assert '"reason":"USAGE"' in document.stderr.replace(" ", "")
+    assert document.stdout == ""

@@ -1,0 +1,57 @@
+"""A restored turn keeps to its bound, and the request that docs/architecture.md tells is the request that runs."""
+
+import re
+
+import pytest
+
+from tests.stories import bounds
+from tests.stories.tracer import ROOT, Told
+from tests.stories.turn import STORY, tell
+
+SECTION = "A request, end to end"
+PACKAGES = ("ctxcache", "gpu_worker")
+NAMED = re.compile(r"`((?:\w+/)*\w+(?:\.py|/))`")
+"""A file or a folder in backticks: `service/control.py`, `core/ledger/`."""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A restored turn of an engine on a store, traced."""
+    return tell(tmp_path_factory.mktemp("turn"), bounds.load()[STORY])
+
+
+def test_a_restored_turn_keeps_to_its_bound(told: Told) -> None:
+    """A longer way is a regression; a much shorter one has its bound lowered with it."""
+    complaints = bounds.complaints(STORY, told.figures, bounds.load()[STORY])
+    assert not complaints, "\n".join(complaints)
+
+
+def test_every_file_of_the_told_request_runs(told: Told) -> None:
+    """A file or a folder that the document names in its request is part of the traced turn."""
+    names = _named((ROOT / "docs" / "architecture.md").read_text())
+    silent = [name for name in names if not any(_is_of(file, name) for file in told.walk.files)]
+
+    assert len(names) >= 5, "the section names too few files to be checked"
+    assert silent == []
+
+
+def test_a_file_that_does_not_run_is_found() -> None:
+    """A name stands for the file at its end, and for nothing else."""
+    files = {"ctxcache/service/control.py", "ctxcache/core/ledger/segments.py"}
+    document = f"## {SECTION}: one turn\n`service/control.py`, `core/ledger/`, `service/arena.py`, `trol.py`\n## B\n`x.py`"
+
+    silent = [name for name in _named(document) if not any(_is_of(file, name) for file in files)]
+    assert silent == ["service/arena.py", "trol.py"]
+
+
+def _named(document: str) -> list[str]:
+    """Files and folders in backticks of the section."""
+    sections = re.split(r"^## ", document, flags=re.MULTILINE)
+    (section,) = (each for each in sections if each.startswith(SECTION))
+    return NAMED.findall(section)
+
+
+def _is_of(file: str, name: str) -> bool:
+    """Whether the file is the named one, or lies in the named folder; packages may be left out of a name."""
+    candidates = (file, *(file.removeprefix(f"{package}/") for package in PACKAGES))
+    return any(each.startswith(name) if name.endswith("/") else each == name for each in candidates)
