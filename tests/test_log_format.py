@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.runtime.log_format import TEMPLATE, JsonLines, Repeats
+from ctxcache.runtime.logs import TEMPLATE, JsonLines, Repeats
 
 SOURCES = Path(__file__).parent.parent / "ctxcache"
 LEVELS = {"debug", "info", "warning", "error", "exception"}
@@ -91,7 +91,7 @@ def test_json_of_others_and_of_failures(logger: tuple[logging.Logger, io.StringI
 def test_what_a_library_repeats_is_told_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accept without descriptors fails again and again; our own events all come through."""
     now_s = [100.0]
-    monkeypatch.setattr("ctxcache.runtime.log_format.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("ctxcache.runtime.logs.time.monotonic", lambda: now_s[0])
     repeats, stream = Repeats(), io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(repeats)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ctxcache.runtime.malloc import KEPT_BYTES
+from ctxcache.runtime.memory import KEPT_BYTES
 
 REUSE = """
 import resource
-from ctxcache.runtime.malloc import keep_freed_memory
+from ctxcache.runtime.memory import keep_freed_memory
 is_kept = keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -59,8 +59,8 @@ def test_somebody_elses_settings_are_left_alone(setting: dict[str, str]) -> None
 
 GIVE_BACK = """
 import asyncio, json
-from ctxcache.runtime import malloc
-from ctxcache.runtime.malloc import give_back_unused, keep_freed_memory, own_bytes
+from ctxcache.runtime import memory as malloc
+from ctxcache.runtime.memory import give_back_unused, keep_freed_memory, own_bytes
 keep_freed_memory()
 malloc.LOOK_INTERVAL_S = 0.01
 LOOKS = 20
@@ -101,7 +101,7 @@ def test_what_a_crowd_has_left_is_given_back() -> None:
 
 CIRCLES = """
 import gc, sys
-from ctxcache.runtime import malloc
+from ctxcache.runtime import memory as malloc
 malloc.GROWTH_OBJECTS, malloc.COLLECTIONS_PER_COUNT = 1000, int(sys.argv[1])
 malloc.look_seldom_at_what_stays()
 class Circle:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ctxcache.runtime.pools import started_pool
+from ctxcache.runtime.threads import started_pool
 
 
 def test_all_threads_are_begun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

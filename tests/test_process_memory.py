@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from ctxcache.runtime.process_memory import refused_memory
+from ctxcache.runtime.memory import refused_memory
 from ctxcache.service.edge import known_error
 
 REFUSED = (

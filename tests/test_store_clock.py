@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.runtime.clock import boot_ns
-from ctxcache.runtime.facts_file import write_facts
-from ctxcache.runtime.store_clock import BOOT_ID, CLOCK, LONGEST_STOP_NS, StoreClock
+from ctxcache.runtime.clock import BOOT_ID, CLOCK, LONGEST_STOP_NS, StoreClock, boot_ns
+from ctxcache.runtime.files import write_facts
 
 SECOND_NS = 10**9
 HOUR_NS = 3600 * SECOND_NS

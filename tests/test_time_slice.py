@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from ctxcache.runtime.time_slice import SLICE_NS, shorten_time_slices
+from ctxcache.runtime.threads import SLICE_NS, shorten_time_slices
 
 ASK = """
 import json, os, sys, threading
-from ctxcache.runtime import time_slice
-from ctxcache.runtime.time_slice import shorten_time_slices
+from ctxcache.runtime import threads
+from ctxcache.runtime.threads import shorten_time_slices
 
 # Whatever started this process may have a short slice already, which it passes on; none asked for is the usual one.
-time_slice.SLICE_NS, short_ns = 0, time_slice.SLICE_NS
+threads.SLICE_NS, short_ns = 0, threads.SLICE_NS
 shorten_time_slices()
-time_slice.SLICE_NS = short_ns
+threads.SLICE_NS = short_ns
 
 def facts():
     lines = open(f"/proc/self/task/{threading.get_native_id()}/sched").read().splitlines()

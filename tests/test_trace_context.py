@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ctxcache.runtime.trace_context import current_trace_id, named_by, trace_id_of
+from ctxcache.runtime.spans import current_trace_id, named_by, trace_id_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"

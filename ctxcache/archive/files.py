@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ctxcache.errors import FileAlreadyExists, FileFull, FileUnusable
-from ctxcache.runtime.facts_file import sync_directory
-from ctxcache.runtime.privacy import open_private
+from ctxcache.runtime.files import open_private, sync_directory
 
 PIPE = "-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -26,8 +26,7 @@ from ctxcache.format.identity import SegmentIdentity, chunk_checksum
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import StreamSpec
-from ctxcache.runtime.facts_file import sync_directory
-from ctxcache.runtime.privacy import claim_directory
+from ctxcache.runtime.files import claim_directory, sync_directory
 from ctxcache.settings.sizes import ssd_bytes
 from ctxcache.storage.data_directory import FreshDirectory
 from ctxcache.storage.metadata import records

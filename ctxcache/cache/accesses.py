@@ -12,7 +12,7 @@ from ctxcache.core.history import ENDS, Event, History, Miss, Requests
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.errors import CacheError
 from ctxcache.runtime.clock import Clock
-from ctxcache.runtime.trace_context import current_trace_id
+from ctxcache.runtime.spans import current_trace_id
 
 LOOKUP, READ = "lookup", "read"
 """How it was asked."""

@@ -24,7 +24,7 @@ from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout, align
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
 from ctxcache.format.sums import Sums, covers, difference, settled
-from ctxcache.runtime.pools import started_pool
+from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import MappedTier, Range, Refusal, Tier
 
 PIECE_BYTES = 1 << 20

@@ -196,7 +196,7 @@ def _import(
 def _import_store(call: Call, file: str, given: dict[str, Any], *, is_check: bool) -> None:
     from ctxcache.archive.files import source  # noqa: PLC0415  as above
     from ctxcache.archive.laying_out import lay_out, look  # noqa: PLC0415  it imports RocksDB
-    from ctxcache.runtime.privacy import keep_private  # noqa: PLC0415
+    from ctxcache.runtime.files import keep_private  # noqa: PLC0415
     from ctxcache.storage.opening import ssd_directories_of  # noqa: PLC0415
 
     settings = load_settings(given)

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import typer
 
-from ctxcache.runtime.trace_context import trace_id_of
+from ctxcache.runtime.spans import trace_id_of
 
 Value = TypeVar("Value")
 

@@ -15,7 +15,7 @@ from ctxcache.cli.call import CONTEXT, OutputOption, call_of
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.cli.units import human_size
-from ctxcache.runtime.privacy import keep_private
+from ctxcache.runtime.files import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain

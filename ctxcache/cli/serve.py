@@ -25,12 +25,11 @@ from ctxcache.cli.output import Output
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.cli.units import human_size
-from ctxcache.runtime.descriptors import raise_limit
-from ctxcache.runtime.log_format import log_to
-from ctxcache.runtime.malloc import keep_freed_memory, look_seldom_at_what_stays
-from ctxcache.runtime.privacy import keep_private
-from ctxcache.runtime.process_memory import check_address_space
-from ctxcache.runtime.time_slice import shorten_time_slices
+from ctxcache.runtime.files import keep_private
+from ctxcache.runtime.logs import log_to
+from ctxcache.runtime.memory import check_address_space, keep_freed_memory, look_seldom_at_what_stays
+from ctxcache.runtime.sockets import raise_limit
+from ctxcache.runtime.threads import shorten_time_slices
 
 
 @dataclass(frozen=True, slots=True)

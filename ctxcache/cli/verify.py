@@ -17,7 +17,7 @@ from ctxcache.cli.call import Call, online
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.names import parse_size_bytes, parsed
 from ctxcache.cli.units import human_size
-from ctxcache.runtime.privacy import keep_private
+from ctxcache.runtime.files import keep_private
 
 if TYPE_CHECKING:
     from ctxcache.cli.plain import Plain
@@ -78,7 +78,7 @@ def verify(
 
 
 def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> "Iterator[VerifyResponse]":
-    from ctxcache.server.offline import verify_directory  # noqa: PLC0415
+    from ctxcache.server.lifecycle import verify_directory  # noqa: PLC0415
     from ctxcache.service.admin import verify_message  # noqa: PLC0415
     from ctxcache.settings.config import load  # noqa: PLC0415  it builds a server's parts
 

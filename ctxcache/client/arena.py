@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.ssd_files import SsdFiles
-from ctxcache.runtime.populate import Populate
+from ctxcache.runtime.memory import Populate
 from ctxcache.v1 import arena_pb2
 
 Bytes = npt.NDArray[np.uint8]

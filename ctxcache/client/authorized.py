@@ -12,7 +12,7 @@ from typing import Any, Self
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.privacy import check_secret
+from ctxcache.runtime.files import check_secret
 
 
 class TokenFile:

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.privacy import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal
 
 _VERDICTS = {
     9: "is not valid yet",

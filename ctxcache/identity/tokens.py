@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.identity.grants import Grant, is_tenant, parse_words
-from ctxcache.runtime.privacy import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal
 
 PREFIX = "ctxcache_"
 """So that whoever looks for secrets where none should be finds these."""

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.privacy import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.archive.files import refusals_of_file
 from ctxcache.errors import FileAlreadyExists, FileUnusable
-from ctxcache.runtime.privacy import open_private
+from ctxcache.runtime.files import open_private
 from ctxcache.simulate.recorded import FORMAT, VERSION
 from ctxcache.v1 import recording_pb2
 

@@ -1,10 +1,15 @@
-"""Spans: what a tracer is told, and the one that is told nothing. Leaf; knows no OpenTelemetry.
+"""Spans, as a tracer is told of them, and the trace that a request belongs to. Leaf; knows no OpenTelemetry.
 
-Where tracing is off nobody asks for a span of an rpc, and the others cost a function call.
+Where tracing is off no span is made for an rpc, and the others cost a function call.
+
+A request's trace is W3C's `traceparent` as its caller sent it: kept for each rpc, read only where something is to be
+remembered. Worst case: a `traceparent` that cannot be read, which counts as none.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Protocol
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -47,3 +52,37 @@ class NoSpans:
 
 _NOTHING = nullcontext()
 NO_SPANS = NoSpans()
+
+
+# -- the trace that a request belongs to -------------------------------------------------------------
+
+HEADER = "traceparent"
+_TRACE_PARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
+)
+_TRACE_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
+
+
+def _none() -> str:
+    return ""
+
+
+_NAMED: ContextVar[Callable[[], str]] = ContextVar("trace_parent", default=_none)
+
+
+def named_by(find: Callable[[], str]) -> None:
+    """Let `find` say the `traceparent` of whatever this task does from here on; it is asked late, or never."""
+    _NAMED.set(find)
+
+
+def current_trace_id() -> str:
+    """In whose trace this task works: 32 hex digits; empty where its caller named none."""
+    return trace_id_of(_NAMED.get()())
+
+
+def trace_id_of(text: str) -> str:
+    """The trace's id in a `traceparent`, or in itself; empty where it is neither."""
+    if _TRACE_ID.fullmatch(text):
+        return text
+    found = _TRACE_PARENT.fullmatch(text)
+    return found[1] if found else ""

@@ -38,12 +38,12 @@ from ctxcache.observe.moment import Moment
 from ctxcache.observe.recording import Recording
 from ctxcache.observe.status_pages import pages_of
 from ctxcache.observe.tracing import open_spans
-from ctxcache.runtime.clock import Clock
-from ctxcache.runtime.descriptors import connection_limit
-from ctxcache.runtime.malloc import give_back_unused
+from ctxcache.runtime.clock import Clock, StoreClock
+from ctxcache.runtime.memory import give_back_unused
+from ctxcache.runtime.sockets import connection_limit
 from ctxcache.runtime.spans import NO_SPANS, Spans
-from ctxcache.runtime.store_clock import StoreClock
-from ctxcache.server.addresses import (
+from ctxcache.server.listening import (
+    Ports,
     bulk_places,
     check_exposure,
     control_path,
@@ -51,10 +51,8 @@ from ctxcache.server.addresses import (
     metrics_place,
     targets,
 )
-from ctxcache.server.learned_state import Lessons
-from ctxcache.server.ports import Ports
 from ctxcache.server.reload import Reloaded, Reloading
-from ctxcache.server.upkeep import Upkeep
+from ctxcache.server.upkeep import Lessons, Upkeep
 from ctxcache.service.admin import About, AdminService
 from ctxcache.service.admission import Admission, Admissions
 from ctxcache.service.arena import ArenaService

@@ -1,20 +1,36 @@
-"""Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times.
+"""Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times, learned facts.
 
-Six loops, so that a slow device delays neither a deadline nor the room that clean segments give: one
-ends what is over, one writes, one makes room, one looks after devices, one gives up what devices do not return,
-one promotes ahead of need. A step that fails is logged and tried again at the next
-turn. Worst case between two turns of the second is a flush of everything that is dirty; of the first,
-one commit.
+Six loops, so that a slow device delays neither a deadline nor the room that clean segments give:
+
+    end_what_is_over    leases, reservations, sessions         every half second
+    write_behind        what is full, old or too much          when pressed
+    make_room           free room in the arena                 when short
+    look_after_devices  lost paths                             every half second
+    give_up_overdue     callers that wait for a hung device    every half second
+    prefetch            promotion ahead of need                when wanted
+
+A step that fails is logged and tried again at the next turn. Worst case between two turns: of write_behind a flush of
+everything that is dirty, of end_what_is_over one commit.
+
+`Lessons` keeps what the placement policy has learned, for the next run, in the data directory's file LESSONS:
+
+    {"version": 1, "policy": "value", "time_ns": ..., "lessons": {...}, "checksum": "..."}
+
+Nothing rests on that file: one that is missing, unreadable or of another policy means that everything is learned anew.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TypeVarTuple
 
 from ctxcache.cache import Cache
-from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.core.placement.policy import Policy
+from ctxcache.errors import CacheError, CorruptMetadata, SessionNotFound
+from ctxcache.runtime.files import read_facts, write_facts
+from ctxcache.runtime.threads import started_pool
 
 log = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
@@ -130,3 +146,56 @@ class Upkeep:
         self._cache.reading.expire_due()
         self._cache.hints.expire_due()
         self._cache.placement.passed()
+
+
+# -- what a policy has learned -----------------------------------------------------------------------
+
+LESSONS = "LESSONS"
+VERSION = 1
+LESSONS_INTERVAL_S = 60.0
+
+
+class Lessons:
+    """The file of one policy. Owned by the event loop. `now_ns` is the store's time."""
+
+    def __init__(self, directory: Path, name: str, policy: Policy, now_ns: Callable[[], int]) -> None:
+        self._path = directory / LESSONS
+        self._name, self._policy, self._now_ns = name, policy, now_ns
+        self._kept: dict[str, object] = {}
+        """What the file has."""
+        self._writer = started_pool(1, "lessons")
+
+    def recall(self) -> None:
+        """Let the policy go on from what the file says, if it can; called before the policy hears of anything."""
+        try:
+            facts = read_facts(self._path)
+            if facts["version"] == VERSION and facts["policy"] == self._name:
+                age_ns = max(self._now_ns() - int(facts["time_ns"]), 0)
+                self._policy.relearn(facts["lessons"], age_ns / 10**9)
+        except FileNotFoundError:
+            pass
+        except (OSError, CorruptMetadata, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("lessons_unreadable path=%s error=%r", self._path, error)
+
+    async def run(self) -> None:
+        """Keep what is new, once in a while, until it is cancelled."""
+        while True:
+            await asyncio.sleep(LESSONS_INTERVAL_S)
+            await self.keep()
+
+    async def keep(self) -> None:
+        """Write down what was learned, if that is something new; a refusal is logged."""
+        lessons = self._policy.lessons()
+        if lessons == self._kept:
+            return
+        facts = {"version": VERSION, "policy": self._name, "time_ns": self._now_ns(), "lessons": lessons}
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writer, write_facts, self._path, facts)
+        except OSError as error:
+            log.warning("lessons_not_kept path=%s error=%s", self._path, error.strerror)
+        else:
+            self._kept = lessons
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._writer.shutdown()

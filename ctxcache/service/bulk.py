@@ -15,6 +15,7 @@ from pathlib import Path
 from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable
 from ctxcache.runtime.clock import Clock
+from ctxcache.runtime.sockets import bound
 from ctxcache.service import convert
 from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import BulkConnection
@@ -24,7 +25,6 @@ from ctxcache.service.identification import Identification
 from ctxcache.service.rpc import Context
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
 from ctxcache.service.tls import Tls, peer_properties
-from ctxcache.service.unix_path import bound
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 from ctxcache.wire.framed_socket import PIECE_TIMEOUT_S, FramedSocket
 

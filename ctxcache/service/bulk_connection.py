@@ -19,7 +19,7 @@ from ctxcache.cache.reservation import Room
 from ctxcache.errors import CacheError, ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.streams import Stream
-from ctxcache.runtime.process_memory import refused_memory
+from ctxcache.runtime.memory import refused_memory
 from ctxcache.service import convert, validate
 from ctxcache.service.appending import CHUNK_BYTES_LIMIT
 from ctxcache.service.bulk_transfers import AppendTransfer, ReadTransfer, Transfers

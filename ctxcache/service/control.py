@@ -20,13 +20,13 @@ from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
+from ctxcache.runtime.sockets import bound
 from ctxcache.service.admission import Admission
 from ctxcache.service.caller import Caller
 from ctxcache.service.edge import known_error
 from ctxcache.service.holder import LOOK_INTERVAL_S, Holder
 from ctxcache.service.identification import Identification
 from ctxcache.service.turns import Slice, Turns
-from ctxcache.service.unix_path import bound
 from ctxcache.v1 import arena_pb2
 from ctxcache.wire.frames import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
 from ctxcache.wire.status import to_status

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
-from ctxcache.runtime.process_memory import refused_memory
+from ctxcache.runtime.memory import refused_memory
 from ctxcache.runtime.spans import NO_SPANS, Spans
 from ctxcache.service import caller as callers
 from ctxcache.service.admission import KEPT_OPEN, STREAMS, Admission, Admissions

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ctxcache.errors import CacheError
-from ctxcache.runtime import trace_context
+from ctxcache.runtime import spans
 from ctxcache.service import caller as callers
 from ctxcache.service.audit import OPERATORS_ONLY, Refusals
 from ctxcache.service.caller import ANYBODY, TENANT_HEADER, Caller
@@ -60,7 +60,7 @@ class Guard:
             self._refusals.note(error, peer=context.peer(), method=method)
             raise
         callers.let_in(caller)
-        trace_context.named_by(partial(_trace_parent, context))
+        spans.named_by(partial(_trace_parent, context))
         return caller
 
     def _find(self, context: Connected) -> Caller:
@@ -74,7 +74,7 @@ class Guard:
 
 def _trace_parent(context: Connected) -> str:
     metadata = context.invocation_metadata() or ()
-    return next((str(value) for key, value in metadata if key == trace_context.HEADER), "")
+    return next((str(value) for key, value in metadata if key == spans.HEADER), "")
 
 
 def _of_tenant(caller: Caller, context: Connected) -> Caller:

@@ -22,7 +22,7 @@ from ctxcache.errors import (
     PermissionDenied,
     ReservationNotFound,
 )
-from ctxcache.runtime import trace_context
+from ctxcache.runtime.spans import named_by
 from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.answers import Answer
@@ -69,7 +69,7 @@ class Holder:
         # A span needs a context of its own, which is a task's.
         if len(request.operations) != 1 or self._cache.state.spans.is_on:
             return None
-        trace_context.named_by(lambda: request.trace_parent)
+        named_by(lambda: request.trace_parent)
         response, operation = arena_pb2.AccessResponse(request_id=request.request_id), request.operations[0]
         result = response.results.add()
         kind = operation.WhichOneof("operation")
@@ -92,7 +92,7 @@ class Holder:
         Returns an encoded AccessResponse.
         """
         # The connection's trace parent belongs to an earlier request.
-        trace_context.named_by(lambda: request.trace_parent)
+        named_by(lambda: request.trace_parent)
         spans = self._cache.state.spans
         if not (spans.is_on and request.trace_parent):
             return await self._carry_out(request)

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.privacy import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal
 
 log = logging.getLogger(__name__)
 

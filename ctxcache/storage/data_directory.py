@@ -25,8 +25,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
-from ctxcache.runtime.facts_file import read_facts, sync_directory, write_facts
-from ctxcache.runtime.privacy import claim_directory, open_private, tighten
+from ctxcache.runtime.files import (
+    claim_directory,
+    open_private,
+    read_facts,
+    sync_directory,
+    tighten,
+    write_facts,
+)
 
 DATA_FORMAT = 3
 _LOCK, _FORMAT, _FORMAT_PARTIAL, _RUNS = "LOCK", "FORMAT", "FORMAT.partial", "RUNS"

@@ -16,7 +16,7 @@ from pathlib import Path
 from ctxcache.errors import DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import align
 from ctxcache.runtime.clock import SystemClock
-from ctxcache.runtime.privacy import claim_directory, tighten
+from ctxcache.runtime.files import claim_directory, tighten
 from ctxcache.settings.config import Settings
 from ctxcache.settings.sizes import arena_bytes, ssd_bytes
 from ctxcache.storage.data_directory import DataDirectory, check_not_restoring

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
 from ctxcache.format.slot import Slot
-from ctxcache.runtime.facts_file import sync_directory
+from ctxcache.runtime.files import sync_directory
 from ctxcache.storage.data_directory import METADATA, DataDirectory
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import SegmentRecord, SessionRecord

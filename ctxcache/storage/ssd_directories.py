@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
-from ctxcache.runtime.facts_file import read_facts, write_facts
+from ctxcache.runtime.files import read_facts, write_facts
 
 DEVICE, PATHS, SEGMENTS = "DEVICE", "PATHS", "segments.dat"
 log = logging.getLogger(__name__)

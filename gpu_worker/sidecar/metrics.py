@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from ctxcache.errors import AddressUnusable, CorruptSegment, InvalidConfiguration, TierFailure
 from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, Kind, counter, gauge
-from ctxcache.runtime.privacy import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct.path import DirectPath, Live
 from gpu_worker.sidecar.counts import Attached, Counts
 from gpu_worker.sidecar.edge import Room

@@ -18,8 +18,8 @@ import grpc
 import numpy as np
 
 from ctxcache.client.wire import CHANNEL_OPTIONS
-from ctxcache.runtime.malloc import keep_freed_memory
-from ctxcache.server.ports import OPTIONS
+from ctxcache.runtime.memory import keep_freed_memory
+from ctxcache.server.listening import OPTIONS
 from lab.bench.contexts import Bytes
 from lab.bench.row import NoPeer
 

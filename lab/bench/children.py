@@ -16,7 +16,7 @@ import numpy as np
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
-from ctxcache.runtime.malloc import keep_freed_memory
+from ctxcache.runtime.memory import keep_freed_memory
 from lab.bench.contexts import by_stream, check, content, copy_out, model_of, warm
 from lab.bench.row import Scale, WrongBytes
 

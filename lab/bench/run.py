@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ctxcache.errors import CacheError
-from ctxcache.runtime.malloc import keep_freed_memory
+from ctxcache.runtime.memory import keep_freed_memory
 from lab.bench.machine import load, machine, usage, versions
 from lab.bench.row import FULL, QUICK, NoPeer, Place, Row, Sides, Spread, WrongBytes, in_round
 from lab.bench.server import ServerDidNotStart

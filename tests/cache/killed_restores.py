@@ -18,7 +18,7 @@ from pathlib import Path
 from ctxcache.archive.files import source
 from ctxcache.archive.laying_out import lay_out
 from ctxcache.errors import CacheError
-from ctxcache.server.offline import verify_directory
+from ctxcache.server.lifecycle import verify_directory
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import DataDirectory
 

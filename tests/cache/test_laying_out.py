@@ -24,7 +24,7 @@ from ctxcache.errors import (
     DataDirectoryUnusable,
     FileDamaged,
 )
-from ctxcache.server.offline import verify_directory
+from ctxcache.server.lifecycle import verify_directory
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import DataDirectory
 from ctxcache.storage.opening import open_storage

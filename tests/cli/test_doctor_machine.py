@@ -9,9 +9,8 @@ import pytest
 
 from ctxcache.cli.doctor import machine, memory
 from ctxcache.cli.doctor.finding import Status
-from ctxcache.runtime.clock import boot_ns
-from ctxcache.runtime.facts_file import write_facts
-from ctxcache.runtime.store_clock import BOOT_ID
+from ctxcache.runtime.clock import BOOT_ID, boot_ns
+from ctxcache.runtime.files import write_facts
 from ctxcache.settings.config import Settings
 
 

@@ -13,12 +13,12 @@ from stored import connected, store_session
 
 from ctxcache.core.placement.policy import Capacities, Facts
 from ctxcache.core.placement.value import ReturnValue
-from ctxcache.runtime.facts_file import write_facts
-from ctxcache.server.learned_state import LESSONS, Lessons
+from ctxcache.runtime.files import write_facts
+from ctxcache.server.upkeep import LESSONS, Lessons
 
 NOW_NS = 10**18
 COUNT = 3
-OFTEN = "import ctxcache.server.learned_state; ctxcache.server.learned_state.INTERVAL_S = 0.01; from ctxcache.cli.main import main; main()"
+OFTEN = "import ctxcache.server.upkeep; ctxcache.server.upkeep.LESSONS_INTERVAL_S = 0.01; from ctxcache.cli.main import main; main()"
 """A server that keeps what it has learned a hundred times a second."""
 
 

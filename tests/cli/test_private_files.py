@@ -15,7 +15,7 @@ from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.privacy import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal
 
 CARELESS = ("sh", "-c", 'umask 0; exec "$@"', "sh")
 """Runs a command such that it makes files for everybody, by default."""

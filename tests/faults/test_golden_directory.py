@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.runtime.facts_file import write_facts
+from ctxcache.runtime.files import write_facts
 from tests.faults.rows import rows_of
 from tests.golden.make_directory import ARCHIVE, MODEL, SESSIONS, SSD_NAMES, SSD_SIZE_BYTES, STREAMS, owner_of
 from tests.server_process import ServerDidNotStart, ServerProcess

@@ -12,7 +12,7 @@ from service_rig import until
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
 from ctxcache.observe import endpoint as endpoint_module
 from ctxcache.observe.endpoint import Answer, Endpoint, Page
-from ctxcache.server.addresses import metrics_place
+from ctxcache.server.listening import metrics_place
 from ctxcache.server.server import Server
 
 

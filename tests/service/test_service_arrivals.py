@@ -13,7 +13,7 @@ from raw_http2 import RawClient, message
 from service_rig import Client, chunks, refused
 
 from ctxcache.errors import DeadlineExceeded, TooManyRequests
-from ctxcache.server.ports import MESSAGE_LIMIT_BYTES
+from ctxcache.server.listening import MESSAGE_LIMIT_BYTES
 from ctxcache.server.server import SERVICES, Server
 from ctxcache.service import arrivals as arriving
 from ctxcache.service.arrivals import SMALL_BYTES, Arrivals, Incoming

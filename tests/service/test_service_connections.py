@@ -14,8 +14,8 @@ from fakes import FakeClock
 from server_process import ServerProcess
 from service_rig import Client, all_rows, until
 
-from ctxcache.runtime import descriptors
-from ctxcache.server import ports
+from ctxcache.runtime import sockets
+from ctxcache.server import listening
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 
@@ -98,8 +98,8 @@ async def test_who_says_nothing_is_not_waited_for(
     settings: Settings, clock: FakeClock, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection without TLS's or HTTP/2's first words ends by itself."""
-    hasty = dict(ports.OPTIONS) | {"grpc.server_handshake_timeout_ms": 200}
-    monkeypatch.setattr(ports, "OPTIONS", tuple(hasty.items()))
+    hasty = dict(listening.OPTIONS) | {"grpc.server_handshake_timeout_ms": 200}
+    monkeypatch.setattr(listening, "OPTIONS", tuple(hasty.items()))
     server = await Server.start(settings, clock)
     try:
         silent = connect(server.addresses[0], "127.0.0.2")
@@ -112,7 +112,7 @@ def test_connections_get_what_descriptors_leave(monkeypatch: pytest.MonkeyPatch)
     """Storage's share is not theirs; where there is nearly nothing, they have a quarter of it."""
     for limit, wanted, found in ((100_000, 1024, 1024), (2000, 1024, 584), (256, 1024, 32)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert descriptors.connection_limit(wanted, listener_count=2, others=320) == found
+        assert sockets.connection_limit(wanted, listener_count=2, others=320) == found
 
 
 def descriptor_count(pid: int) -> int:

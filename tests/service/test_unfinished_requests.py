@@ -9,8 +9,8 @@ import pytest
 from raw_http2 import RawClient, message
 from server_process import ServerProcess
 
-from ctxcache.runtime.malloc import KEPT_BYTES
-from ctxcache.server.ports import MESSAGE_LIMIT_BYTES, WINDOW_BYTES
+from ctxcache.runtime.memory import KEPT_BYTES
+from ctxcache.server.listening import MESSAGE_LIMIT_BYTES, WINDOW_BYTES
 from ctxcache.service.arrivals import ARRIVALS_LIMIT
 
 APPEND = "/ctxcache.v1.SessionService/AppendSession"
@@ -21,7 +21,7 @@ TAKEN_BYTES = CONNECTIONS * WINDOW_BYTES + ARRIVALS_LIMIT * MESSAGE_LIMIT_BYTES
 # As an operator runs it, but for how often it looks whether memory can be given back.
 PROGRAM = (
     sys.executable, "-c",
-    "from ctxcache.runtime import malloc; malloc.LOOK_INTERVAL_S = 0.5; from ctxcache.cli.main import main; main()",
+    "from ctxcache.runtime import memory; memory.LOOK_INTERVAL_S = 0.5; from ctxcache.cli.main import main; main()",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ctxcache.cli.doctor.memory import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
-from ctxcache.runtime.privacy import check_directory, check_secret, loose, secret_refusal
+from ctxcache.runtime.files import check_directory, check_secret, loose, secret_refusal
 from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
 from ctxcache.storage.data_directory import DataDirectory, check_not_restoring

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ctxcache.cli.doctor.disk import existing
 from ctxcache.cli.doctor.finding import Finding, degraded, ok
-from ctxcache.runtime.store_clock import StoreClock
+from ctxcache.runtime.clock import StoreClock
 from ctxcache.settings.config import Settings
 
 NODES = Path("/sys/devices/system/node")

@@ -30,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, TierFailure
 from ctxcache.runtime.clock import SystemClock
-from ctxcache.runtime.privacy import claim_directory, open_private
+from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata.catalog_contents import (
     BEGIN,

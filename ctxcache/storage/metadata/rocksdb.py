@@ -42,8 +42,8 @@ from rocksdict import (
 
 from ctxcache.errors import CapacityExceeded, CorruptMetadata, DataDirectoryUnusable, TierFailure
 from ctxcache.format.slot import Slot
-from ctxcache.runtime.pools import started_pool
-from ctxcache.runtime.privacy import claim_directory
+from ctxcache.runtime.files import claim_directory
+from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 from ctxcache.storage.metadata.catalog import Catalog

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import DataDirectoryUnusable
-from ctxcache.runtime.privacy import open_private
+from ctxcache.runtime.files import open_private
 
 NAME = "WITNESS"
 _MAGIC = b"CTXCWIT\0"

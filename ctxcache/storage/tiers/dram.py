@@ -23,8 +23,8 @@ import numpy.typing as npt
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
-from ctxcache.runtime.pools import started_pool
-from ctxcache.runtime.populate import Populate
+from ctxcache.runtime.memory import Populate
+from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import Range, Refusal
 from ctxcache.storage.tiers.shared_memory import HugePages, create_shared
 

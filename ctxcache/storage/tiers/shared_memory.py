@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
-from ctxcache.runtime.privacy import FILE_MODE
+from ctxcache.runtime.files import FILE_MODE
 
 HugePages = Literal["auto", "on", "off"]
 HUGE_PAGE_BYTES = 2 << 20

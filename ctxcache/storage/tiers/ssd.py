@@ -28,7 +28,7 @@ from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConf
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.runtime.clock import Clock, SystemClock
-from ctxcache.runtime.privacy import claim_directory, open_private
+from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.tiers.base import Range, Refusal
 from ctxcache.storage.tiers.health import PathHealth

@@ -2,7 +2,7 @@
 
 import time
 
-from ctxcache.runtime import store_clock
+from ctxcache.runtime import clock
 from ctxcache.runtime.clock import SystemClock
 from tests.faults.planted import plant
 
@@ -17,9 +17,9 @@ def wall_clock(_: int) -> None:
 @plant
 def forgets_time(_: int) -> None:
     """Each start begins with the wall clock's time."""
-    store_clock.CLOCK = "CLOCK.nowhere"
+    clock.CLOCK = "CLOCK.nowhere"
 
     async def keep(_: object) -> None:
         pass
 
-    setattr(store_clock.StoreClock, "keep", keep)  # noqa: B010
+    setattr(clock.StoreClock, "keep", keep)  # noqa: B010

@@ -14,7 +14,7 @@ from typing import Any
 
 from ctxcache.cache import Cache
 from ctxcache.core.extents import SlotAllocator
-from ctxcache.runtime import facts_file
+from ctxcache.runtime import files
 from ctxcache.server.server import Server
 from ctxcache.storage.data_directory import DataDirectory
 from ctxcache.storage.metadata.catalog import Catalog
@@ -30,7 +30,7 @@ _CALLS: dict[str, tuple[object, str]] = {
     "file_created": (os, "posix_fallocate"),
     "file_sync": (os, "fsync"),
     "file_rename": (os, "rename"),
-    "directory_sync": (facts_file, "sync_directory"),
+    "directory_sync": (files, "sync_directory"),
     "slot_write": (os, "pwritev"),
     "slot_sync": (os, "fdatasync"),
     "record_write": (RocksDbMetadata, "_write"),

@@ -11,6 +11,8 @@ import time
 from datetime import UTC, datetime
 from typing import TextIO
 
+# == ctxcache/runtime/logs.py
+
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 TEMPLATE = re.compile(r"[a-z][a-z0-9_]*(?: [a-z_]+=%(?:\.\d+)?[a-z])*")
 LIBRARIES = ("asyncio", "grpc")

@@ -1,18 +1,34 @@
-"""What this process does with memory it frees: keeps it, so that the next message finds it mapped.
+"""Memory of this process: what becomes of freed blocks, what a refusal means, and pages touched ahead of use.
 
-glibc gives large blocks back to the kernel as soon as they are freed, and a stream of 1 MiB messages
-then takes hundreds of page faults per message. Only glibc knows these settings; elsewhere nothing is
-done. Free memory that stays unused for a while is given back all the same. Worst case: a process keeps KEPT_BYTES more
-than it uses.
+glibc gives large blocks back to the kernel as soon as they are freed; a stream of 1 MiB messages then takes hundreds
+of page faults a message. So freed memory is kept, and given back when it stays unused. Only glibc has these settings;
+with another libc nothing is done. Worst case: a process keeps KEPT_BYTES more than it uses.
+
+gRPC's C core and RocksDB end the process when an allocation is refused. A bound on the address space that is too low
+is therefore refused before they are loaded. Worst case: one of them reaches a higher bound, which ends the process
+like a kill; what was durable is there after the next start.
+
+`Populate` maps pages of shared memory from a thread of the lowest priority. It knows addresses, not what lies there.
+The memory must stay mapped until `stop` has returned. Worst case: a kernel before 5.14 refuses the advice; then no
+page is touched, and first touches stay dear.
 """
 
 import asyncio
+import contextlib
 import ctypes
+import errno
 import gc
 import logging
 import os
-from collections.abc import Mapping
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from ctxcache.errors import CapacityExceeded, TooManyRequests
+
+# -- memory that this process frees ------------------------------------------------------------------
 
 VARIABLE = "CTXCACHE_MALLOC"
 MMAP_THRESHOLD_BYTES = 32 << 20
@@ -142,3 +158,100 @@ def is_set_by_others() -> bool:
     own = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
     is_tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     return is_tuned or os.environ.get(VARIABLE) == "default" or any(name in os.environ for name in own)
+
+
+# -- memory that the system refuses ------------------------------------------------------------------
+
+NEEDED_BYTES = 4 << 30
+"""Beside the arena: libraries, and what 64 threads' stacks and heaps reserve; little of it is ever used."""
+_NO_THREAD = "can't start new thread"
+
+
+def check_address_space(arena_size_bytes: int) -> None:
+    """Raise CapacityExceeded when the bound leaves a server no room."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    needed_bytes = NEEDED_BYTES + arena_size_bytes
+    if limit_bytes != resource.RLIM_INFINITY and limit_bytes < needed_bytes:
+        raise CapacityExceeded(
+            tier="address space (RLIMIT_AS)",
+            needed_bytes=needed_bytes, free_bytes=limit_bytes, limit_bytes=limit_bytes,
+        )  # fmt: skip
+
+
+def refused_memory(error: BaseException) -> TooManyRequests | None:
+    """What a caller is told of an error that means refused memory, a thread's included; None for any other."""
+    is_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
+    is_no_mapping = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (isinstance(error, MemoryError) or is_no_thread or is_no_mapping):
+        return None
+    return TooManyRequests(what="memory of the server's process", limit="what the system gives it")
+
+
+# -- shared memory, touched ahead of use -------------------------------------------------------------
+
+STEP_BYTES = 1 << 20
+"""Populated at a time: about 0.4 ms in which the process cannot change its mappings."""
+_LOWEST_PRIORITY = 19
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Populate:
+    """Populates `[address, address + size_bytes)` in a daemon thread, from `start` until it is through or stopped.
+
+    `is_for_writing`: allocate and map pages as a write would; otherwise only map what is allocated.
+    `keeps` is what must live on meanwhile. Steps are whole pages: `page_bytes` is a divisor of the range, or 4 KiB.
+    """
+
+    def __init__(
+        self, address: int, size_bytes: int, *, is_for_writing: bool, page_bytes: int = 4096,
+        keeps: object = None, on_end: "Callable[[Populate], None] | None" = None,
+    ) -> None:  # fmt: skip
+        self.size_bytes = size_bytes
+        self.populated_bytes = 0
+        """How far it is: grows to `size_bytes`, or stays where it was stopped or refused."""
+        self.took_s = 0.0
+        self._address = address
+        self._advice = _MADV_POPULATE_WRITE if is_for_writing else _MADV_POPULATE_READ
+        self._step_bytes = max(STEP_BYTES, page_bytes)
+        self._keeps = keeps
+        self._on_end = on_end
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="ctxcache-populate", daemon=True)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every page was touched."""
+        return self.populated_bytes == self.size_bytes
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it; returns when the memory is not touched any more. May be called at any time, and twice."""
+        self._is_stopped = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for its end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        begin_s = time.monotonic()
+        while not self._is_stopped and not self.is_complete and self._step():
+            continue
+        self.took_s = time.monotonic() - begin_s
+        self._keeps = None
+        if self._on_end is not None and not self._is_stopped:
+            self._on_end(self)
+
+    def _step(self) -> bool:
+        size_bytes = min(self._step_bytes, self.size_bytes - self.populated_bytes)
+        is_done: bool = _libc.madvise(self._address + self.populated_bytes, size_bytes, self._advice) == 0
+        self.populated_bytes += size_bytes * is_done
+        return is_done

@@ -1,17 +1,24 @@
-"""Whose a file is, and which modes it has: what a server and its commands leave and take.
+"""Files of a server and its commands: whose a file is, which mode it has, and small files of facts.
 
-What is made here is for this user alone. What is there already is given such modes where it is this user's, and refused
-where it is another's, or where every user could have put something into it. Secrets are refused as ssh refuses them.
-Worst case: a place or a file that others may change or read, which is one sentence with its mode before anything is opened.
+What is made here is for this user alone. What is there already gets such a mode where it is this user's. It is refused
+where it is another user's, or where every user could have put something into it. Secrets are refused as ssh does.
+Worst case: others may change or read a place; one sentence says so, with the mode, before anything is opened.
+
+A file of facts is JSON with a checksum of its own, replaced as a whole. Worst case: a crash at any point leaves the
+file as it was or as it was to be; a flipped bit is a CorruptMetadata, never another fact.
 """
 
+import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ctxcache.errors import CacheError, DataDirectoryUnusable, InvalidConfiguration
+from xxhash import xxh3_64_hexdigest
+
+from ctxcache.errors import CacheError, CorruptMetadata, DataDirectoryUnusable, InvalidConfiguration
 
 log = logging.getLogger(__name__)
 
@@ -139,3 +146,46 @@ def _change(path: Path, found: os.stat_result, mode: int) -> None:
     path.chmod(mode)
     before = f"{stat.S_IMODE(found.st_mode):04o}"
     log.warning("mode_tightened path=%s from=%s to=%s", path, before, f"{mode:04o}")
+
+
+# -- small files of facts ----------------------------------------------------------------------------
+
+CHECKSUM = "checksum"
+
+
+def write_facts(path: Path, facts: Mapping[str, object]) -> None:
+    """Write the file and sync it. Raises OSError."""
+    # Synced before it gets its name, and the name before anything relies on it.
+    partial = path.with_name(f"{path.name}.partial")
+    fd = open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump({**facts, CHECKSUM: _checksum(facts)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_directory(path.parent)
+
+
+def read_facts(path: Path, *, is_checksum_needed: bool = True) -> dict[str, Any]:
+    """Read the facts back. Raises CorruptMetadata, FileNotFoundError and other OSError."""
+    try:
+        facts = json.loads(path.read_bytes())
+        found = facts.pop(CHECKSUM, None)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CorruptMetadata(where=str(path), problem=f"it does not parse: {error!r}") from error
+    if found != _checksum(facts) and (found is not None or is_checksum_needed):
+        raise CorruptMetadata(where=str(path), problem="its checksum does not match")
+    return dict(facts)
+
+
+def sync_directory(path: Path) -> None:
+    """Make a directory's entries durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checksum(facts: Mapping[str, object]) -> str:
+    return xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
