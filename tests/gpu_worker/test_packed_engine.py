@@ -107,7 +107,8 @@ def test_a_lossless_engine_does_not_take_packed_sessions(client: Client, session
 
 def test_a_row_that_cannot_be_packed_ends_what_is_saved_not_the_turn(client: Client, session_id: str) -> None:
     """The reply is as it would be; the session keeps what came before, and says why it keeps no more."""
-    model, plan = _model(), RestorePlan.uniform(Method.KV_INT8, LAYER_COUNT)
+    # A model of its own: the hook stays on it.
+    model, plan = build("llama"), RestorePlan.uniform(Method.KV_INT8, LAYER_COUNT)
     with TransformersEngine(model, client, _spec(), plan) as engine:
         engine.turn(session_id, TURNS[0], max_new_tokens=1)
         assert engine.wait(session_id) is None
