@@ -1,11 +1,25 @@
-"""Whether a model still is what its engine was made with: a cheap mark before each turn, digests when the mark differs.
+"""Whether a model is still what its engine was made with: one flat look before each turn, digests where it differs.
 
-Knows modules, tensors' version counters and peft's adapters, and nothing of the store. Worst case: all weights are read
-once, because something changed that no pass depends on. What writes through `tensor.data` leaves no mark, and a change
-while a turn runs is found at the next one.
+A snapshot is taken once, and compared before each turn. The comparison reads lists that the snapshot collected, so
+that its cost is a few loops in C and no call per module.
+
+```
+               same
+        ┌──────────────┐
+        ▼              │
+    SNAPSHOT ──── each turn: look ──── differs ────► digests ──── equal ────► a new SNAPSHOT
+                                                        │
+                                                        └──── differ ────► ModelChanged
+```
+
+Knows modules, tensors' version counters and peft's adapters, and nothing of the store. Worst case: all weights are
+read once, because something changed that no pass depends on. A write through `tensor.data` that keeps the storage
+leaves no mark, and a change while a turn runs is found at the next one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +29,18 @@ from ctxcache.format.model import ModelSpec
 from gpu_worker.errors import ModelChanged
 from gpu_worker.executed import TENSORS_SCHEME, digest_execution, digest_weights, has_merged_adapters
 
-Mark = tuple[object, ...]
+_FACTS = attrgetter("__dict__")
+_CHILDREN, _TRAINING = itemgetter("_modules"), itemgetter("training")
+_PARAMETERS, _BUFFERS = itemgetter("_parameters"), itemgetter("_buffers")
+_TABLE_NAMES = itemgetter("_non_persistent_buffers_set")
+_HOOKS, _PRE_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
+_METHOD = methodcaller("get", "forward")
+_OFF = methodcaller("get", "_disable_adapters")
+_VALUES = methodcaller("values")
+_VERSION = attrgetter("_version")
+
+Facts = Mapping[str, Any]
+"""The attributes of a module, `module.__dict__`. Any: torch and peft keep all sorts in it."""
 
 
 class Unchanged:
@@ -23,17 +48,20 @@ class Unchanged:
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
         self._model, self._spec = model, spec
-        self._settings, self._weights = _settings(model), _weights(model)
+        self._snapshot = ModelSnapshot(model)
 
     def check(self) -> None:
-        """Raise ModelChanged unless passes compute what they did. Costs microseconds per module while nothing changed."""
-        settings, weights = _settings(self._model), _weights(self._model)
-        if (settings, weights) == (self._settings, self._weights):
+        """Raise ModelChanged unless passes compute what they did.
+
+        While nothing has changed, a call costs about a microsecond for each module.
+        """
+        if self._snapshot.is_current():
             return
-        if weights != self._weights or has_merged_adapters(self._model):
+        now = ModelSnapshot(self._model)
+        if now.weights != self._snapshot.weights or has_merged_adapters(self._model):
             self._compare("weights_digest", self._digest_weights())
         self._compare("settings", digest_execution(self._model))
-        self._settings, self._weights = settings, weights
+        self._snapshot = now
 
     def _digest_weights(self) -> str:
         if not self._spec.weights_digest.startswith(TENSORS_SCHEME):
@@ -47,55 +75,100 @@ class Unchanged:
             raise ModelChanged(model=self._spec.model_id, field=field, described=described, found=found)
 
 
-def _settings(model: nn.Module) -> Mark:
-    """What modules there are, how they are switched, and what they have computed beforehand."""
-    return tuple(each for module in model.modules() for each in (*_switches(module), *_tables(module)))
+class ModelSnapshot:
+    """All modules and tensors of a model, and what was true of them.
+
+    Holds what it compares by identity: an object that is gone could leave its id to another one. A model whose
+    weights were replaced therefore keeps the old ones until the new ones are accepted or the engine is closed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = tuple(model.modules())
+        facts = [*map(_FACTS, self._modules)]
+        self._table_names = [*map(set, map(_TABLE_NAMES, facts))]
+        self._methods = [*map(_METHOD, facts)]
+        self._structure = _structure(facts)
+        self._switches = _switches(facts)
+        self._adapters = _adapters(self._modules, facts)
+        self._tensors = tuple(tensor for tensor in _tensors(facts) if tensor is not None)
+        # A tensor made in inference mode has no version, and packed weights have no storage: identity has to do.
+        self._counted = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
+        self._placed = tuple(tensor for tensor in self._tensors if _place(tensor) is not None)
+        self._unplaced = tuple(tensor for tensor in self._tensors if _place(tensor) is None)
+        self._versions = [*map(_VERSION, self._counted)]
+        self._places = [*map(Tensor.data_ptr, self._placed)]
+        self.weights = [_mark(tensor) for tensor in _stored(facts)]
+        """Which stored tensors there are, where they lie, and how often each was written to."""
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed that a pass could depend on, stored weights or other things."""
+        facts = [*map(_FACTS, self._modules)]
+        try:
+            return (
+                _structure(facts) == self._structure
+                and _switches(facts) == self._switches
+                and [*map(_TABLE_NAMES, facts)] == self._table_names
+                and _adapters(self._modules, facts) == self._adapters
+                # The same tensors as then, by the structure: they need not be looked up again.
+                and [*map(_VERSION, self._counted)] == self._versions
+                and [*map(Tensor.data_ptr, self._placed)] == self._places
+                and not any(map(_place, self._unplaced))
+            )
+        except RuntimeError:
+            # A tensor that had a version or a storage has none any more.
+            return False
 
 
-def _switches(module: Any) -> Iterator[object]:
-    # Any: peft may not be there to name the type of a layer with adapters.
-    facts = module.__dict__
-    yield id(module)
-    yield module.training
-    yield id(facts.get("forward"))
-    yield (*facts["_forward_hooks"], *facts["_forward_pre_hooks"])
-    if "_disable_adapters" in facts:
-        yield module.disable_adapters
-        yield tuple(module.merged_adapters)
-        yield tuple(module.active_adapters)
-        yield tuple(sorted(module.scaling.items())) if hasattr(module, "scaling") else ()
+def _structure(facts: list[Facts]) -> list[int]:
+    """The modules below each module, and the tensors that each has by its names."""
+    held = chain(map(_CHILDREN, facts), map(_PARAMETERS, facts), map(_BUFFERS, facts))
+    return [*map(id, chain.from_iterable(map(_VALUES, held)))]
 
 
-def _weights(model: nn.Module) -> Mark:
-    """Which tensors there are, where they lie, and how often each was written to."""
-    return tuple(each for module in model.modules() for each in _stored(module))
+def _switches(facts: list[Facts]) -> tuple[list[bool], list[int], list[tuple[int, ...]]]:
+    """How modules are switched, and the methods and hooks that were put in."""
+    return (
+        [*map(_TRAINING, facts)],
+        [*map(id, map(_METHOD, facts))],
+        # A hook's key is a number that no other hook has had.
+        [*map(tuple, chain(map(_HOOKS, facts), map(_PRE_HOOKS, facts)))],
+    )
 
 
-def _stored(module: nn.Module) -> Iterator[object]:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):  # noqa: SLF001  each by each name
-        if tensor is not None and name not in module._non_persistent_buffers_set:  # noqa: SLF001  as above
-            yield _mark(tensor)
+def _adapters(modules: Iterable[nn.Module], facts: list[Facts]) -> list[object]:
+    """How the layers with adapters are switched. peft may not be there to name their type."""
+    switched: list[Any] = [
+        module for module, off in zip(modules, map(_OFF, facts), strict=True) if off is not None
+    ]
+    return [
+        (
+            module.disable_adapters,
+            tuple(module.merged_adapters),
+            tuple(module.active_adapters),
+            tuple(sorted(module.scaling.items())) if hasattr(module, "scaling") else (),
+        )
+        for module in switched
+    ]
 
 
-def _tables(module: nn.Module) -> Iterator[object]:
-    for name in module._non_persistent_buffers_set:  # noqa: SLF001  as above
-        tensor = module._buffers.get(name)  # noqa: SLF001  as above
-        if tensor is not None:
-            yield _mark(tensor)
+def _tensors(facts: list[Facts]) -> Iterator[Tensor | None]:
+    return chain.from_iterable(map(_VALUES, chain(map(_PARAMETERS, facts), map(_BUFFERS, facts))))
 
 
-def _mark(tensor: Tensor) -> Mark:
-    return id(tensor), _place(tensor), _version(tensor)
+def _stored(facts: list[Facts]) -> Iterator[Tensor]:
+    """Parameters and buffers that a checkpoint has, module by module; tables are computed and not stored."""
+    for each in facts:
+        for name, tensor in (*each["_parameters"].items(), *each["_buffers"].items()):
+            if tensor is not None and name not in each["_non_persistent_buffers_set"]:
+                yield tensor
 
 
-def _place(tensor: Tensor) -> int:
+def _mark(tensor: Tensor) -> tuple[int, int, int]:
+    return id(tensor), _place(tensor) or 0, 0 if tensor.is_inference() else _VERSION(tensor)
+
+
+def _place(tensor: Tensor) -> int | None:
     try:
         return tensor.data_ptr()
     except RuntimeError:
-        # Packed weights have no storage of their own; their identity has to do.
-        return 0
-
-
-def _version(tensor: Tensor) -> int:
-    # Made in inference mode, tensors are not counted.
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  torch has no other way to ask
+        return None

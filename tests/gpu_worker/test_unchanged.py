@@ -14,7 +14,7 @@ from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.errors import ModelChanged
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.unchanged import Unchanged
+from gpu_worker.unchanged import ModelSnapshot, Unchanged
 
 PLAN = RestorePlan.uniform(Method.KV, 3)
 PROMPT = list(range(5, 75))
@@ -122,3 +122,59 @@ def test_weights_of_files_cannot_be_changed_back() -> None:
         _weight(model).mul_(1)
     with pytest.raises(ModelChanged, match="changed in memory"):
         unchanged.check()
+
+
+def _replace_weight(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    shape = layer.weight.shape
+    # The old one is gone first: the new one may lie where it lay, and have its id.
+    del layer.weight
+    layer.weight = torch.nn.Parameter(torch.zeros(shape))
+
+
+def _forward_elsewhere(model: Any) -> None:
+    block = model.model.layers[2]
+    block.forward = block.forward
+
+
+def _keep_a_table(model: Any) -> None:
+    model.model.rotary_emb._non_persistent_buffers_set.clear()
+
+
+SEEN: dict[str, Edit] = {
+    **{name: change for name, (change, _) in CHANGES.items()},
+    "a weight that is another": _replace_weight,
+    "a weight that lies elsewhere": lambda model: setattr(_weight(model), "data", _weight(model).clone()),
+    "a bias more": lambda model: model.lm_head.register_parameter("bias", torch.nn.Parameter(torch.ones(1))),
+    "a buffer more": lambda model: model.model.register_buffer("more", torch.ones(1)),
+    "a buffer that is another": lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(4)),
+    "a table that is stored": _keep_a_table,
+    "a module that is another": lambda model: setattr(model.model.layers[0], "mlp", torch.nn.Identity()),
+    "a layer less": lambda model: model.model.layers.pop(2),
+    "a hook before": lambda model: model.model.layers[1].register_forward_pre_hook(lambda *_: None),
+    "a hook behind": lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None),
+    "a method put in": _forward_elsewhere,
+    "an adapter's scale": lambda model: model.model.layers[0].self_attn.q_proj.scale_layer(2.0),
+    "one module in training": lambda model: model.model.layers[1].self_attn.train(),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_each_change_is_seen_by_the_look_before_a_turn(name: str) -> None:
+    """What a pass could depend on is compared before each turn; only what differs is looked into."""
+    model = adapted()
+    snapshot = ModelSnapshot(model)
+    assert snapshot.is_current()
+    SEEN[name](model)
+    assert not snapshot.is_current()
+
+
+def test_tensors_without_versions_are_told_apart_by_where_they_are() -> None:
+    """Weights made in inference mode count no writes: the same ones are the same model, others are another."""
+    with torch.inference_mode():
+        model: Any = build("llama")
+    snapshot = ModelSnapshot(model)
+    assert snapshot.is_current()
+    with torch.inference_mode():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    assert not snapshot.is_current()
