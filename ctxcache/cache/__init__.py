@@ -7,22 +7,23 @@ here knows gRPC. A request is served by one of the parts of `Cache`.
 import asyncio
 from collections.abc import Sequence
 
+from ctxcache.cache.appends import Appends
+from ctxcache.cache.background import Background
 from ctxcache.cache.backup import Backup
+from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.devices import Devices
-from ctxcache.cache.flushing import PARALLEL_FLUSHES, WriteBehind
+from ctxcache.cache.eviction import Departures, SsdRoom
+from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBehind
 from ctxcache.cache.hints import Hints
+from ctxcache.cache.leases import Leases
 from ctxcache.cache.loading import load
 from ctxcache.cache.models import Models
-from ctxcache.cache.pins import Pins
-from ctxcache.cache.prefetching import Prefetching
+from ctxcache.cache.promotion import Prefetching, Promotions
 from ctxcache.cache.queues import Queues
-from ctxcache.cache.reading import Reading
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.scrubbing import Scrubbing
-from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.scrubbing import Mending, Scrubbing
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.cache.writing import Writing
 from ctxcache.core.budget import Budget
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.segment import Segment
@@ -45,12 +46,21 @@ class Cache:
     """The parts, put together over one arena, one SSD tier and one metadata store."""
 
     def __init__(
-        self, *, arena: MappedTier, ssd: DeviceTier, metadata: MetadataStore, clock: Clock,
-        policy: Ranked, default_expiration: Expiration, crash_count: int = 0,
+        self,
+        *,
+        arena: MappedTier,
+        ssd: DeviceTier,
+        metadata: MetadataStore,
+        clock: Clock,
+        policy: Ranked,
+        default_expiration: Expiration,
+        crash_count: int = 0,
         limits: Limits = DEFAULT_LIMITS,
-        watermarks: Watermarks = DEFAULT_WATERMARKS, shares: Shares = NO_SHARES,
-        queue_limits: QueueLimits = DEFAULT_QUEUE_LIMITS, spans: Spans = NO_SPANS,
-    ) -> None:  # fmt: skip
+        watermarks: Watermarks = DEFAULT_WATERMARKS,
+        shares: Shares = NO_SHARES,
+        queue_limits: QueueLimits = DEFAULT_QUEUE_LIMITS,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         self.arena, self.ssd, self._metadata = arena, ssd, metadata
         # The arena's first page says which arena it is.
         memory = Shelf(arena.capacities_bytes, first_offset=ALIGN_BYTES)
@@ -68,21 +78,42 @@ class Cache:
             spans=spans,
         )
         self.ledger = self.state.ledger
-        self.residency = Residency(self.state, io, metadata)
-        self.write_behind = WriteBehind(self.state, self.residency.flushing, self.residency.staging)
         self.placement = self.ledger.placement
-        self.models = Models(self.state, metadata)
-        self.sessions = Sessions(self.state, self.residency, metadata, default_expiration)
-        self.prefetching = Prefetching(self.state, self.residency, self.sessions)
-        self.queues = Queues(self.state, queue_limits)
-        self.hints = Hints(self.state, self.residency, self.prefetching, self.queues)
-        written = self._pins("reservations", limits.reservation_share)
-        self.writing = Writing(self.state, self.residency, io, written)
+        state, background = self.state, Background()
+        self._background = background
+        self.departures = Departures(state, metadata, background)
+        self.mending = Mending(state, io, self.departures, background)
+        self.ssd_room = SsdRoom(state, io, metadata, self.departures)
+        self.staging = Staging(state, io, background, self.ssd_room)
+        self.ssd_room.unstage_something = self.staging.unstage_something
+        self.flushing = Flushing(state, io, metadata, self.staging, self.mending, background)
+        self.write_behind = WriteBehind(state, self.flushing, self.staging)
+        self.memory_room = MemoryRoom(state, io, self.staging, self.flushing, self.ssd_room)
+        self.dirty_bound = DirtyBound(state, io, self.memory_room)
+        self.promotions = Promotions(state, io, self.memory_room, background)
+        self.prefetching = Prefetching(state, self.promotions, self.mending)
+        self.models = Models(state, metadata)
+        self.sessions = Sessions(
+            state, metadata, self.departures, self.ssd_room, self.flushing, default_expiration
+        )
+        self.queues = Queues(state, queue_limits)
+        self.hints = Hints(state, self.flushing, self.prefetching, self.queues)
+        self.appends = Appends(
+            state,
+            io,
+            self.departures,
+            self.ssd_room,
+            self.staging,
+            self.flushing,
+            self.memory_room,
+            self.dirty_bound,
+            self._pins("reservations", limits.reservation_share),
+        )
         leased = self._pins("leases", limits.lease_share)
-        self.reading = Reading(self.state, self.residency, self.sessions, io, leased)
-        self.scrubbing = Scrubbing(self.state, self.residency, self.sessions, io, metadata)
-        self.devices = Devices(self.state, self.residency, self.sessions, ssd)
-        self.backup = Backup(self.state, self.residency, io)
+        self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        self.scrubbing = Scrubbing(state, self.mending, io, metadata)
+        self.devices = Devices(state, ssd, self.departures, self.mending, self.flushing)
+        self.backup = Backup(state, io, self.flushing, self.mending)
 
     def _pins(self, what: str, share: float) -> Pins:
         capacity_bytes, limits = self.ledger.memory.capacity_bytes, self.state.limits
@@ -92,6 +123,10 @@ class Cache:
             is_divided=limits.are_divided,
         )
         return Pins(what, budget, wait_ns=limits.room_wait_ns)
+
+    async def drain(self) -> None:
+        """Wait for everything that runs in the background."""
+        await self._background.drain()
 
     async def open(self) -> None:
         """Load every record; what does not fit together is cut or removed, logged and committed.
@@ -106,7 +141,7 @@ class Cache:
         if repairs:
             await self._metadata.commit(repairs, is_durable=True)
         if misplaced:
-            await self.residency.mending.quarantine(misplaced)
+            await self.mending.quarantine(misplaced)
         await self.devices.give_up(self.ssd.emptied)
         await self.sessions.expire_due()
 
@@ -121,7 +156,7 @@ class Cache:
         again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
         results |= await self._flush_all(again, at_a_time=1)
         saved = await asyncio.gather(self.sessions.save_access_times(is_last=True), return_exceptions=True)
-        await self.residency.drain()
+        await self.drain()
         self._io.close()
         for result in (*results.values(), *saved):
             # A session that is gone was deleted, or evicted to make room for another one's flush; one that is
@@ -134,8 +169,8 @@ class Cache:
         kept: list[Session] = []
         kept_bytes = 0
         for session in self.ledger.unwritten_sessions():
-            if self.residency.staging.spares(session, kept_bytes):
-                self.residency.ssd_room.give_up(session)
+            if self.staging.spares(session, kept_bytes):
+                self.ssd_room.give_up(session)
             else:
                 kept.append(session)
                 kept_bytes += self.ledger.unwritten_bytes(session)
@@ -154,7 +189,7 @@ class Cache:
     ) -> dict[Session, BaseException | None]:
         results: list[BaseException | None] = []
         for begin in range(0, len(sessions), at_a_time):
-            flushes = [self.residency.flush(s, is_last=is_last) for s in sessions[begin : begin + at_a_time]]
+            flushes = [self.flushing.flush(s, is_last=is_last) for s in sessions[begin : begin + at_a_time]]
             results += await asyncio.gather(*flushes, return_exceptions=True)
         return dict(zip(sessions, results, strict=True))
 

@@ -33,8 +33,9 @@ from ctxcache.archive.frames import (
     VOID,
     FrameMaker,
 )
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.scrubbing import Mending
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import GENERATION_BITS, State, record_of
 from ctxcache.core import ranges
 from ctxcache.core.ledger.segment import Segment
@@ -73,8 +74,8 @@ class Copied:
 class Backup:
     """Makes backups, one at a time. Owned by the event loop."""
 
-    def __init__(self, state: State, residency: Residency, io: SegmentIO) -> None:
-        self._state, self._residency, self._io = state, residency, io
+    def __init__(self, state: State, io: SegmentIO, flushing: Flushing, mending: Mending) -> None:
+        self._state, self._io, self._flushing, self._mending = state, io, flushing, mending
         self._is_running = False
 
     async def run(self, created_by: str) -> AsyncGenerator[tuple[bytes, Copied]]:
@@ -86,7 +87,7 @@ class Backup:
             raise TooManyRequests(what="backups", limit=1)
         self._is_running = True
         try:
-            one = _Backup(self._state, self._residency, self._io)
+            one = _Backup(self._state, self._io, self._flushing, self._mending)
             async with aclosing(one.steps(created_by)) as steps:
                 async for _ in steps:
                     for data in one.take(at_least=AT_ONCE_BYTES):
@@ -100,8 +101,8 @@ class Backup:
 class _Backup:
     """One backup, and the bytes of it that were made and not yet taken."""
 
-    def __init__(self, state: State, residency: Residency, io: SegmentIO) -> None:
-        self._state, self._residency, self._io = state, residency, io
+    def __init__(self, state: State, io: SegmentIO, flushing: Flushing, mending: Mending) -> None:
+        self._state, self._io, self._flushing, self._mending = state, io, flushing, mending
         self._frames = FrameMaker(os.urandom(FILE_ID_BYTES), state.clock.wall_ns())
         self._models: dict[tuple[str, str], tuple[int, ArchivedModel]] = {}
         """Models of the archive and their numbers, by tenant and id."""
@@ -179,7 +180,7 @@ class _Backup:
         if session is None:
             return None
         # A flush would write the tail elsewhere, and give back the slot that is being read.
-        async with self._residency.flushing.lock(session):
+        async with self._flushing.lock(session):
             is_over = session.is_gone or session.expire_time_ns <= self._state.clock.now_ns()
             model = self._models.get((session.tenant, session.model_id))
             if is_over or model is None:
@@ -202,9 +203,11 @@ class _Backup:
         """Another store begins with the wall clock's time."""
         ahead_ns = self._state.clock.wall_ahead_ns()
         return replace(
-            record, create_time_ns=record.create_time_ns + ahead_ns,
-            access_time_ns=record.access_time_ns + ahead_ns, expire_time_ns=record.expire_time_ns + ahead_ns,
-        )  # fmt: skip
+            record,
+            create_time_ns=record.create_time_ns + ahead_ns,
+            access_time_ns=record.access_time_ns + ahead_ns,
+            expire_time_ns=record.expire_time_ns + ahead_ns,
+        )
 
     async def _read(self, segment: Segment, row_count: int, memory: memoryview) -> bool:
         """Read a segment; False when it is no longer there, or has more rows. Raises TierFailure."""
@@ -215,7 +218,7 @@ class _Backup:
             await self._io.check(segment, memory)
         except CorruptSegment:
             if segment.durable and segment.durable_row_count == row_count:
-                await self._residency.mending.quarantine({segment})
+                await self._mending.quarantine({segment})
             return False
         finally:
             self._state.ledger.released(segment, is_past=True)
@@ -289,11 +292,19 @@ class _Captured:
 
 def _described(record: SessionRecord, model: ArchivedModel) -> ArchivedSession:
     return ArchivedSession(
-        session_id=record.session_id, model=model, layout=record.layout, uid=record.uid,
-        generation=record.generation, live=record.live, log_end=record.log_end,
-        create_time_ns=record.create_time_ns, access_time_ns=record.access_time_ns,
-        expire_time_ns=record.expire_time_ns, ttl_ns=record.ttl_ns or 0, is_pinned=record.is_pinned,
-    )  # fmt: skip
+        session_id=record.session_id,
+        model=model,
+        layout=record.layout,
+        uid=record.uid,
+        generation=record.generation,
+        live=record.live,
+        log_end=record.log_end,
+        create_time_ns=record.create_time_ns,
+        access_time_ns=record.access_time_ns,
+        expire_time_ns=record.expire_time_ns,
+        ttl_ns=record.ttl_ns or 0,
+        is_pinned=record.is_pinned,
+    )
 
 
 def _stretches(listed: Sequence[Segment], described: ArchivedSession) -> Iterator[_OnSsd]:

@@ -8,18 +8,22 @@ of a lost path is written to another one. Worst case: a pass over all segments, 
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.sessions import Sessions
+from ctxcache.cache.eviction import Departures
+from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.state import State
+from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.storage.tiers.base import Devices as Tier
 
 SEGMENTS_PER_TURN = 256
 """Of sessions that are reckoned before others have their turn: a few milliseconds."""
+SEGMENTS_PER_COMMIT = 4096
+"""Segments of emptied paths that one commit takes."""
 SEGMENTS_PER_MOVE = 8
 """Written elsewhere with one sync and one commit."""
 log = logging.getLogger(__name__)
@@ -28,8 +32,10 @@ log = logging.getLogger(__name__)
 class Devices:
     """Looks after the devices of the SSD tier. Owned by the event loop."""
 
-    def __init__(self, state: State, residency: Residency, sessions: Sessions, ssd: Tier) -> None:
-        self._residency, self._sessions, self._ssd = residency, sessions, ssd
+    def __init__(
+        self, state: State, ssd: Tier, departures: Departures, mending: Mending, flushing: Flushing
+    ) -> None:
+        self._ssd, self._departures, self._mending, self._flushing = ssd, departures, mending, flushing
         self._ledger = state.ledger
         self._is_reckoned = True
         """Whether every session was looked at since a path was lost or came back."""
@@ -65,7 +71,14 @@ class Devices:
         gone = [s for s in self._ledger.segments() if s.durable and s.durable.path_index in emptied]
         if gone:
             log.error("device_emptied paths=%s segments=%d", list(emptied.values()), len(gone))
-            await self._sessions.lose(gone, ", ".join(emptied.values()))
+            await self._lose(gone, ", ".join(emptied.values()))
+
+    async def _lose(self, gone: Sequence[Segment], why: str) -> None:
+        """End every session before the first of these segments, whose bytes are gone; some in each commit."""
+        for begin in range(0, len(gone), SEGMENTS_PER_COMMIT):
+            some = {s for s in gone[begin : begin + SEGMENTS_PER_COMMIT] if s.is_listed}
+            cut, dead = self._mending.cut(some, Event.DEVICE_LOST, why)
+            await self._departures.write_down(cut, dead=dead)
 
     async def _reckon_all(self) -> None:
         self._is_reckoned = True
@@ -79,16 +92,19 @@ class Devices:
                 await asyncio.sleep(0)
         withheld = self._ledger.withheld
         log.log(
-            logging.ERROR if withheld else logging.WARNING, "sessions_reckoned lost=%s withheld_sessions=%d withheld_tokens=%d",
-            list(self._ledger.lost.values()), len(withheld), sum(withheld.values()),
-        )  # fmt: skip
+            logging.ERROR if withheld else logging.WARNING,
+            "sessions_reckoned lost=%s withheld_sessions=%d withheld_tokens=%d",
+            list(self._ledger.lost.values()),
+            len(withheld),
+            sum(withheld.values()),
+        )
 
     async def _write_elsewhere(self) -> None:
         """Write what only DRAM and a lost path have to another path, a session at a time."""
         for session in self._ledger.exposed():
             await asyncio.sleep(0)
             while not session.is_gone and (some := list(islice(self._exposed(session), SEGMENTS_PER_MOVE))):
-                if not await self._residency.flushing.write_elsewhere(session, some):
+                if not await self._flushing.write_elsewhere(session, some):
                     break
             self._ledger.rescued(session)
 

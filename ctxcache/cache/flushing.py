@@ -1,27 +1,205 @@
-"""Flushing: what makes a session's rows durable, asked for or not.
+"""Flushing: what makes rows durable, asked for or not.
 
-A flush waits for what is staged, writes the rest, syncs each path once and commits one record. Order that this rests
-on: bytes are durable before the record that points at them. Write-behind flushes unasked: what was committed since
-the last look, what has become old and, above the watermark, what is oldest. Worst case: a session is written whole,
-however large it is, and a device that refuses is tried a few times per turn.
+    ledger's unwritten ──► staged: written to a slot that no record names
+                               │ flush: waits for what is staged, writes the rest
+                               ▼
+                           synced, once for each path ──► one record committed ──► durable
+
+A full segment never changes. So it is staged before a caller asks for durability, and before its rows are visible.
+Bytes are durable before the record that points at them. Write-behind flushes unasked: what was committed since the
+last look, what has become old and, above the watermark, what is oldest. Worst case: a session is written whole,
+however large it is. A segment that is staged and never recorded gives its slot back when the segment goes.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from ctxcache.cache.mending import Mending
-from ctxcache.cache.moves import Moves
-from ctxcache.cache.segment_io import SegmentIO, Written
-from ctxcache.cache.staging import Staged, Staging
+from ctxcache.cache.background import Background
+from ctxcache.cache.eviction import SsdRoom
+from ctxcache.cache.scrubbing import Mending
+from ctxcache.cache.segments import SegmentIO, Written
 from ctxcache.cache.state import State, record_of
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.watermarks import Allowance
 from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
+from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata.base import Changes, MetadataStore, SegmentRecord
+
+WINDOW_BYTES = 32 << 20
+"""Bytes that one move has in flight, mostly on its session's path: enough for the device never to wait, few enough for
+moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
+
+
+def window(size_bytes: int) -> int:
+    """How many segments of that size one move has in flight."""
+    return max(2, WINDOW_BYTES // size_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """Rows of a segment on their way to a slot that no record names.
+
+    `is_urgent`: a flush waits for it, so that others make way. `is_wanted` off: its slot goes back.
+    """
+
+    segment: Segment
+    row_count: int
+    is_urgent: bool
+    written: Written | None = None
+    is_done: bool = False
+    is_wanted: bool = True
+    task: "asyncio.Task[None]" = field(init=False)
+
+
+class Staging:
+    """Writes segments to slots that no record names. Owned by the event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        io: SegmentIO,
+        background: Background,
+        ssd_room: SsdRoom,
+    ) -> None:
+        self._ledger = state.ledger
+        self._io, self._background = io, background
+        self._ssd_room = ssd_room
+        self._staged: dict[Segment, Staged] = {}
+        self._in_place: dict[Segment, Staged] = {}
+        """Full segments under way, wanted or not: their headers are made where their rows lie."""
+        self._windows: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
+        state.unstage = self.unstage
+
+    @property
+    def written(self) -> Iterator[Written]:
+        """What has a slot on SSD that no record names; exact while no move is under way."""
+        return (item.written for item in self._staged.values() if item.written)
+
+    def stage(self, session: Session, segments: Iterable[Segment]) -> None:
+        """Begin to write these segments: every row of theirs is in place and will not change.
+
+        Nothing makes way for them: where no slot is free they wait for a flush.
+        """
+        for segment in segments:
+            row_count = segment.layout.segment_tokens
+            is_wanted = segment.durable_row_count < row_count and segment.place is not Place.HELD
+            if segment not in self._staged and is_wanted:
+                self._staged[segment] = self.start(session, segment, row_count, is_urgent=False)
+
+    def unstage(self, segment: Segment) -> None:
+        """Forget what is staged of a segment: it is gone, spared, or turned out not to be full."""
+        staged = self._staged.pop(segment, None)
+        if staged is not None:
+            self.give_up(staged)
+
+    def spares(self, session: Session, ahead_bytes: int = 0) -> bool:
+        """Leave an unwritten session as it is if it is not worth its place on SSD; whether it is spared.
+
+        `ahead_bytes` of what is free there are taken already.
+        """
+        if not self._ledger.spares(session, ahead_bytes):
+            return False
+        for segment in self._ledger.unwritten_segments(session):
+            self.unstage(segment)
+        return True
+
+    async def unstage_something(self) -> bool:
+        """Give back the slot of something that no flush waits for, or wait until that may be done.
+
+        False when nothing is staged.
+        """
+        for segment, staged in self._staged.items():
+            if staged.is_done:
+                self.unstage(segment)
+                return True
+        under_way = [staged.task for staged in self._staged.values() if staged.written]
+        if under_way:
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+        return bool(under_way)
+
+    def is_under_way(self, segment: Segment) -> bool:
+        """Whether a staged segment is held for its write."""
+        staged = self._staged.get(segment)
+        return staged is not None and not staged.is_done
+
+    def take(self, session: Session, segment: Segment, row_count: int) -> Staged:
+        """What is staged of a segment, from now on the caller's own; begun now if need be."""
+        staged = self._staged.get(segment)
+        if staged is None or staged.row_count != row_count:
+            return self.start(session, segment, row_count, is_urgent=True)
+        return self._staged.pop(segment)
+
+    def start(self, session: Session, segment: Segment, row_count: int, *, is_urgent: bool) -> Staged:
+        """Begin to write a segment's first rows."""
+        staged = Staged(segment, row_count, is_urgent)
+        self._ledger.held(segment)
+        before = self._in_place.get(segment)
+        staged.task = self._background.start(self._put(session, staged, before))
+        if row_count == segment.layout.segment_tokens:
+            self._in_place[segment] = staged
+        return staged
+
+    def give_up(self, staged: Staged) -> None:
+        """Give the slot back, now or when the device is done with it."""
+        staged.is_wanted = False
+        if self._staged.get(staged.segment) is staged:
+            del self._staged[staged.segment]
+        if staged.is_done and staged.written:
+            self.give_back(staged.written)
+            staged.written = None
+
+    def give_back(self, written: Written) -> None:
+        """Give back the slot of something that was written and will not be recorded."""
+        self._ledger.staged(written.segment, written.slot, is_there=False)
+        self._ledger.below.give(written.slot)
+
+    async def write(self, session: Session, segment: Segment, row_count: int) -> Written:
+        """Write a segment's first rows to a slot that is made free. Raises CapacityExceeded, CorruptSegment, TierFailure."""
+        slot = await self._ssd_room.place(segment.size_bytes, session)
+        self._ledger.staged(segment, slot, is_there=True)
+        written = Written(segment, slot, row_count)
+        try:
+            await self._io.write(written)
+        except BaseException:
+            self.give_back(written)
+            raise
+        return written
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    async def _put(self, session: Session, staged: Staged, before: Staged | None) -> None:
+        turns = self._windows.setdefault(session.uid, asyncio.Semaphore(window(session.layout.size_bytes)))
+        try:
+            if before is not None:
+                # Of rows that were given up: its header would land over this one's.
+                await asyncio.wait([before.task])
+            async with turns:
+                slot = await self._slot(session, staged) if staged.is_wanted else None
+                if slot is not None:
+                    staged.written = Written(staged.segment, slot, staged.row_count)
+                    self._ledger.staged(staged.segment, slot, is_there=True)
+                    await self._io.write(staged.written)
+        except BaseException:
+            staged.is_wanted = False
+            raise
+        finally:
+            staged.is_done = True
+            if self._in_place.get(staged.segment) is staged:
+                del self._in_place[staged.segment]
+            if not staged.is_wanted or staged.written is None:
+                self.give_up(staged)
+            self._ledger.released(staged.segment)
+
+    async def _slot(self, session: Session, staged: Staged) -> Slot | None:
+        size_bytes = session.layout.size_bytes
+        if staged.is_urgent:
+            return await self._ssd_room.place(size_bytes, session)
+        return self._ssd_room.take(size_bytes, session)
+
 
 BAD_PER_FLUSH = 64
 """Segments that one flush mends or cuts: there are more only where memory fails as a whole."""
@@ -43,11 +221,11 @@ class Flushing:
         metadata: MetadataStore,
         staging: Staging,
         mending: Mending,
-        moves: Moves,
+        background: Background,
     ) -> None:
         self._state, self._io, self._metadata = state, io, metadata
         self._ledger = state.ledger
-        self._staging, self._mending, self._moves = staging, mending, moves
+        self._staging, self._mending, self._background = staging, mending, background
         self._flushes: set[asyncio.Task[None]] = set()
         self._waiting: dict[tuple[bytes, bool], asyncio.Task[None]] = {}
         """Flushes that have not begun yet: rows committed until then are theirs too, whoever asks for them."""
@@ -69,7 +247,9 @@ class Flushing:
         key = session.uid, is_tail_left
         task = self._waiting.get(key)
         if task is None:
-            task = self._waiting[key] = self._moves.start(self._flush(session, is_tail_left=is_tail_left))
+            task = self._waiting[key] = self._background.start(
+                self._flush(session, is_tail_left=is_tail_left)
+            )
             self._flushes.add(task)
             task.add_done_callback(self._flushes.discard)
         await asyncio.shield(task)
@@ -212,7 +392,7 @@ class Flushing:
 
         Raises CapacityExceeded, TierFailure.
         """
-        return await asyncio.shield(self._moves.start(self._write_elsewhere(session, segments)))
+        return await asyncio.shield(self._background.start(self._write_elsewhere(session, segments)))
 
     async def _write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
         async with self.lock(session):

@@ -1,7 +1,8 @@
 """Hints: what a client says of a session's future, carried out as far as room and budgets allow.
 
-None changes what a session is. Nothing here fails: what cannot be done is answered with a reason. Worst
-case: a hint waits for a flush, or some seconds for the promotion that it asked for.
+No hint changes what a session is. Nothing here fails: what cannot be done is answered with a reason. A promotion for
+which there is no room is deferred: it stands in the merged queue as if a job of the session were about to start.
+Worst case: a hint waits for a flush, or some seconds for the promotion that it asked for.
 """
 
 import asyncio
@@ -9,17 +10,87 @@ import enum
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ctxcache.cache.deferred import Deferred
-from ctxcache.cache.heard import Call, Fact
-from ctxcache.cache.prefetching import Prefetching
-from ctxcache.cache.queues import Queues
-from ctxcache.cache.readiness import missing_bytes
-from ctxcache.cache.residency import Residency
+from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.journal import Call, Fact
+from ctxcache.cache.promotion import Prefetching
+from ctxcache.cache.queues import Queue, Queues, missing_bytes
 from ctxcache.cache.state import State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.placement.order import Keyed
 from ctxcache.core.placement.policy import Policy
+from ctxcache.core.placement.schedule import Job
 from ctxcache.errors import CacheError, SessionNotFound, TooManyRequests, WriteInProgress
+
+NOBODY = ""
+"""Stands for whoever gives hints without a queue: no engine has that name."""
+
+
+class _Waiting(Queue):
+    """What was deferred of one tenant's sessions."""
+
+    def __init__(self, tenant: str, deferred: "Deferred") -> None:
+        super().__init__(tenant, NOBODY)
+        self._deferred = deferred
+
+    def promoted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._deferred.discard(uid)
+
+    def demoted(self, uid: bytes) -> None:
+        """See Watcher."""
+
+    def evicted(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._deferred.discard(uid)
+
+    def ended(self, uid: bytes) -> None:
+        """See Watcher."""
+        self._deferred.discard(uid)
+
+    def ask(self, uid: bytes) -> None:
+        """Nobody is told anything."""
+
+
+class Deferred:
+    """Promotions that wait for room, until a time of their own. Owned by the event loop."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self._waiting: dict[str, _Waiting] = {}
+        self._asked: dict[bytes, tuple[int, _Waiting]] = {}
+        """Until when, and where, by session."""
+        self._due = Keyed()
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def put(self, session: Session, now_ns: int, until_ns: int, priority: int) -> None:
+        """Let the session come when there is room. Raises TooManyRequests where as many wait as may."""
+        waiting = self._waiting.get(session.tenant) or _Waiting(session.tenant, self)
+        job_id = session.uid.hex()
+        self._queues.check_room(waiting, (job_id,), ())
+        self._waiting[session.tenant] = waiting
+        self._asked[session.uid] = until_ns, waiting
+        self._due.put(session.uid, (until_ns,))
+        job = Job(job_id, None, start_s=now_ns / 10**9, priority=priority)
+        self._queues.put(waiting, session.session_id, job)
+
+    def discard(self, uid: bytes) -> None:
+        """The session need not come any more, or is gone."""
+        _, waiting = self._asked.pop(uid, (0, None))
+        if waiting is not None:
+            self._due.discard(uid)
+            self._queues.gone(waiting, uid.hex(), is_started=False)
+            if not self._queues.job_count(waiting):
+                self._queues.forget(waiting)
+                del self._waiting[waiting.tenant]
+
+    def expire_due(self, now_ns: int) -> None:
+        """Give up those whose time is over."""
+        while (uid := self._due.first()) is not None and self._asked[uid][0] <= now_ns:
+            self.discard(uid)
+
 
 SECOND_NS = 10**9
 BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
@@ -84,11 +155,10 @@ class Answer:
 class Hints:
     """Carries out hints. Owned by the event loop."""
 
-    def __init__(self, state: State, residency: Residency, prefetching: Prefetching, queues: Queues) -> None:
+    def __init__(self, state: State, flushing: Flushing, prefetching: Prefetching, queues: Queues) -> None:
         self._state = state
         self._ledger = state.ledger
-        self._residency = residency
-        self._prefetching = prefetching
+        self._flushing, self._prefetching = flushing, prefetching
         self.deferred = Deferred(queues)
 
     def expire_due(self) -> None:
@@ -100,7 +170,7 @@ class Hints:
         try:
             session = self._ledger.find(hint.tenant, hint.session_id)
             session.check_range(hint.begin, session.token_count if hint.end is None else hint.end)
-            self._state.accesses.did(Call.HINT, session, **_facts(hint))
+            self._state.journal.did(Call.HINT, session, **_facts(hint))
             return await self._do(hint, session, deadline_s)
         except SessionNotFound as error:
             return Answer(Outcome.MISSING, error.reason)
@@ -150,7 +220,7 @@ class Hints:
                 raise WriteInProgress(session=session.name)
             if session.durable_end >= session.log_end:
                 break
-            await self._residency.flush(session)
+            await self._flushing.flush(session)
             session = self._ledger.find(hint.tenant, hint.session_id)
         end = session.token_count if hint.end is None else hint.end
         session.check_range(0, end)
@@ -199,7 +269,7 @@ class Hints:
     async def _demote(self, session: Session) -> Answer:
         self.deferred.discard(session.uid)
         before_bytes = session.amounts().memory_bytes
-        await self._residency.demote(session)
+        await self._flushing.demote(session)
         left_bytes = session.amounts().memory_bytes
         given_bytes = max(before_bytes - left_bytes, 0)
         if not left_bytes:

@@ -17,7 +17,7 @@ from ctxcache.format.sums import covers
 
 def check_integrity(cache: Cache) -> list[str]:
     """What does not add up, one sentence each; empty when all is well."""
-    holders = Counter(s for holder in (cache.reading, cache.writing) for s in holder.held())
+    holders = Counter(s for holder in (cache.leases, cache.appends) for s in holder.held())
     known = {*cache.ledger.segments(), *holders}
     return [
         *_sessions(cache),
@@ -46,7 +46,7 @@ def _claims(cache: Cache) -> Iterator[str]:
         if ledger.is_spared(session)
         for segment in ledger.unwritten_segments(session)
     }
-    reserved = {run.segment for r in cache.writing.reservations() for run in r.runs}
+    reserved = {run.segment for r in cache.appends.reservations() for run in r.runs}
     for what, known_bytes, segments in (
         ("dirty", ledger.dirty_bytes, dirty),
         ("due", ledger.due_bytes, dirty - spared),
@@ -62,8 +62,8 @@ def _claims(cache: Cache) -> Iterator[str]:
 
 
 def _uses(cache: Cache) -> Iterator[str]:
-    uses = Counter(lease.view.uid for lease in cache.reading.leases())
-    uses.update(reservation.session.uid for reservation in cache.writing.reservations())
+    uses = Counter(lease.view.uid for lease in cache.leases.leases())
+    uses.update(reservation.session.uid for reservation in cache.appends.reservations())
     if any(session.use_count != uses[session.uid] for session in cache.ledger.sessions()):
         yield "sessions in use, as the ledger knows them, are not those that are leased or written"
 
@@ -107,12 +107,12 @@ def _holds(known: Iterable[Segment], holders: Counter[Segment]) -> Iterator[str]
 
 def _pins(cache: Cache) -> Iterator[str]:
     leased = {
-        segment_id: size for lease in cache.reading.leases() for segment_id, size in lease.pinned.items()
+        segment_id: size for lease in cache.leases.leases() for segment_id, size in lease.pinned.items()
     }
-    reserved = {segment.segment_id: segment.layout.size_bytes for segment in cache.writing.held()}
+    reserved = {segment.segment_id: segment.layout.size_bytes for segment in cache.appends.held()}
     for what, pins, held in (
-        ("leases", cache.reading.pins, leased),
-        ("reservations", cache.writing.pins, reserved),
+        ("leases", cache.leases.pins, leased),
+        ("reservations", cache.appends.pins, reserved),
     ):
         if set(pins.budget.pinned()) != set(held) or pins.budget.used_bytes != sum(held.values()):
             yield f"{what}: {pins.budget.used_bytes} B are counted as pinned, {sum(held.values())} B are"
@@ -120,12 +120,12 @@ def _pins(cache: Cache) -> Iterator[str]:
 
 def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     memory, below = cache.ledger.memory, cache.ledger.below
-    kept = memory.spoiled | cache.residency.promotions.owed
+    kept = memory.spoiled | cache.promotions.owed
     dram = [*(segment.memory for segment in known if segment.memory), *kept]
     recorded = {segment.durable for segment in known if segment.durable}
     ssd = [
         *(recorded | below.stranded | below.quarantined),
-        *(written.slot for written in cache.residency.staging.written),
+        *(written.slot for written in cache.staging.written),
     ]
     for name, allocator, slots in (("DRAM", memory, dram), ("SSD", below, ssd)):
         used_bytes = sum(slot.size_bytes for slot in slots)
@@ -149,7 +149,7 @@ def _usage(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
             "all": segment.size_bytes if segment.memory or segment.durable else 0,
         }
         counted.update({(segment.tenant, where): size_bytes for where, size_bytes in sizes.items()})
-    for staged in cache.residency.staging.written:
+    for staged in cache.staging.written:
         counted[staged.segment.tenant, "SSD"] += staged.slot.size_bytes
     for tenant in usage.tenants():
         use = usage.of(tenant)

@@ -99,14 +99,23 @@ class _Loader:
 
     def _session(self, record: SessionRecord, model: ModelRecord) -> Session:
         return Session(
-            uid=record.uid, tenant=model.tenant, session_id=record.session_id, model_id=model.spec.model_id,
-            model_fingerprint=model.fingerprint, layout=self._layout(record, model),
+            uid=record.uid,
+            tenant=model.tenant,
+            session_id=record.session_id,
+            model_id=model.spec.model_id,
+            model_fingerprint=model.fingerprint,
+            layout=self._layout(record, model),
             expiration=Expiration(record.ttl_ns, record.expire_time_ns),
-            create_time_ns=record.create_time_ns, access_time_ns=record.access_time_ns,
-            expire_time_ns=record.expire_time_ns, is_pinned=record.is_pinned, live=record.live,
+            create_time_ns=record.create_time_ns,
+            access_time_ns=record.access_time_ns,
+            expire_time_ns=record.expire_time_ns,
+            is_pinned=record.is_pinned,
+            live=record.live,
             generation=max(record.generation, self._state.least_generation),
-            log_end=record.log_end, recorded_end=record.log_end, durable_end=record.log_end,
-        )  # fmt: skip
+            log_end=record.log_end,
+            recorded_end=record.log_end,
+            durable_end=record.log_end,
+        )
 
     def _layout(self, record: SessionRecord, model: ModelRecord) -> SegmentLayout:
         # By its streams, which records share: making ranges of them takes a while.

@@ -4,7 +4,7 @@ import hashlib
 from bisect import bisect_right
 from dataclasses import replace
 
-from ctxcache.cache.pace import STEP_BY_STEP, Pace
+from ctxcache.cache.background import STEP_BY_STEP, Pace
 from ctxcache.cache.state import State
 from ctxcache.errors import InvalidArgument, TooManyRequests
 from ctxcache.format.model import ModelSpec, mismatch

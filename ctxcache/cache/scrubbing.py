@@ -1,24 +1,175 @@
-"""Scrubbing: every segment is verified, in DRAM and on SSD, one at a time, at a bounded rate.
+"""Scrubbing: bytes that are not what their writers said, found by a pass over everything, and mended.
 
-What is bad on SSD is quarantined, and what is bad in DRAM mended, as a read of it would do. Segments come in the order of their positions, the
-last first, so that no cut hides a bad one that is still to come. Takes one slot's memory and no room in
-the arena. Worst case: a segment per session and pass is checked twice, when it moves meanwhile.
+    bad in DRAM, SSD has the rows   SSD's rows are verified and copied over the bad ones, in place
+    bad in DRAM, SSD has fewer      the sessions end behind the rows that SSD has
+    bad in DRAM alone, or on SSD    the sessions end before the segment; its slot on SSD is kept from use
+
+Leases, reservations and other readers of a mended slot go on: none of them sees a right byte change. A reader's
+complaint is never believed: its rows are verified here. A pass takes one slot's memory and no room in the arena. It
+takes segments with the last positions first, so that no cut hides a bad segment that is still to come. Worst case: a
+segment that moves meanwhile is checked twice in a pass.
 """
 
 import asyncio
+import logging
 import mmap
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.segment_io import SegmentIO
-from ctxcache.cache.sessions import Sessions
+from ctxcache.cache.background import Background
+from ctxcache.cache.eviction import Departures
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
+from ctxcache.core import ranges
+from ctxcache.core.history import Event
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.errors import CorruptSegment, TooManyRequests
 from ctxcache.format.slot import Slot
+from ctxcache.format.sums import Sums
 from ctxcache.storage.metadata.base import Changes, MetadataStore
+
+FAILED = "a segment failed verification"
+TRIES = 3
+"""How often bytes may turn out to be bad right after they were found to be right."""
+log = logging.getLogger(__name__)
+
+
+class Mending:
+    """Verifies what DRAM has, and mends it. Segments are held by who asks. Owned by the event loop."""
+
+    def __init__(self, state: State, io: SegmentIO, departures: Departures, background: Background) -> None:
+        self._state, self._io, self._ledger = state, io, state.ledger
+        self._departures, self._background = departures, background
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def settle(self, segment: Segment, row_count: int) -> None:
+        """Have so many committed rows of a segment in DRAM, or more, covered by one sum per stream. Raises as `mend`."""
+        for _ in range(TRIES):
+            if segment.memory is None or segment.is_settled(row_count):
+                return
+            problem = await self._io.settle(segment)
+            if problem:
+                await self.mend(segment, problem)
+        if segment.memory and not segment.is_settled(row_count):
+            raise CorruptSegment(segment_id=segment.segment_id, problem="memory does not keep its rows")
+
+    async def verify(self, segment: Segment) -> str:
+        """Verify what DRAM has of a segment, and mend it; what was wrong, or nothing. Raises as `mend`."""
+        if segment.memory is None or not segment.row_count:
+            return ""
+        problem = await self._io.verify(segment)
+        if problem:
+            await self.mend(segment, problem)
+        return problem
+
+    async def mend(self, segment: Segment, problem: str) -> None:
+        """Put right what DRAM has of a segment. Once, whoever asks for it.
+
+        Raises CorruptSegment when that cannot be done, and its sessions end before it then; TierFailure.
+        """
+        task = self._tasks.get(segment.segment_id)
+        if task is None:
+            task = self._tasks[segment.segment_id] = self._background.start(self._mend(segment, problem))
+        await asyncio.shield(task)
+
+    async def quarantine(self, bad: Collection[Segment]) -> None:
+        """End every session that lists a segment found bad before that segment's tokens.
+
+        The state behind a gap is of no use to a reader; what is before it stays. The bad slots are kept
+        from use. Raises TierFailure; the sessions have ended there all the same.
+        """
+        self._state.counters.corrupt_segment_count += len(bad)
+        cut, dead = self.cut(bad, Event.CORRUPT, FAILED)
+        # Not its own any more: when the last hold of the segment ends, the slot may be another's.
+        slots = [slot for segment in bad if (slot := self._ledger.corrupt(segment))]
+        await self._departures.write_down(cut, dead=dead, bad=slots)
+
+    def cut(
+        self, bad: Collection[Segment], event: Event, why: str
+    ) -> tuple[Sequence[Session], Sequence[Segment]]:
+        """End sessions before these segments' tokens; returns the sessions, and the segments that no session lists now."""
+        cut: list[Session] = []
+        dead: list[Segment] = []
+        for session in {s.uid: s for segment in bad for s in self._ledger.listers(segment)}.values():
+            begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
+            if begin < session.log_end:
+                cut.append(session)
+                dead += self._end_at(session, begin, event, why)
+        return cut, dead
+
+    def _end_at(self, session: Session, position: int, event: Event, why: str) -> list[Segment]:
+        """Drop a session's tokens from there on; returns the segments that no session lists any more."""
+        before_count = session.token_count
+        live = ranges.subtract(session.live, ((position, session.log_end),))
+        dead = self._ledger.truncated(session, live)
+        self._state.journal.happened(
+            session, event, detail=why, token_count=before_count - session.token_count
+        )
+        return dead
+
+    async def _mend(self, segment: Segment, problem: str) -> None:
+        self._ledger.held(segment)
+        try:
+            found, restored = problem, None
+            for _ in range(TRIES):
+                restored = await self._restore(segment)
+                found = await self._io.verify(segment) if segment.memory else ""
+                if not found or restored is None or segment.row_count > restored.row_end:
+                    break
+            if not found:
+                self._mended(segment, problem)
+            elif restored is None:
+                log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, found)
+                await self.quarantine({segment})
+                raise CorruptSegment(segment_id=segment.segment_id, problem=found)
+            elif segment.row_count > restored.row_end:
+                log.error("dram_rows_lost segment=%d problem=%r", segment.segment_id, found)
+                await self._shorten(segment, restored)
+                raise CorruptSegment(segment_id=segment.segment_id, problem=found)
+            else:
+                # What SSD has is right, and served as soon as this slot is out of use.
+                self._ledger.spoiled(segment)
+                problem = f"{found}, and memory does not keep it"
+                raise CorruptSegment(segment_id=segment.segment_id, problem=problem)
+        finally:
+            del self._tasks[segment.segment_id]
+            self._ledger.released(segment)
+
+    async def _restore(self, segment: Segment) -> Sums | None:
+        """Put what SSD has in the place of what DRAM has; which rows that were. None where SSD has none."""
+        image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
+        while segment.memory and segment.durable:
+            slot, row_count = segment.durable, segment.durable_row_count
+            try:
+                values = await self._io.check(segment, image)
+            except CorruptSegment:
+                # A flush may have moved it meanwhile.
+                if segment.durable is slot:
+                    return None
+                continue
+            if segment.durable is slot:
+                await self._io.restore_rows(segment, image, row_count)
+                return Sums(0, row_count, values)
+        return None
+
+    def _mended(self, segment: Segment, problem: str) -> None:
+        self._state.counters.mended_segment_count += 1
+        log.error("dram_rows_mended segment=%d problem=%r", segment.segment_id, problem)
+        for session in self._ledger.listers(segment):
+            detail = "memory had other bytes than were written; what SSD has took their place"
+            self._state.journal.happened(session, Event.MENDED, detail=detail)
+
+    async def _shorten(self, segment: Segment, durable: Sums) -> None:
+        """End a segment's sessions behind the rows that SSD has of it."""
+        self._state.counters.corrupt_segment_count += 1
+        sessions = self._ledger.shortened(segment, durable)
+        dead = []
+        for session in sessions:
+            dead += self._end_at(session, segment.begin + durable.row_end, Event.CORRUPT, FAILED)
+        await self._departures.write_down(sessions, dead=dead)
+
 
 SEGMENTS_PER_REPORT = 32
 RECORDS_PER_TURN = 256
@@ -57,10 +208,8 @@ class Scrubbed:
 class Scrubbing:
     """The scrubber. Owned by the event loop; one pass at a time."""
 
-    def __init__(
-        self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO, metadata: MetadataStore
-    ) -> None:
-        self._state, self._residency, self._sessions = state, residency, sessions
+    def __init__(self, state: State, mending: Mending, io: SegmentIO, metadata: MetadataStore) -> None:
+        self._state, self._mending = state, mending
         self._ledger = state.ledger
         self._io, self._metadata = io, metadata
         self._is_running = self._is_releasing = False
@@ -121,8 +270,10 @@ class Scrubbing:
         """Read every record, a few at a time."""
         count = 0
         tables: Iterable[Iterable[object]] = (
-            self._metadata.models(), self._metadata.sessions(), self._metadata.segments(),
-        )  # fmt: skip
+            self._metadata.models(),
+            self._metadata.sessions(),
+            self._metadata.segments(),
+        )
         for table in tables:
             for _ in table:
                 count += 1
@@ -139,7 +290,7 @@ class Scrubbing:
         self._ledger.held(segment)
         is_mended = True
         try:
-            problem = await self._residency.mending.verify(segment)
+            problem = await self._mending.verify(segment)
         except CorruptSegment as error:
             problem, is_mended = str(error.facts["problem"]), False
         finally:
@@ -148,10 +299,18 @@ class Scrubbing:
             return []
         return [
             Bad(
-                segment.segment_id, segment.tenant, tuple(names), segment.begin, end, self._io.arena_path,
-                slot.offset_bytes, problem, is_in_dram=True, is_mended=is_mended,
+                segment.segment_id,
+                segment.tenant,
+                tuple(names),
+                segment.begin,
+                end,
+                self._io.arena_path,
+                slot.offset_bytes,
+                problem,
+                is_in_dram=True,
+                is_mended=is_mended,
             )
-        ]  # fmt: skip
+        ]
 
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
         while segment.durable and segment.is_listed:
@@ -164,7 +323,7 @@ class Scrubbing:
                     # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
                     continue
                 bad = self._describe(segment, str(error.facts["problem"]))
-                await self._residency.mending.quarantine({segment})
+                await self._mending.quarantine({segment})
                 return [bad]
             finally:
                 self._ledger.released(segment)
@@ -175,9 +334,15 @@ class Scrubbing:
         assert segment.durable is not None  # noqa: S101  # it has just been read
         names = sorted(session.session_id for session in self._ledger.listers(segment))
         return Bad(
-            segment.segment_id, segment.tenant, tuple(names), segment.begin,
-            segment.begin + segment.durable_row_count, self._io.path_of(segment.durable), segment.durable.offset_bytes, problem,
-        )  # fmt: skip
+            segment.segment_id,
+            segment.tenant,
+            tuple(names),
+            segment.begin,
+            segment.begin + segment.durable_row_count,
+            self._io.path_of(segment.durable),
+            segment.durable.offset_bytes,
+            problem,
+        )
 
     async def _pause(self, began_ns: int, done_bytes: int, bytes_per_second: int) -> None:
         due_ns = done_bytes * 10**9 // bytes_per_second if bytes_per_second else 0

@@ -11,16 +11,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ctxcache.cache.accesses import EMPTY, LOOKUP
-from ctxcache.cache.heard import Call, Fact
-from ctxcache.cache.pace import STEP_BY_STEP, Pace
-from ctxcache.cache.residency import Residency
+from ctxcache.cache.background import STEP_BY_STEP, Pace
+from ctxcache.cache.eviction import Departures, SsdRoom
+from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.journal import EMPTY, LOOKUP, Call, Fact
 from ctxcache.cache.state import State, record_of
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.kin import Count
-from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
@@ -61,19 +60,30 @@ class Sessions:
     """The use cases of sessions that move no rows."""
 
     def __init__(
-        self, state: State, residency: Residency, metadata: MetadataStore, default: Expiration
+        self,
+        state: State,
+        metadata: MetadataStore,
+        departures: Departures,
+        ssd_room: SsdRoom,
+        flushing: Flushing,
+        default: Expiration,
     ) -> None:
         self._state = state
         self._ledger = state.ledger
-        self._residency = residency
-        self._departures = residency.departures
+        self._departures, self._ssd_room, self._flushing = departures, ssd_room, flushing
         self._metadata = metadata
         self.default_expiration = default
 
     async def create(
-        self, tenant: str, session_id: str, *, model_id: str, layout: Sequence[StreamRange],
-        expiration: Expiration | None, is_pinned: bool,
-    ) -> SessionView:  # fmt: skip
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        model_id: str,
+        layout: Sequence[StreamRange],
+        expiration: Expiration | None,
+        is_pinned: bool,
+    ) -> SessionView:
         """Create an empty session; an empty id means one of our choice.
 
         Raises ModelNotFound, SessionAlreadyExists, InvalidArgument (a stream the model does not have).
@@ -85,9 +95,13 @@ class Sessions:
         except KeyError as error:
             raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
         session = self._blank(
-            tenant, session_id, model_id, model.fingerprint, made,
+            tenant,
+            session_id,
+            model_id,
+            model.fingerprint,
+            made,
             expiration or self.default_expiration,
-        )  # fmt: skip
+        )
         session.is_pinned = is_pinned
         return await self._admit(session)
 
@@ -96,9 +110,9 @@ class Sessions:
         try:
             view = self._ledger.find(tenant, session_id).view()
         except CacheError as error:
-            self._state.accesses.missed(LOOKUP, tenant, session_id, error, Call.GET)
+            self._state.journal.missed(LOOKUP, tenant, session_id, error, Call.GET)
             raise
-        self._state.accesses.found(LOOKUP, view, Call.GET, tokens=view.token_count)
+        self._state.journal.found(LOOKUP, view, Call.GET, tokens=view.token_count)
         return view
 
     async def list(self, tenant: str, *, after: str, model_id: str) -> AsyncGenerator[SessionView]:
@@ -135,7 +149,7 @@ class Sessions:
             self._ledger.pinned(session, is_pinned=is_pinned)
         self._ledger.touched(session)
         self._ledger.visited(session)
-        self._state.accesses.did(Call.TOUCH, session, **self._terms(session))
+        self._state.journal.did(Call.TOUCH, session, **self._terms(session))
         await self._departures.write_down([session])
         return session.view()
 
@@ -158,9 +172,13 @@ class Sessions:
         return await self.drop(tenant, session_id, generation, ((token_count, session.token_count),))
 
     async def drop(
-        self, tenant: str, session_id: str, generation: int | None, dropped: Ranges,
+        self,
+        tenant: str,
+        session_id: str,
+        generation: int | None,
+        dropped: Ranges,
         furthest: ranges.Range | None = None,
-    ) -> SessionView:  # fmt: skip
+    ) -> SessionView:
         """Drop tokens by index. What drops nothing changes nothing.
 
         `furthest`: the range that must lie within the session for all of them to do, where `dropped` are in order.
@@ -181,18 +199,28 @@ class Sessions:
         if kept != session.live:
             lost_count = session.token_count - ranges.count(kept)
             dead = self._ledger.truncated(session, kept)
-            self._state.accesses.happened(
-                session, Event.TRUNCATED, detail="by request", token_count=lost_count,
+            self._state.journal.happened(
+                session,
+                Event.TRUNCATED,
+                detail="by request",
+                token_count=lost_count,
                 dropped=[index for begin_end in indexes for index in begin_end],
-            )  # fmt: skip
+            )
             self._ledger.visited(session)
             await self._departures.write_down([session], dead=dead)
         return session.view()
 
     async def fork(
-        self, tenant: str, session_id: str, new_id: str, generation: int | None,
-        *, token_count: int | None, expiration: Expiration | None, pace: Pace = STEP_BY_STEP,
-    ) -> SessionView:  # fmt: skip
+        self,
+        tenant: str,
+        session_id: str,
+        new_id: str,
+        generation: int | None,
+        *,
+        token_count: int | None,
+        expiration: Expiration | None,
+        pace: Pace = STEP_BY_STEP,
+    ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
 
         What takes long is done at `pace`, and changes nothing that anybody sees: the fork is of the source as that
@@ -206,7 +234,7 @@ class Sessions:
         gone_through: tuple[bytes, int] | None = None
         while True:
             if source.durable_end < source.log_end:
-                await self._residency.flush(source)
+                await self._flushing.flush(source)
             elif gone_through != (source.uid, source.generation):
                 gone_through = source.uid, source.generation
                 counted = await self._make_shareable(source, ranges.select(source.live, 0, kept), pace)
@@ -215,9 +243,14 @@ class Sessions:
             # What was checked may have changed, and a writer that goes on would be waited for for ever.
             source, kept = self._forkable(tenant, session_id, generation, token_count)
         fork = self._blank(
-            tenant, new_id, source.model_id, source.model_fingerprint, source.layout,
-            expiration or source.expiration, live=ranges.select(source.live, 0, kept),
-        )  # fmt: skip
+            tenant,
+            new_id,
+            source.model_id,
+            source.model_fingerprint,
+            source.layout,
+            expiration or source.expiration,
+            live=ranges.select(source.live, 0, kept),
+        )
         fork.segments = source.segments_of(fork.live)
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
@@ -267,15 +300,15 @@ class Sessions:
     async def flush(self, tenant: str, session_id: str) -> SessionView:
         """Make what is committed durable. Raises SessionNotFound, CapacityExceeded, TierFailure."""
         session = self._ledger.find(tenant, session_id)
-        self._state.accesses.did(Call.FLUSH, session)
-        await self._residency.flush(session)
+        self._state.journal.did(Call.FLUSH, session)
+        await self._flushing.flush(session)
         return session.view()
 
     async def demote(self, tenant: str, session_id: str) -> SessionView:
         """Flush, and drop from DRAM what nobody holds. Raises SessionNotFound, CapacityExceeded, TierFailure."""
         session = self._ledger.find(tenant, session_id)
-        self._state.accesses.did(Call.DEMOTE, session)
-        await self._residency.demote(session)
+        self._state.journal.did(Call.DEMOTE, session)
+        await self._flushing.demote(session)
         return session.view()
 
     async def delete(self, tenant: str, session_id: str, generation: int | None) -> None:
@@ -291,7 +324,7 @@ class Sessions:
         """Give up a session, pinned or not. Raises SessionNotFound, WriteInProgress, TierFailure."""
         session = self._ledger.find(tenant, session_id)
         self._check_change(session, None)
-        await self._residency.ssd_room.expel(session, "an operator's request")
+        await self._ssd_room.expel(session, "an operator's request")
 
     async def expire_due(self) -> None:
         """Remove the sessions whose time has come, a few at a time; a writer is waited for.
@@ -335,26 +368,19 @@ class Sessions:
             session = self._ledger.find(tenant, session_id)
             session.check_fingerprint(fingerprint)
         except CacheError as error:
-            self._state.accesses.missed(LOOKUP, tenant, session_id, error)
+            self._state.journal.missed(LOOKUP, tenant, session_id, error)
             return Found(session_id, reason=error.reason)
         lost = Event.DEVICE_LOST if session.withheld else None
         reason = "" if session.live else lost.name if lost else "EMPTY"
         in_dram = session.memory_token_count
-        self._state.accesses.found(
-            LOOKUP, session, empty=lost.value if lost else EMPTY, tokens=session.token_count,
+        self._state.journal.found(
+            LOOKUP,
+            session,
+            empty=lost.value if lost else EMPTY,
+            tokens=session.token_count,
             dram_tokens=in_dram,
-        )  # fmt: skip
+        )
         return Found(session_id, reason, session.view(), in_dram, session.is_writing and not session.live)
-
-    async def lose(self, gone: Sequence[Segment], why: str) -> None:
-        """End every session before the first of these segments, whose bytes are nowhere any more; some in each commit.
-
-        Raises TierFailure.
-        """
-        for begin in range(0, len(gone), PARTS_PER_COMMIT):
-            some = {s for s in gone[begin : begin + PARTS_PER_COMMIT] if s.is_listed}
-            cut, dead = self._residency.mending.cut(some, Event.DEVICE_LOST, why)
-            await self._departures.write_down(cut, dead=dead)
 
     # -- checks and parts ----------------------------------------------------------------------------
 
@@ -366,7 +392,7 @@ class Sessions:
         return {"ttl_ms": ttl_ns // 10**6, "is_pinned": session.is_pinned}
 
     def _ended(self, session: Session, event: Event) -> None:
-        self._state.accesses.happened(session, event, token_count=session.token_count)
+        self._state.journal.happened(session, event, token_count=session.token_count)
 
     def _check_change(self, session: Session, generation: int | None) -> None:
         session.check_generation(generation)
@@ -395,15 +421,29 @@ class Sessions:
             raise SessionAlreadyExists(session=known.name)
 
     def _blank(
-        self, tenant: str, session_id: str, model_id: str, fingerprint: bytes, layout: SegmentLayout,
-        expiration: Expiration, live: Ranges = (),
-    ) -> Session:  # fmt: skip
+        self,
+        tenant: str,
+        session_id: str,
+        model_id: str,
+        fingerprint: bytes,
+        layout: SegmentLayout,
+        expiration: Expiration,
+        live: Ranges = (),
+    ) -> Session:
         uid, now_ns = uuid.uuid4(), self._state.clock.now_ns()
         return Session(
-            uid=uid.bytes, tenant=tenant, session_id=session_id or uid.hex, model_id=model_id,
-            model_fingerprint=fingerprint, layout=layout, expiration=expiration, create_time_ns=now_ns,
-            access_time_ns=now_ns, expire_time_ns=expiration.after_access(now_ns), live=live,
-        )  # fmt: skip
+            uid=uid.bytes,
+            tenant=tenant,
+            session_id=session_id or uid.hex,
+            model_id=model_id,
+            model_fingerprint=fingerprint,
+            layout=layout,
+            expiration=expiration,
+            create_time_ns=now_ns,
+            access_time_ns=now_ns,
+            expire_time_ns=expiration.after_access(now_ns),
+            live=live,
+        )
 
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
         self._check_new(session.tenant, session.session_id)
@@ -430,7 +470,7 @@ class Sessions:
     def _heard_of(self, session: Session, source: Session | None) -> None:
         terms = self._terms(session)
         if source is None:
-            self._state.accesses.did(Call.OPEN, session, **terms)
+            self._state.journal.did(Call.OPEN, session, **terms)
         else:
             count = session.token_count
-            self._state.accesses.did(Call.FORK, session, source=source.name, tokens=count, **terms)
+            self._state.journal.did(Call.FORK, session, source=source.name, tokens=count, **terms)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ctxcache.cache.accesses import Accesses
+from ctxcache.cache.journal import Journal
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.ledger import Below, Ledger
@@ -92,7 +92,7 @@ class State:
             seen=self.seen,
             wishes=self,
         )
-        self.accesses = Accesses(clock, self.ledger.named)
+        self.journal = Journal(clock, self.ledger.named)
         self.models: dict[tuple[str, str], ModelRecord] = {}
         self.model_ids: dict[str, list[str]] = {}
         """Model ids of each tenant, in order."""
@@ -151,7 +151,7 @@ class State:
     def tokens_withheld(self, session: Session, token_count: int) -> None:
         """See Wishes."""
         paths = ", ".join(self.ledger.lost_paths_of(session))
-        self.accesses.happened(session, Event.DEVICE_LOST, detail=paths, token_count=token_count)
+        self.journal.happened(session, Event.DEVICE_LOST, detail=paths, token_count=token_count)
 
 
 def record_of(session: Session) -> SessionRecord:

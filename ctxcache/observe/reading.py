@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ctxcache.cache import Cache
-from ctxcache.cache.accesses import LOOKUP, READ, RESULTS
+from ctxcache.cache.journal import LOOKUP, READ, RESULTS
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.observe.samples import Sample, taken
 from ctxcache.storage.tiers.base import Tier
@@ -32,7 +32,7 @@ def _hits(cache: Cache) -> Iterator[Sample]:
     state, counters, seen = cache.state, cache.state.counters, cache.state.seen
     for by in (LOOKUP, READ):
         for result in RESULTS:
-            yield Sample("ctxcache_accesses_total", state.accesses.counts[by, result], (by, result))
+            yield Sample("ctxcache_accesses_total", state.journal.counts[by, result], (by, result))
     in_dram = counters.dram_hit_token_count
     yield Sample("ctxcache_read_tokens_total", in_dram, ("dram",))
     yield Sample("ctxcache_read_tokens_total", counters.read_token_count - in_dram, ("ssd",))
@@ -76,7 +76,7 @@ def _tiers(cache: Cache) -> Iterator[Sample]:
         ("dram_low", marks.low), ("dram_high", marks.high), ("dirty", marks.dirty), ("dirty_limit", marks.dirty_limit),
     ):  # fmt: skip
         yield Sample("ctxcache_watermark_bytes", int(share * capacity_bytes), (mark,))
-    for by, pins in (("leases", cache.reading.pins), ("reservations", cache.writing.pins)):
+    for by, pins in (("leases", cache.leases.pins), ("reservations", cache.appends.pins)):
         yield Sample("ctxcache_pinned_bytes", pins.budget.used_bytes, (by,))
         yield Sample("ctxcache_pinned_limit_bytes", pins.budget.limit_bytes, (by,))
         yield Sample("ctxcache_pin_waiters", pins.waiting_count, (by,))
@@ -107,7 +107,7 @@ def _moves(cache: Cache) -> Iterator[Sample]:
     yield Sample("ctxcache_prefetch_waiting_segments", len(ledger.placement.unread))
     yield Sample("ctxcache_flushed_segments_total", counters.flushed_segment_count)
     yield Sample("ctxcache_flush_seconds", taken(seen.flush_s))
-    yield Sample("ctxcache_flushes", cache.residency.flushing.flush_count)
+    yield Sample("ctxcache_flushes", cache.flushing.flush_count)
     since_ns, now_ns = ledger.oldest_unwritten_ns(), state.clock.monotonic_ns()
     yield Sample("ctxcache_flush_lag_seconds", 0 if since_ns is None else (now_ns - since_ns) / SECOND_NS)
     yield Sample("ctxcache_dirty_bytes", ledger.due_bytes)
@@ -124,11 +124,11 @@ def _moves(cache: Cache) -> Iterator[Sample]:
 
 
 def _leases(cache: Cache) -> Iterator[Sample]:
-    yield Sample("ctxcache_leases", cache.reading.lease_count)
+    yield Sample("ctxcache_leases", cache.leases.lease_count)
     yield Sample("ctxcache_lease_limit", cache.state.limits.lease_count)
-    yield Sample("ctxcache_oldest_lease_seconds", cache.reading.oldest_lease_s)
+    yield Sample("ctxcache_oldest_lease_seconds", cache.leases.oldest_lease_s)
     yield Sample("ctxcache_lease_seconds", taken(cache.state.seen.lease_s))
-    yield Sample("ctxcache_reservations", cache.writing.reservation_count)
+    yield Sample("ctxcache_reservations", cache.appends.reservation_count)
     for (operation, end), count in cache.state.seen.operations.items():
         yield Sample("ctxcache_local_operations_total", count, (operation, end))
     yield Sample("ctxcache_engines", cache.queues.engine_count)

@@ -74,7 +74,7 @@ class StatusPages:
             sessions, engines = self._sessions[1], listed_engines(cache)
         return status_of(
             self._recording.read(), self._recording.ring, now_s=cache.state.clock.wall_ns() / 10**9,
-            promotion_count=cache.residency.promotions.running_count,
+            promotion_count=cache.promotions.running_count,
             settings=self._sources.settings(), sessions=sessions, engines=engines,
         )  # fmt: skip
 

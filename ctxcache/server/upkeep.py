@@ -51,11 +51,10 @@ class Upkeep:
 
     async def run(self) -> None:
         """Turn for ever; ends by cancellation."""
-        residency = self._cache.residency
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._repeat(self.end_what_is_over, asyncio.Event()))
             loops.create_task(self._repeat(self.write_behind, self._cache.state.is_pressed))
-            loops.create_task(self._repeat(self.make_room, residency.memory_room.is_short))
+            loops.create_task(self._repeat(self.make_room, self._cache.memory_room.is_short))
             loops.create_task(self._repeat(self.look_after_devices, asyncio.Event()))
             loops.create_task(self._repeat(self.give_up_overdue, asyncio.Event()))
             loops.create_task(self._repeat(self.prefetch, self._cache.state.is_prefetch_wanted))
@@ -72,7 +71,7 @@ class Upkeep:
     async def end_what_is_over(self) -> bool:
         """End leases, reservations and sessions whose time has come; write down accesses."""
         steps = (
-            self._cache.residency.reopen_metadata,
+            self._cache.departures.reopen_metadata,
             self._deadlines,
             self._cache.queues.expire_due,
             self._cache.sessions.expire_due,
@@ -86,7 +85,7 @@ class Upkeep:
 
     async def make_room(self) -> bool:
         """Keep some of the arena free."""
-        return await self._try(self._cache.residency.memory_room.keep_free)
+        return await self._try(self._cache.memory_room.keep_free)
 
     async def look_after_devices(self) -> bool:
         """Find out which SSD paths are lost, and write elsewhere what DRAM has of them."""
@@ -142,8 +141,8 @@ class Upkeep:
         return True
 
     async def _deadlines(self) -> None:
-        self._cache.writing.expire_due()
-        self._cache.reading.expire_due()
+        self._cache.appends.expire_due()
+        self._cache.leases.expire_due()
         self._cache.hints.expire_due()
         self._cache.placement.passed()
 

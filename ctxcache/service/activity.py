@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import nlargest
 
 from ctxcache.cache import Cache
-from ctxcache.cache.accesses import EMPTY, HIT
+from ctxcache.cache.journal import EMPTY, HIT
 from ctxcache.service import convert
 from ctxcache.service.admission import Admissions
 from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes
@@ -19,8 +19,8 @@ LONG_LEASE_S = 60
 
 def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) -> Activity:
     """At most `limit` sessions and as many tenants."""
-    state, reading = cache.state, cache.reading
-    counts = state.accesses.counts
+    state, reading = cache.state, cache.leases
+    counts = state.journal.counts
     hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
     budget, dirty_limit = reading.pins.budget, cache.ledger.watermarks.dirty_limit
     found = Activity(
@@ -99,7 +99,7 @@ def _problems(cache: Cache, admissions: Admissions) -> Iterator[str]:
     ledger = cache.ledger
     if ledger.claimed_bytes > ledger.watermarks.dirty_limit * ledger.memory.capacity_bytes:
         yield "writers wait: too much is not on SSD yet"
-    if cache.reading.pins.waiting_count or cache.writing.pins.waiting_count:
+    if cache.leases.pins.waiting_count or cache.appends.pins.waiting_count:
         yield "readers or writers wait for room in DRAM"
-    if cache.reading.oldest_lease_s > LONG_LEASE_S:
-        yield f"a lease is held for {cache.reading.oldest_lease_s:.0f} s: `ctxcache lease list` says whose"
+    if cache.leases.oldest_lease_s > LONG_LEASE_S:
+        yield f"a lease is held for {cache.leases.oldest_lease_s:.0f} s: `ctxcache lease list` says whose"

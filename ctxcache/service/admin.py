@@ -77,8 +77,8 @@ class AdminService(FaultRpcs):
             session_count=len(ledger.sessions()),
             model_count=len(state.models),
             segment_count=len(ledger.segments()),
-            lease_count=self._cache.reading.lease_count,
-            reservation_count=self._cache.writing.reservation_count,
+            lease_count=self._cache.leases.lease_count,
+            reservation_count=self._cache.appends.reservation_count,
             tiers=self._tiers(),
             quarantined_slot_count=len(quarantined),
             quarantined_bytes=sum(slot.size_bytes for slot in quarantined),
@@ -111,7 +111,7 @@ class AdminService(FaultRpcs):
         ledger = self._cache.ledger
         misses: Sequence[Miss] = ()
         if request.trace_id:
-            misses = state.accesses.requests.of(
+            misses = state.journal.requests.of(
                 tenant, validate.trace_id(request.trace_id, besides=request.name)
             )
         answer = admin_pb2.WhyMissResponse(
@@ -121,12 +121,12 @@ class AdminService(FaultRpcs):
         if request.trace_id and not misses:
             return answer
         session_id = misses[-1].session_id if misses else validate.session_id(request.name)
-        happened = state.accesses.history.of(tenant, session_id)
+        happened = state.journal.history.of(tenant, session_id)
         answer.name = f"sessions/{session_id}"
         session = ledger.named(tenant, session_id)
         if session is not None and session.expire_time_ns > state.clock.now_ns():
             ledger.reckon(session)
-            happened = state.accesses.history.of(tenant, session_id)
+            happened = state.journal.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count
             answer.durable_token_count = session.durable_token_count
             answer.reason = _EVENTS[happened[-1].event] if happened else admin_pb2.MISS_EVENT_UNSPECIFIED
@@ -136,7 +136,7 @@ class AdminService(FaultRpcs):
                 answer.lost_paths.extend(ledger.lost.values())
         else:
             # One that is over is cleared away a moment later.
-            end = state.accesses.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
+            end = state.journal.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
             answer.reason = _EVENTS[end] if end else admin_pb2.MISS_EVENT_UNSPECIFIED
         answer.happenings.extend(_happening(one) for one in happened)
         return answer

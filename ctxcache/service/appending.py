@@ -4,8 +4,7 @@ Knows no wire. Used by one task or thread at a time. Worst case: an append that 
 nothing of what its last commit did not cover.
 """
 
-from ctxcache.cache.reservation import Reservation
-from ctxcache.cache.writing import Writing
+from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.errors import (
     CacheError,
@@ -22,8 +21,8 @@ from ctxcache.v1 import session_pb2
 CHUNK_BYTES_LIMIT = 2 << 20
 
 
-async def begin_append(writing: Writing, header: session_pb2.AppendHeader, tenant: str) -> "Append":
-    """Open the reservation that an append's header asks for. Raises as `Writing.reserve` does, InvalidArgument."""
+async def begin_append(writing: Appends, header: session_pb2.AppendHeader, tenant: str) -> "Append":
+    """Open the reservation that an append's header asks for. Raises as `Appends.reserve` does, InvalidArgument."""
     generation = header.if_generation_match if header.HasField("if_generation_match") else None
     reservation = await writing.reserve(
         tenant,
@@ -39,7 +38,7 @@ async def begin_append(writing: Writing, header: session_pb2.AppendHeader, tenan
 class Append:
     """What has come of an append: `received` is one past the last token of each stream."""
 
-    def __init__(self, writing: Writing, reservation: Reservation) -> None:
+    def __init__(self, writing: Appends, reservation: Reservation) -> None:
         self._writing = writing
         self.reservation = reservation
         self.layout = reservation.session.layout
@@ -62,7 +61,7 @@ class Append:
         return token_begin + size_bytes // row_bytes
 
     async def make_room(self, token_end: int) -> None:
-        """Let the reservation live on, and reach that token. Raises as `Writing.extend` does."""
+        """Let the reservation live on, and reach that token. Raises as `Appends.extend` does."""
         try:
             self._writing.renew(self.reservation)
             await self._writing.extend(self.reservation, max(token_end - self.reservation.end, 0))
@@ -70,7 +69,7 @@ class Append:
             raise self._cut_off() from error
 
     async def commit(self, request: session_pb2.AppendCommit) -> None:
-        """Make tokens visible. Raises IncompleteAppend, InvalidArgument and as `Writing.commit` does."""
+        """Make tokens visible. Raises IncompleteAppend, InvalidArgument and as `Appends.commit` does."""
         validate.within(request.token_count, self.reservation.committed, 2**62, "commit.token_count")
         self._check_received(request.token_count)
         is_durable = validate.is_durable(request.durability, "commit.durability")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ctxcache.cache.mending import TRIES
-from ctxcache.cache.reservation import Room
+from ctxcache.cache.appends import Room
+from ctxcache.cache.scrubbing import TRIES
 from ctxcache.errors import CacheError, ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.streams import Stream

@@ -7,8 +7,8 @@ touches only what was lent to it. Worst case: a connection that breaks ends what
 from contextlib import AsyncExitStack, ExitStack
 
 from ctxcache.cache import Cache
-from ctxcache.cache.reading import Bounce, Lease, Lent, Summed
-from ctxcache.cache.reservation import Room
+from ctxcache.cache.appends import Room
+from ctxcache.cache.leases import Bounce, Lease, Lent, Summed
 from ctxcache.format.streams import Stream
 from ctxcache.service import convert
 from ctxcache.service.admission import Admission
@@ -24,7 +24,7 @@ class ReadTransfer:
     """A read under way: its lease, and pieces lent until `close`."""
 
     def __init__(self, cache: Cache) -> None:
-        self._reading, self._clock = cache.reading, cache.state.clock
+        self._reading, self._clock = cache.leases, cache.state.clock
         self._held = AsyncExitStack()
         self._bounce = Bounce()
         self._lease: Lease
@@ -45,7 +45,7 @@ class ReadTransfer:
             self._held = held.pop_all()
 
     async def read_past(self, lent: Lent, stream: Stream) -> Summed:
-        """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Reading.read_past`."""
+        """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Leases.read_past`."""
         return await self._reading.read_past(self._lease, lent.piece, stream, self._bounce)
 
     async def mend(self, lent: Lent) -> None:
@@ -65,7 +65,7 @@ class AppendTransfer:
     """An append under way: its reservation, and the room lent of it until the next commit."""
 
     def __init__(self, cache: Cache) -> None:
-        self._writing, self._clock = cache.writing, cache.state.clock
+        self._writing, self._clock = cache.appends, cache.state.clock
         self._held = ExitStack()
         self._lent = ExitStack()
         self.append: Append

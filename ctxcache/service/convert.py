@@ -8,9 +8,9 @@ from itertools import islice
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from ctxcache.cache.appends import Reservation, Run
+from ctxcache.cache.leases import Lease
 from ctxcache.cache.models import Registered
-from ctxcache.cache.reading import Lease
-from ctxcache.cache.reservation import Reservation, Run
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView
 from ctxcache.errors import InvalidArgument

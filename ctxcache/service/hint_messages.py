@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 
 from ctxcache.cache.hints import Action, Answer, Hint, Outcome
-from ctxcache.cache.queues import Change
-from ctxcache.cache.readiness import LayerPlace, Readiness
+from ctxcache.cache.queues import Change, LayerPlace, Readiness
 from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job
 from ctxcache.errors import InvalidArgument
 from ctxcache.service import convert, validate

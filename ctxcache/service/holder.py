@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ctxcache.cache import Cache
-from ctxcache.cache.asked import Request
-from ctxcache.cache.reading import Lease
-from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.appends import Reservation
+from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -152,11 +151,11 @@ class Holder:
         """End everything that is still held. `is_abandoned`: nobody can say that the client has stopped writing."""
         for lease_id in self._leases:
             with suppress(LeaseNotFound):
-                self._cache.reading.release(lease_id)
+                self._cache.leases.release(lease_id)
         for reservation_id in self._reservations:
             with suppress(ReservationNotFound):
-                reservation = self._cache.writing.get(reservation_id)
-                self._cache.writing.release(reservation, is_abandoned=is_abandoned)
+                reservation = self._cache.appends.get(reservation_id)
+                self._cache.appends.release(reservation, is_abandoned=is_abandoned)
         self._leases.clear()
         self._reservations.clear()
 
@@ -194,7 +193,7 @@ class Holder:
             case "mark_written":
                 mark = operation.mark_written
                 reservation = self._own(mark.reservation_id)
-                self._cache.writing.mark_written(reservation, mark.token_count, mark.checksums)
+                self._cache.appends.mark_written(reservation, mark.token_count, mark.checksums)
                 result.marked.SetInParent()
             case "commit" if not validate.is_durable(operation.commit.durability):
                 self._fill_committed(result, self._commit_in_memory(operation.commit))
@@ -204,11 +203,11 @@ class Holder:
 
     def _prune(self) -> None:
         """Forget what ended by itself."""
-        self._leases = {i for i in self._leases if self._cache.reading.is_held(i)}
-        self._reservations = {i for i in self._reservations if self._cache.writing.is_open(i)}
+        self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
+        self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
 
     async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, part: Slice) -> None:
-        lease = await self._cache.reading.acquire(self._asked(request))
+        lease = await self._cache.leases.acquire(self._asked(request))
         self._grant(request, lease, message)
         if not request.is_brief:
             for _ in convert.fill_segments(message, lease):
@@ -217,18 +216,18 @@ class Holder:
 
     def _acquire_at_once(self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult) -> bool:
         """Lease rows that are in DRAM, briefly: a full answer may take long to make. False where that is not so."""
-        lease = self._cache.reading.acquire_resident(self._asked(request)) if request.is_brief else None
+        lease = self._cache.leases.acquire_resident(self._asked(request)) if request.is_brief else None
         if lease is None:
             return False
         self._grant(request, lease, result.lease)
         return True
 
-    def _asked(self, request: arena_pb2.AcquireLease) -> Request:
+    def _asked(self, request: arena_pb2.AcquireLease) -> ReadRequest:
         self._check_open()
         if request.leave_on_ssd and request.is_brief:
             raise InvalidArgument(field="leave_on_ssd", problem="needs an answer that is not brief")
         has_range = request.HasField("range")
-        return Request(
+        return ReadRequest(
             self._tenant,
             validate.session_id(request.session, "session"),
             validate.fingerprint(request.model_fingerprint),
@@ -243,7 +242,7 @@ class Holder:
     def _grant(self, request: arena_pb2.AcquireLease, lease: Lease, message: arena_pb2.Lease) -> None:
         """Own a lease and answer with it. Raises CapacityExceeded, and ends it, where its locations are too many."""
         self._leases.add(lease.lease_id)
-        if len(self._leases) > self._cache.reading.lease_count:
+        if len(self._leases) > self._cache.leases.lease_count:
             self._prune()
         try:
             self._check_answer(convert.lease_bytes(lease, is_brief=request.is_brief))
@@ -268,19 +267,19 @@ class Holder:
         if lease_id not in self._leases:
             raise LeaseNotFound(lease_id=lease_id)
         self._leases.discard(lease_id)
-        self._cache.reading.release(lease_id)
+        self._cache.leases.release(lease_id)
 
     async def _recheck(self, lease_id: int) -> None:
         if lease_id not in self._leases:
             raise LeaseNotFound(lease_id=lease_id)
-        await self._cache.reading.recheck(lease_id)
+        await self._cache.leases.recheck(lease_id)
 
     async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
         self._check_open()
         if not self._may_write:
             problem = "may not write in place here: append by stream"
             raise PermissionDenied(subject=f"tenant {self._tenant}", problem=problem)
-        reservation = await self._cache.writing.reserve(
+        reservation = await self._cache.appends.reserve(
             self._tenant,
             validate.session_id(request.session, "session"),
             fingerprint=validate.fingerprint(request.model_fingerprint),
@@ -290,7 +289,7 @@ class Holder:
             client=self.client,
         )
         self._reservations.add(reservation.reservation_id)
-        if len(self._reservations) > self._cache.writing.reservation_count:
+        if len(self._reservations) > self._cache.appends.reservation_count:
             self._prune()
         expire_time_ns = convert.wall_time_ns(self._cache.state.clock, reservation.deadline_ns)
         convert.fill_reservation(message, reservation, expire_time_ns, is_brief=request.is_brief)
@@ -298,7 +297,7 @@ class Holder:
     def _commit_in_memory(self, request: arena_pb2.CommitReservation) -> Reservation:
         reservation = self._own(request.reservation_id)
         try:
-            self._cache.writing.commit_in_memory(
+            self._cache.appends.commit_in_memory(
                 reservation, request.token_count, keep_open=request.keep_open, checksums=request.checksums
             )
         finally:
@@ -309,7 +308,7 @@ class Holder:
         self, request: arena_pb2.CommitReservation, result: arena_pb2.OperationResult
     ) -> None:
         reservation = self._commit_in_memory(request)
-        await self._cache.writing.flush(reservation)
+        await self._cache.appends.flush(reservation)
         self._fill_committed(result, reservation)
 
     def _fill_committed(self, result: arena_pb2.OperationResult, reservation: Reservation) -> None:
@@ -348,7 +347,7 @@ class Holder:
     ) -> "_Outcome":
         try:
             reservation = self._own(reservation_id)
-            self._cache.writing.commit_in_memory(
+            self._cache.appends.commit_in_memory(
                 reservation, token_count, keep_open=keep_open, checksums=(checksum,), is_joint=True
             )
         except CacheError as error:
@@ -360,22 +359,22 @@ class Holder:
     async def _flush(self, outcome: "_Outcome") -> None:
         if outcome.reservation is not None:
             try:
-                await self._cache.writing.flush(outcome.reservation)
+                await self._cache.appends.flush(outcome.reservation)
             except CacheError as error:
                 outcome.error = error
 
     def _own(self, reservation_id: int) -> Reservation:
         if reservation_id not in self._reservations:
             raise ReservationNotFound(reservation_id=reservation_id)
-        return self._cache.writing.get(reservation_id)
+        return self._cache.appends.get(reservation_id)
 
     def _forget_if_ended(self, reservation_id: int) -> None:
-        if not self._cache.writing.is_open(reservation_id):
+        if not self._cache.appends.is_open(reservation_id):
             self._reservations.discard(reservation_id)
 
     def _release_reservation(self, reservation_id: int) -> None:
         reservation = self._own(reservation_id)
-        self._cache.writing.release(reservation)
+        self._cache.appends.release(reservation)
         self._reservations.discard(reservation_id)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.cache import Cache
-from ctxcache.cache.reading import NEVER_NS, Lease
+from ctxcache.cache.leases import NEVER_NS, Lease
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.service import convert, validate
@@ -65,7 +65,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         limit, after = validate.page_size(request.page_size), _number(validate.page_token(request.page_token))
         found = [
             lease
-            for lease in self._cache.reading.leases()
+            for lease in self._cache.leases.leases()
             if lease.lease_id > after and request.tenant in ("", lease.view.tenant)
         ][: limit + 1]
         return operations_pb2.ListLeasesResponse(
@@ -79,7 +79,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> operations_pb2.RevokeLeaseResponse:
         """See the proto."""
-        reading = self._cache.reading
+        reading = self._cache.leases
         lease = reading.lease(request.lease_id)
         if lease.client.number is None:
             if lease.deadline_ns == NEVER_NS:
@@ -201,7 +201,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
             lease_id=lease.lease_id, tenant=lease.view.tenant, session=lease.view.name, token_begin=lease.begin,
             token_end=lease.end, pinned_bytes=sum(lease.pinned.values()), client=lease.client.number,
         )  # fmt: skip
-        message.age.FromNanoseconds(int(self._cache.reading.age_s(lease) * 10**9))
+        message.age.FromNanoseconds(int(self._cache.leases.age_s(lease) * 10**9))
         if lease.deadline_ns != NEVER_NS:
             expire_time_ns = convert.wall_time_ns(clock, lease.deadline_ns)
             message.expire_time.CopyFrom(convert.timestamp(expire_time_ns))
@@ -213,7 +213,7 @@ class OperationRpcs(admin_pb2_grpc.AdminServiceServicer):
         status = operations_pb2.DrainStatus(
             running_rpc_count=admissions.calls.running_count + admissions.streams.running_count,
             local_client_count=admissions.local_clients.running_count,
-            lease_count=cache.reading.lease_count, reservation_count=cache.writing.reservation_count,
+            lease_count=cache.leases.lease_count, reservation_count=cache.appends.reservation_count,
             dirty_bytes=ledger.due_bytes, spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
             problem=problem,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import groupby
 
 from ctxcache.cache import Cache
-from ctxcache.cache.heard import Call, Heard, Listening
+from ctxcache.cache.journal import Call, Heard, Listening
 from ctxcache.errors import TooManyRequests
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.service import convert
@@ -76,7 +76,7 @@ async def recorded(
     cache: Cache, store: recording_pb2.RecordedStore, *, duration_ns: int, is_over: Callable[[], bool]
 ) -> AsyncGenerator[recording_pb2.RecordResponse]:
     """All parts of a recording, until its time or the server's `is_over`. Raises TooManyRequests."""
-    accesses, clock = cache.state.accesses, cache.state.clock
+    accesses, clock = cache.state.journal, cache.state.clock
     if accesses.listening is not None:
         raise TooManyRequests(what="recordings", limit=1)
     begun_ns = clock.monotonic_ns()

@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing
 
 from ctxcache.cache import Cache
-from ctxcache.cache.queues import Queue
-from ctxcache.cache.readiness import readiness_of
+from ctxcache.cache.queues import Queue, readiness_of
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.service import convert, hint_messages
 from ctxcache.service.admission import Admission
@@ -179,7 +178,7 @@ class Scheduling:
             session = self._cache.ledger.get(uid)
             stands = None
             if session is not None:
-                stands = readiness_of(session, self._cache.state, self._cache.residency.promotions.throughput)
+                stands = readiness_of(session, self._cache.state, self._cache.promotions.throughput)
             run_count += len(stands.runs) if stands else 0
             events.events.append(hint_messages.session_event(name, changes, stands))
             if part.is_over:

@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import TypeAlias, TypeVar
 
 from ctxcache.cache import Cache
-from ctxcache.cache.asked import Request
-from ctxcache.cache.mending import TRIES
-from ctxcache.cache.reading import Lease, Rows
+from ctxcache.cache.leases import Lease, ReadRequest, Rows
+from ctxcache.cache.scrubbing import TRIES
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import ChecksumMismatch, CorruptSegment, InvalidArgument
 from ctxcache.format.identity import joint_checksum, rows_checksum, wire_checksum
@@ -29,7 +28,7 @@ ReadMessage: TypeAlias = bytes | session_pb2.ReadSessionResponse
 """What is sent to a reader: an encoded chunk, or the header."""
 MESSAGE_BYTES = 1 << 20
 Mend: TypeAlias = Callable[[Segment], Awaitable[None]]
-"""See Reading.mend."""
+"""See Leases.mend."""
 T = TypeVar("T")
 
 
@@ -37,8 +36,8 @@ class StreamRpcs(session_pb2_grpc.SessionServiceServicer):
     """AppendSession and ReadSession. See proto/ctxcache/v1/session.proto."""
 
     def __init__(self, cache: Cache) -> None:
-        self._writing = cache.writing
-        self._reading = cache.reading
+        self._writing = cache.appends
+        self._reading = cache.leases
         self._clock = cache.state.clock
 
     async def AppendSession(  # noqa: N802
@@ -108,10 +107,10 @@ def _as_wire_chunk(chunk: session_pb2.Chunk) -> WireChunk:
 
 def read_request(
     request: session_pb2.ReadSessionRequest, tenant: str
-) -> tuple[Request, Sequence[StreamRange]]:
+) -> tuple[ReadRequest, Sequence[StreamRange]]:
     """What a reader asks for, validated, and of which streams. Raises InvalidArgument."""
     has_range = request.HasField("range")
-    asked = Request(
+    asked = ReadRequest(
         tenant,
         validate.session_id(request.name),
         validate.fingerprint(request.model_fingerprint),

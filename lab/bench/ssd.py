@@ -25,8 +25,8 @@ from statistics import median, quantiles
 import numpy as np
 
 from ctxcache.cache import Cache
-from ctxcache.cache.asked import Request
-from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.appends import Reservation
+from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.recency import LeastRecentlyUsed
@@ -169,17 +169,17 @@ async def save(rig: Rig, source: memoryview) -> float:
     loop = asyncio.get_running_loop()
 
     def mark(token_count: int, checksums: Sequence[int]) -> None:
-        loop.call_soon_threadsafe(rig.cache.writing.mark_written, reservation, token_count, checksums)
+        loop.call_soon_threadsafe(rig.cache.appends.mark_written, reservation, token_count, checksums)
 
     checksums = await asyncio.to_thread(_copy, rig, reservation, source, mark)
-    await rig.cache.writing.commit(
+    await rig.cache.appends.commit(
         reservation, rig.token_count, is_durable=True, keep_open=False, checksums=checksums
     )
     return time.perf_counter() - begin
 
 
 async def _reserved(rig: Rig, write_offset: int, token_count: int) -> Reservation:
-    return await rig.cache.writing.reserve(
+    return await rig.cache.appends.reserve(
         TENANT,
         rig.session,
         fingerprint=rig.model.fingerprint(),
@@ -214,11 +214,11 @@ def _copy(
 async def promote(rig: Rig) -> float:
     """Lease all of a session that is only on SSD; seconds until its rows are in the arena, verified."""
     await rig.cache.sessions.demote(TENANT, rig.session)
-    request = Request(TENANT, rig.session, rig.model.fingerprint(), None)
+    request = ReadRequest(TENANT, rig.session, rig.model.fingerprint(), None)
     begin = time.perf_counter()
-    lease = await rig.cache.reading.acquire(request)
+    lease = await rig.cache.leases.acquire(request)
     taken = time.perf_counter() - begin
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     return taken
 
 
@@ -325,7 +325,7 @@ async def small_flushes(
             reservation = await _reserved(rig, 0, behind)
             zeros = memoryview(mmap.mmap(-1, behind * rig.layout.token_bytes))
             checksums = _copy(rig, reservation, zeros, lambda *_: None)
-            await rig.cache.writing.commit(
+            await rig.cache.appends.commit(
                 reservation, behind, is_durable=True, keep_open=False, checksums=checksums
             )
         source = memoryview(mmap.mmap(-1, rig.layout.size_bytes))
@@ -334,7 +334,7 @@ async def small_flushes(
             begin = time.perf_counter()
             reservation = await _reserved(rig, behind + index, 1)
             checksums = _copy(rig, reservation, source, lambda *_: None)
-            await rig.cache.writing.commit(
+            await rig.cache.appends.commit(
                 reservation, behind + index + 1, is_durable=True, keep_open=False, checksums=checksums
             )
             taken.append(time.perf_counter() - begin)

@@ -18,10 +18,9 @@ from typing import Any
 from fakes import FakeClock, MemoryTier, Operation
 
 from ctxcache.cache import Cache
-from ctxcache.cache.asked import Request
+from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.cache.reading import Lease
-from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.limits import Limits
@@ -157,7 +156,7 @@ class Rig:
 
     async def reserve(self, session_id: str, token_count: int) -> Reservation:
         """Room at the session's end."""
-        return await self.cache.writing.reserve(
+        return await self.cache.appends.reserve(
             self.tenant, session_id, fingerprint=FINGERPRINT, write_offset=self.token_count(session_id),
             generation=None, token_count=token_count,
         )  # fmt: skip
@@ -166,11 +165,11 @@ class Rig:
         """Write every stream's rows."""
         for stream in STREAMS:
             data = memoryview(rows_of(tokens, stream))
-            self.cache.writing.place(reservation, stream, token_begin, data)
+            self.cache.appends.place(reservation, stream, token_begin, data)
 
     async def mark_written(self, reservation: Reservation, token_count: int) -> None:
         """Say that rows will not change any more."""
-        self.cache.writing.mark_written(reservation, token_count)
+        self.cache.appends.mark_written(reservation, token_count)
 
     async def append(
         self, session_id: str, tokens: Sequence[Token], *, is_durable: bool = False
@@ -179,25 +178,25 @@ class Rig:
         reservation = await self.reserve(session_id, len(tokens))
         begin = reservation.committed
         self.place(reservation, begin, tokens)
-        return await self.cache.writing.commit(
+        return await self.cache.appends.commit(
             reservation, begin + len(tokens), is_durable=is_durable, keep_open=False
         )
 
-    def request(self, session_id: str, begin: int = 0, end: int | None = None) -> Request:
+    def request(self, session_id: str, begin: int = 0, end: int | None = None) -> ReadRequest:
         """What a reader asks for."""
-        return Request(self.tenant, session_id, FINGERPRINT, None, begin, end)
+        return ReadRequest(self.tenant, session_id, FINGERPRINT, None, begin, end)
 
     async def read(self, session_id: str, begin: int = 0, end: int | None = None) -> dict[Stream, bytes]:
         """Every stream's rows, as a stream brings them."""
         found = dict.fromkeys(STREAMS, b"")
-        async with self.cache.reading.stream(self.request(session_id, begin, end), ()) as (_, _, rows):
+        async with self.cache.leases.stream(self.request(session_id, begin, end), ()) as (_, _, rows):
             async for item in rows:
                 found[item.stream] += bytes(item.data)
         return found
 
     async def acquire(self, session_id: str, begin: int = 0, end: int | None = None) -> Lease:
         """A lease."""
-        return await self.cache.reading.acquire(self.request(session_id, begin, end))
+        return await self.cache.leases.acquire(self.request(session_id, begin, end))
 
     def leased(self, lease: Lease) -> dict[Stream, bytes]:
         """What a client sees in the arena through a lease."""
@@ -240,7 +239,7 @@ class Rig:
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""
-        await self.cache.residency.drain()
+        await self.cache.drain()
         problems = check_integrity(self.cache)
         if problems:
             raise AssertionError("; ".join(problems))
@@ -313,7 +312,7 @@ class MemoryRig(Rig):
 
     async def crash(self) -> None:
         """Lose the power: what was not synced is gone. Opens again."""
-        await self.cache.residency.drain()
+        await self.cache.drain()
         self.arena.close()
         self.ssd, self.metadata = self.ssd.crash(), self.metadata.crash()
         await self.open()
@@ -348,7 +347,7 @@ class DiskRig(Rig):
 
     async def crash(self) -> None:
         """Die without flushing. Opens again."""
-        await self.cache.residency.drain()
+        await self.cache.drain()
         self._close_files()
         await self.open()
 

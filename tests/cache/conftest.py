@@ -13,7 +13,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[MemoryRig]:
     made = MemoryRig(tmp_path)
     await made.open()
     yield made
-    await made.cache.residency.drain()
+    await made.cache.drain()
     made.arena.close()
 
 

@@ -248,7 +248,7 @@ async def test_one_that_has_come_to_be_worth_it_is_written_and_not_given_up(hous
 
     assert house.is_on_ssd("once-1")
     assert house.unadmitted_count == 0
-    house.rig.cache.writing.release(reservation)
+    house.rig.cache.appends.release(reservation)
 
 
 async def test_a_read_is_a_reason_to_look_again(house: House) -> None:
@@ -256,7 +256,7 @@ async def test_a_read_is_a_reason_to_look_again(house: House) -> None:
     await house.write("once-1", 3)
     house.policy.said["once-1"] = 8
     lease = await house.rig.acquire("once-1")
-    house.rig.cache.reading.release(lease.lease_id)
+    house.rig.cache.leases.release(lease.lease_id)
     await house.turn()
 
     assert house.is_on_ssd("once-1")
@@ -276,8 +276,8 @@ async def test_who_is_read_or_written_or_pinned_does_not_leave(house: House) -> 
     assert {"read-1", "written-1", "pinned-1"} <= house.rig.names()
     assert house.is_on_ssd("pinned-1")
     assert house.rig.leased(lease) == expected(house.tokens["read-1"])
-    house.rig.cache.reading.release(lease.lease_id)
-    house.rig.cache.writing.release(reservation)
+    house.rig.cache.leases.release(lease.lease_id)
+    house.rig.cache.appends.release(reservation)
 
 
 async def test_readers_of_what_is_not_written_hold_up_no_writer(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ async def test_readers_of_what_is_not_written_hold_up_no_writer(tmp_path: Path) 
     for number, lease in enumerate(leases):
         tokens = house.tokens[f"once{number}-1"]
         assert house.rig.leased(lease) == expected(tokens[:1])
-        house.rig.cache.reading.release(lease.lease_id)
+        house.rig.cache.leases.release(lease.lease_id)
     await house.rig.check()
     house.rig.arena.close()
 
@@ -370,7 +370,7 @@ async def test_a_turn_that_goes_on_is_not_written_before_it_is_known_what_it_is_
     reservation = await house.rig.reserve("slow-1", 4 * SEGMENT_TOKENS)
     tokens = house.writer.make(2 * SEGMENT_TOKENS)
     house.rig.place(reservation, 0, tokens)
-    await house.rig.cache.writing.commit(reservation, len(tokens), is_durable=False, keep_open=True)
+    await house.rig.cache.appends.commit(reservation, len(tokens), is_durable=False, keep_open=True)
     house.tokens["slow-1"] = tokens
     await house.turn()
     assert not house.is_on_ssd("slow-1")
@@ -379,7 +379,7 @@ async def test_a_turn_that_goes_on_is_not_written_before_it_is_known_what_it_is_
     await house.turn()
 
     assert house.is_on_ssd("slow-1")
-    house.rig.cache.writing.release(reservation)
+    house.rig.cache.appends.release(reservation)
 
 
 async def test_a_tenant_within_its_share_is_written_whatever_others_are_worth(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, UNLIMITED, MemoryRig, Writer
 from fakes import Operation
 
-from ctxcache.cache.pins import QUEUE_LENGTH
+from ctxcache.cache.budgets import QUEUE_LENGTH
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.shares import NO_SHARES, Share, Shares
 from ctxcache.core.waiting_line import LENGTH
@@ -47,8 +47,8 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         # A test that fails leaves the device as it stands.
         rig.ssd.hold(Operation.WRITE).set()
         await rig.check()
-        assert not rig.cache.residency.dirty_bound.waiting_count
-        assert not rig.cache.writing.pins.waiting_count
+        assert not rig.cache.dirty_bound.waiting_count
+        assert not rig.cache.appends.pins.waiting_count
         rig.arena.close()
 
 
@@ -70,11 +70,11 @@ class _Budget:
         reservation = await self.rig.reserve(name, len(tokens))
         self.granted.append(tenant)
         self.rig.place(reservation, 0, tokens)
-        await self.rig.cache.writing.commit(reservation, len(tokens), is_durable=False, keep_open=False)
+        await self.rig.cache.appends.commit(reservation, len(tokens), is_durable=False, keep_open=False)
 
     async def waiting(self, tenant: str, segment_count: int = 1) -> asyncio.Task[None]:
         """Begin an append that has to wait; it is in the line when this returns."""
-        line = self.rig.cache.residency.dirty_bound
+        line = self.rig.cache.dirty_bound
         count = line.waiting_count
         task = asyncio.ensure_future(self.append(tenant, segment_count))
         while line.waiting_count == count and not task.done():  # noqa: ASYNC110  # tasks get there by themselves
@@ -174,7 +174,7 @@ async def test_a_deadline_leaves_the_line_in_order(make: Make) -> None:
     refused = await asyncio.gather(*tasks, return_exceptions=True)
     claimed = budget.claimed()
     gate.set()
-    await rig.cache.residency.drain()
+    await rig.cache.drain()
     await budget.append("b", 2)
 
     assert [type(error) for error in refused] == [CapacityExceeded] * 3
@@ -188,8 +188,8 @@ async def test_a_reservation_that_ends_while_it_waits_is_told_so(make: Make) -> 
     await budget.append("a", LIMIT_SEGMENTS)
     gate = rig.ssd.hold(Operation.WRITE)
     ended, other = await budget.waiting("b"), await budget.waiting("b")
-    reservation = min(rig.cache.writing.reservations(), key=lambda one: one.reservation_id)
-    rig.cache.writing.release(reservation)
+    reservation = min(rig.cache.appends.reservations(), key=lambda one: one.reservation_id)
+    rig.cache.appends.release(reservation)
     gate.set()
     async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(ended, other, return_exceptions=True)
@@ -226,7 +226,7 @@ DIVIDED = Limits(
 async def test_writers_of_one_tenant_that_wait_for_slots_keep_no_other_waiting(make: Make) -> None:
     """A tenant holds all that it may and has as many waiting as may: another reserves at once."""
     rig = await make(limits=DIVIDED)
-    budget, pins = _Budget(rig), rig.cache.writing.pins
+    budget, pins = _Budget(rig), rig.cache.appends.pins
     rig.tenant = "a"
     await rig.create("held")
     held = await rig.reserve("held", 16 * SEGMENT_TOKENS)
@@ -241,7 +241,7 @@ async def test_writers_of_one_tenant_that_wait_for_slots_keep_no_other_waiting(m
     for task in tasks[2:]:
         task.cancel()
     await asyncio.wait(tasks[2:])
-    rig.cache.writing.release(held)
+    rig.cache.appends.release(held)
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*tasks[:2])
 

@@ -76,7 +76,7 @@ async def test_a_lost_path_takes_its_sessions_and_no_other(rig: MemoryRig) -> No
     reasons = {name: rig.cache.sessions.lookup(rig.tenant, name, FINGERPRINT).reason for name in made}
     assert reasons == {name: "DEVICE_LOST" if name in on_lost else "" for name in made}
     for name in on_lost:
-        (happened,) = rig.cache.state.accesses.history.of(rig.tenant, name)
+        (happened,) = rig.cache.state.journal.history.of(rig.tenant, name)
         assert (happened.event, happened.detail) == (Event.DEVICE_LOST, "memory/1")
     assert rig.ssd.counts[Operation.READ] == reads
     for name in made.keys() - on_lost:

@@ -108,7 +108,7 @@ async def test_room_in_memory_is_left_for_others(tmp_path: Path) -> None:
     def lease(tenant: str) -> Callable[[int], Any]:
         async def acquire(number: int) -> None:
             rig.tenant = tenant
-            await rig.cache.reading.acquire(replace(rig.request(f"s{number}"), client=number))
+            await rig.cache.leases.acquire(replace(rig.request(f"s{number}"), client=number))
 
         return acquire
 

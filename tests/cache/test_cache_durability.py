@@ -76,7 +76,7 @@ async def test_what_is_written_behind_is_durable_to_where_it_was_written(
     await rig.create("a")
     for count in (SEGMENT_TOKENS, 10):
         await rig.append("a", writer.make(count))
-    await rig.cache.residency.flush(rig.cache.ledger.find(TENANT, "a"), is_tail_left=True)
+    await rig.cache.flushing.flush(rig.cache.ledger.find(TENANT, "a"), is_tail_left=True)
     (record,) = rig.metadata.sessions()
 
     assert rig.cache.sessions.get(TENANT, "a").durable_token_count == SEGMENT_TOKENS
@@ -120,7 +120,7 @@ async def test_slots_of_records_that_could_not_be_changed_stay_taken(rig: Memory
         await flushing
     used_bytes = rig.cache.ledger.below.used_bytes
     with pytest.raises(TierFailure):
-        await rig.cache.residency.departures.remove([rig.cache.ledger.find(TENANT, "a")])
+        await rig.cache.departures.remove([rig.cache.ledger.find(TENANT, "a")])
 
     assert rig.cache.ledger.below.stranded >= named
     assert rig.cache.ledger.below.used_bytes == used_bytes
@@ -144,7 +144,7 @@ async def test_a_session_that_was_given_up_is_not_written_down_again(rig: Memory
         await rig.append(name, writer.make(10))
 
     async def give_up(name: str) -> None:
-        rig.cache.residency.ssd_room.give_up(rig.cache.ledger.find(TENANT, name))
+        rig.cache.ssd_room.give_up(rig.cache.ledger.find(TENANT, name))
 
     pinning = rig.cache.sessions.update(TENANT, "b", expiration=None, is_pinned=True)
     await asyncio.gather(give_up("a"), pinning, give_up("b"))
@@ -233,7 +233,7 @@ async def test_who_stops_waiting_for_a_device_leaves_nothing_behind(rig: MemoryR
         asked.cancel()
     last = asyncio.ensure_future(rig.flush("a"))
     await asyncio.sleep(0)
-    assert rig.cache.residency.flushing.flush_count == 2
+    assert rig.cache.flushing.flush_count == 2
     gate.set()
 
     assert (await first).durable_token_count >= 5
@@ -322,9 +322,9 @@ async def test_a_slot_whose_record_is_gone_after_all_is_given_back_once(
     lease = await rig.acquire("a")
     rig.metadata.fail("no")
     with pytest.raises(TierFailure):
-        await rig.cache.residency.departures.remove([rig.cache.ledger.find(TENANT, "a")])
+        await rig.cache.departures.remove([rig.cache.ledger.find(TENANT, "a")])
     if not is_held:
-        rig.cache.reading.release(lease.lease_id)
+        rig.cache.leases.release(lease.lease_id)
     below = rig.cache.ledger.below
     assert (below.used_bytes, len(below.stranded)) == (SLOT_BYTES, 1)
 
@@ -332,7 +332,7 @@ async def test_a_slot_whose_record_is_gone_after_all_is_given_back_once(
     assert (below.used_bytes, len(below.stranded)) == (SLOT_BYTES * is_held, 0)
     if is_held:
         assert rig.leased(lease) == expected(tokens)
-        rig.cache.reading.release(lease.lease_id)
+        rig.cache.leases.release(lease.lease_id)
     await rig.check()
     assert below.used_bytes == 0
 
@@ -456,7 +456,7 @@ async def test_a_writer_is_refused_when_all_of_the_arena_is_leased(rig: MemoryRi
     await rig.create("b")
     with pytest.raises(CapacityExceeded):
         await asyncio.wait_for(rig.append("b", writer.make(1)), 10)
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     await rig.append("b", writer.make(1))
     await rig.check()
 
@@ -534,8 +534,8 @@ async def test_what_was_staged_on_a_failed_path_is_written_elsewhere(rig: Memory
     tokens = writer.make(300)
     await rig.append("a", tokens)
     session = rig.cache.ledger.find("acme", "a")
-    rig.cache.residency.staging.stage(session, session.segments[:4])
-    await rig.cache.residency.drain()
+    rig.cache.staging.stage(session, session.segments[:4])
+    await rig.cache.drain()
     rig.ssd.fence(0)
     await rig.flush("a")
     await rig.check()
@@ -574,7 +574,7 @@ async def test_without_a_path_a_full_memory_evicts_the_coldest(rig: MemoryRig, w
         await rig.create(name)
         await rig.append(name, writer.make(128))
     await rig.check()
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
 
     assert rig.names() == {"pinned", "leased", "warm", "new"}
     assert rig.cache.state.counters.evicted_session_count == 1

@@ -73,7 +73,7 @@ async def test_source_and_forks_go_on_apart(rig: MemoryRig, writer: Writer) -> N
             rig.place(reservation, len(contents[name]), own)
             contents[name] = [*contents[name], *own]
         for name, reservation in reservations.items():
-            await rig.cache.writing.commit(
+            await rig.cache.appends.commit(
                 reservation, len(contents[name]), is_durable=False, keep_open=False
             )
 
@@ -211,7 +211,7 @@ async def test_whose_fork_is_read_leaves_in_its_turn(tmp_path: Path) -> None:
     await rig.append("f", Writer(2).make(SEGMENT_TOKENS), is_durable=True)
     assert rig.names() == {"fork", "c", "d", "e", "f"}
     assert rig.leased(lease) == expected(rows[:SEGMENT_TOKENS])
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     assert await rig.read("fork") == expected(rows[:SEGMENT_TOKENS])
     await rig.check()
     rig.arena.close()
@@ -366,7 +366,7 @@ async def test_what_was_checked_is_checked_again_at_the_end(
         with pytest.raises(error):
             await fork_at(rig, Interrupted(rig, at, action), expected_generation, kept)
         for reservation in reserved:
-            rig.cache.writing.release(reservation)
+            rig.cache.appends.release(reservation)
         reserved.clear()
         await rig.check()
     assert rig.token_count("fork") == 1

@@ -66,10 +66,10 @@ async def test_a_read_that_comes_late_writes_into_nobodys_memory(
         for name, tokens in others.items():
             await rig.create(name)
             await rig.append(name, tokens)
-        assert rig.cache.residency.promotions.owed
+        assert rig.cache.promotions.owed
         await rig.check()
         device.answer()
-        while rig.cache.residency.promotions.owed:  # noqa: ASYNC110  # the device's own thread ends it
+        while rig.cache.promotions.owed:  # noqa: ASYNC110  # the device's own thread ends it
             await asyncio.sleep(0)
         for name, tokens in others.items():
             assert await rig.read(name) == expected(tokens)
@@ -134,10 +134,10 @@ async def test_the_end_waits_for_no_device(disk_rig: DiskRig, monkeypatch: pytes
         await lose_what_hangs(rig)
         with pytest.raises((TierFailure, SessionNotFound)):
             await reader
-        await rig.cache.residency.drain()
+        await rig.cache.drain()
         rig.ssd.close()
         device.answer()
-        while rig.cache.residency.promotions.owed:  # noqa: ASYNC110  # the device's own thread ends it
+        while rig.cache.promotions.owed:  # noqa: ASYNC110  # the device's own thread ends it
             await asyncio.sleep(0)
     await rig.restart()
     for name, tokens in made.items():

@@ -66,7 +66,7 @@ async def test_what_is_used_again_is_as_any_other(rig: MemoryRig, order: Order) 
     """Read in full since, `a` is no more one that leaves."""
     await _fill(rig, "c", 1)
     await rig.delete("c")
-    rig.cache.reading.release((await rig.acquire("a")).lease_id)
+    rig.cache.leases.release((await rig.acquire("a")).lease_id)
     order.set(a=5)
     await _fill(rig, "d", 2)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from cache_rig import SEGMENT_TOKENS, STREAMS, TENANT, DiskRig, MemoryRig, Writer, expected
 
-from ctxcache.cache.reading import Lease
-from ctxcache.cache.writing import GRACE_NS
+from ctxcache.cache.appends import GRACE_NS
+from ctxcache.cache.leases import Lease
 from ctxcache.core.limits import Limits
 from ctxcache.errors import CapacityExceeded, SessionNotFound, TooManyRequests
 
@@ -29,7 +29,7 @@ async def limited(rig: MemoryRig, limits: Limits, *names: str, segment_count: in
 
 async def acquire(rig: MemoryRig, name: str, client: int | None = None) -> Lease:
     """A client's lease of a whole session."""
-    return await rig.cache.reading.acquire(replace(rig.request(name), client=client))
+    return await rig.cache.leases.acquire(replace(rig.request(name), client=client))
 
 
 async def test_readers_together_hold_no_more_than_their_share(rig: MemoryRig) -> None:
@@ -44,7 +44,7 @@ async def test_readers_together_hold_no_more_than_their_share(rig: MemoryRig) ->
     await rig.check()
 
     for lease in (again, leases[0]):
-        rig.cache.reading.release(lease.lease_id)
+        rig.cache.leases.release(lease.lease_id)
     assert (await acquire(rig, "d")).end == SEGMENT_TOKENS
     await rig.check()
 
@@ -79,8 +79,8 @@ async def test_a_stream_holds_no_more_than_the_readers_share(rig: MemoryRig, *, 
     tokens, writer = Writer(0).make(5 * SEGMENT_TOKENS), Writer(9)
     await rig.create("w")
     found = dict.fromkeys(STREAMS, b"")
-    async with rig.cache.reading.stream(rig.request("a"), ()) as (lease, _, rows):
-        with rig.cache.reading.lend(lease) as lent:
+    async with rig.cache.leases.stream(rig.request("a"), ()) as (lease, _, rows):
+        with rig.cache.leases.lend(lease) as lent:
             assert [piece.view is not None for piece in lent] == [True] * 3 + [False] * 2
         first = await anext(rows)
         found[first.stream] += bytes(first.data)
@@ -104,7 +104,7 @@ async def test_rows_of_a_stream_that_lie_in_memory_alone_are_read(rig: MemoryRig
     for begin in range(0, len(tokens), SEGMENT_TOKENS):
         await rig.append("a", tokens[begin : begin + SEGMENT_TOKENS])
     found = dict.fromkeys(STREAMS, b"")
-    async with rig.cache.reading.stream(rig.request("a"), ()) as (_, _, rows):
+    async with rig.cache.leases.stream(rig.request("a"), ()) as (_, _, rows):
         async for item in rows:
             found[item.stream] += bytes(item.data)
             if item.stream == STREAMS[1] and item.token_begin == SEGMENT_TOKENS:
@@ -128,11 +128,11 @@ async def test_who_waits_is_served_in_order(rig: MemoryRig) -> None:
     later = asyncio.ensure_future(acquire(rig, "b"))
     await asyncio.sleep(0)
     assert not large.done()
-    rig.cache.reading.release(small.lease_id)
+    rig.cache.leases.release(small.lease_id)
     lease = await large
 
     assert not later.done()
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     assert (await later).end == SEGMENT_TOKENS
     await rig.check()
 
@@ -145,12 +145,12 @@ async def test_what_waits_sees_the_session_as_it_is_when_its_turn_comes(rig: Mem
     await asyncio.sleep(0)
     waits[0].cancel()
     await rig.delete("d")
-    rig.cache.reading.release(leases[0].lease_id)
+    rig.cache.leases.release(leases[0].lease_id)
     with pytest.raises(SessionNotFound):
         await waits[1]
     await rig.check()
 
-    assert rig.cache.reading.lease_count == 2
+    assert rig.cache.leases.lease_count == 2
 
 
 async def test_writers_hold_no_more_than_their_share(rig: MemoryRig) -> None:
@@ -161,11 +161,11 @@ async def test_writers_hold_no_more_than_their_share(rig: MemoryRig) -> None:
     first = await rig.reserve("a", 3 * SEGMENT_TOKENS)
     with pytest.raises(TooManyRequests):
         await rig.reserve("b", 1)
-    rig.cache.writing.release(first, is_abandoned=True)
+    rig.cache.appends.release(first, is_abandoned=True)
     with pytest.raises(TooManyRequests):
         await rig.reserve("b", 1)
     rig.clock.advance(ns=GRACE_NS)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     await rig.check()
 
     assert (await rig.reserve("b", 3 * SEGMENT_TOKENS)).end == 3 * SEGMENT_TOKENS
@@ -177,11 +177,11 @@ async def test_a_refused_extension_pins_nothing_more(rig: MemoryRig) -> None:
     await limited(rig, SHARES)
     await rig.create("a")
     reservation = await rig.reserve("a", 2 * SEGMENT_TOKENS)
-    used_bytes = rig.cache.writing.pins.budget.used_bytes
+    used_bytes = rig.cache.appends.pins.budget.used_bytes
     with pytest.raises(CapacityExceeded):
-        await rig.cache.writing.extend(reservation, 2 * SEGMENT_TOKENS)
+        await rig.cache.appends.extend(reservation, 2 * SEGMENT_TOKENS)
 
-    assert rig.cache.writing.pins.budget.used_bytes == used_bytes
+    assert rig.cache.appends.pins.budget.used_bytes == used_bytes
     await rig.check()
 
 

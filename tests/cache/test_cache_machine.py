@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ctxcache.cache.reading import Lease
-from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.appends import Reservation
+from ctxcache.cache.leases import Lease
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
@@ -89,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Close, and leave nothing behind."""
-        self.run(self.rig.cache.residency.drain())
+        self.run(self.rig.cache.drain())
         if isinstance(self.rig, DiskRig):
             self.rig.ssd.close()
             self.rig.metadata.close()
@@ -134,11 +134,11 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             yield
         except CapacityExceeded as error:
-            is_held = self.leases or self.open or self.rig.cache.writing.held_count
+            is_held = self.leases or self.open or self.rig.cache.appends.held_count
             if error.facts["tier"] == "DRAM" and not is_held:
                 raise
         except TooManyRequests:
-            if not self.leases and not self.open and not self.rig.cache.writing.held_count:
+            if not self.leases and not self.open and not self.rig.cache.appends.held_count:
                 raise
         except TierFailure:
             if not self.is_faulty:
@@ -225,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, pick: int) -> None:
         """A lease ends."""
         lease, _ = self.leases.pop(pick % len(self.leases))
-        self.rig.cache.reading.release(lease.lease_id)
+        self.rig.cache.leases.release(lease.lease_id)
 
     @precondition(lambda self: self.idle() and len(self.open) < 2)
     @rule(pick=picks, count=st.sampled_from([1, 40, 64, 100, 150]))
@@ -250,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.open.remove(item)
         with self.may_lack_room():
             self.run(
-                self.rig.cache.writing.commit(
+                self.rig.cache.appends.commit(
                     item.reservation, len(known.tokens) + len(tokens),
                     is_durable=is_durable, keep_open=keep_open,
                 )
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
     def give_up(self, pick: int, *, is_abandoned: bool) -> None:
         """What was not committed never was."""
         item = self.open.pop(pick % len(self.open))
-        self.rig.cache.writing.release(item.reservation, is_abandoned=is_abandoned)
+        self.rig.cache.appends.release(item.reservation, is_abandoned=is_abandoned)
 
     @precondition(lambda self: self.idle())
     @rule(pick=picks, cuts=st.lists(st.tuples(parts, parts), max_size=3))
@@ -371,7 +371,7 @@ class CacheMachine(RuleBasedStateMachine):
     def advance(self, seconds: int) -> None:
         """Sessions, leases and reservations end when their time has come."""
         for item in self.open:
-            self.rig.cache.writing.release(item.reservation, is_abandoned=True)
+            self.rig.cache.appends.release(item.reservation, is_abandoned=True)
         self.open.clear()
         self.run(self.rig.cache.sessions.save_access_times())
         self.run(self.rig.metadata.commit(Changes(), is_durable=True))
@@ -382,7 +382,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases = [item for item in self.leases if item[0].deadline_ns > mono_ns]
         self.run(Upkeep(self.rig.cache).turn())
         self.check_old(seconds)
-        assert self.rig.cache.reading.lease_count == len(self.leases)
+        assert self.rig.cache.leases.lease_count == len(self.leases)
 
     def check_old(self, seconds: int) -> None:
         """What had the time to be written is on SSD, unless that has no room or failed."""
@@ -403,9 +403,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         is_whole = not is_crash
         for item in self.open:
-            self.rig.cache.writing.release(item.reservation)
+            self.rig.cache.appends.release(item.reservation)
         for lease, _ in self.leases:
-            self.rig.cache.reading.release(lease.lease_id)
+            self.rig.cache.leases.release(lease.lease_id)
         self.forget_holds()
         if is_crash:
             self.run(self.rig.crash())

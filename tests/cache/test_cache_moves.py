@@ -12,9 +12,9 @@ from fakes import Operation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.cache import segment_io
-from ctxcache.cache.reservation import Reservation
-from ctxcache.cache.segment_io import _pieces
+from ctxcache.cache import segments as segment_io
+from ctxcache.cache.appends import Reservation
+from ctxcache.cache.segments import _pieces
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, InvalidArgument, ReservationNotFound, TierFailure, TooManyRequests
 from ctxcache.format.header import header_checksum
@@ -55,11 +55,11 @@ def segments(rig: MemoryRig) -> list[Segment]:
 async def test_what_is_marked_is_written_once_and_before_its_commit(rig: MemoryRig, writer: Writer) -> None:
     """Full segments are on SSD when the commit comes, which writes only what is left."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS + 5)
-    rig.cache.writing.mark_written(reservation, len(tokens))
+    rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.reached(Operation.WRITE, 2)
     await rig.check()
     assert rig.token_count("a") == 0
-    view = await rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    view = await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
 
     assert view.durable_token_count == len(tokens)
     assert rig.ssd.counts[Operation.WRITE] == 3
@@ -70,7 +70,7 @@ async def test_what_is_marked_is_written_once_and_before_its_commit(rig: MemoryR
 async def test_what_is_marked_and_not_committed_is_gone_after_a_crash(rig: MemoryRig, writer: Writer) -> None:
     """Staged bytes have no record: nothing of them is visible, and their slots are free."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, len(tokens))
+    rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.reached(Operation.WRITE, 2)
     await rig.crash()
 
@@ -86,16 +86,16 @@ async def test_a_released_reservation_gives_staged_slots_back(
     """Also when the device is still at it; an abandoned one's memory waits for its grace."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
     gate = rig.ssd.hold(Operation.WRITE)
-    rig.cache.writing.mark_written(reservation, len(tokens))
+    rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.reached(Operation.WRITE, 2)
     if not is_under_way:
         gate.set()
-        await rig.cache.residency.drain()
-    rig.cache.writing.release(reservation, is_abandoned=is_abandoned)
+        await rig.cache.drain()
+    rig.cache.appends.release(reservation, is_abandoned=is_abandoned)
     gate.set()
     await rig.check()
     rig.clock.advance(seconds=61)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     await rig.check()
 
     assert rig.cache.ledger.below.used_bytes == 0
@@ -105,9 +105,9 @@ async def test_a_released_reservation_gives_staged_slots_back(
 async def test_a_segment_committed_short_of_its_mark_is_written_anew(rig: MemoryRig, writer: Writer) -> None:
     """Rows that come in the place of marked ones that were never committed are the ones that are kept."""
     reservation, tokens = await written(rig, writer, SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, SEGMENT_TOKENS)
+    rig.cache.appends.mark_written(reservation, SEGMENT_TOKENS)
     await rig.reached(Operation.WRITE)
-    await rig.cache.writing.commit(reservation, 40, is_durable=False, keep_open=False)
+    await rig.cache.appends.commit(reservation, 40, is_durable=False, keep_open=False)
     others = writer.make(SEGMENT_TOKENS - 40)
     await rig.append("a", others, is_durable=True)
     await rig.check()
@@ -121,10 +121,10 @@ async def test_a_flush_while_a_marked_segment_is_short_leaves_it_staged(
 ) -> None:
     """A durable commit of some of its rows and one of all of them are both right."""
     reservation, tokens = await written(rig, writer, SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, SEGMENT_TOKENS)
-    await rig.cache.writing.commit(reservation, 10, is_durable=True, keep_open=True)
+    rig.cache.appends.mark_written(reservation, SEGMENT_TOKENS)
+    await rig.cache.appends.commit(reservation, 10, is_durable=True, keep_open=True)
     await rig.check()
-    await rig.cache.writing.commit(reservation, SEGMENT_TOKENS, is_durable=True, keep_open=False)
+    await rig.cache.appends.commit(reservation, SEGMENT_TOKENS, is_durable=True, keep_open=False)
     await rig.check()
     await rig.crash()
 
@@ -137,14 +137,14 @@ async def test_rows_marked_and_left_are_not_recorded_by_a_flush_of_fewer(
 ) -> None:
     """A durable commit of ten rows records ten, whatever was marked behind them, on SSD already or not."""
     reservation, tokens = await written(rig, writer, SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, SEGMENT_TOKENS)
+    rig.cache.appends.mark_written(reservation, SEGMENT_TOKENS)
     if is_staged:
-        await rig.cache.residency.drain()
-    await rig.cache.writing.commit(reservation, 10, is_durable=True, keep_open=True)
+        await rig.cache.drain()
+    await rig.cache.appends.commit(reservation, 10, is_durable=True, keep_open=True)
     (record,) = rig.metadata.segments()
     assert record.identity.token_count == 10
     await rig.check()
-    rig.cache.writing.release(reservation)
+    rig.cache.appends.release(reservation)
     others = writer.make(SEGMENT_TOKENS - 10)
     await rig.append("a", others, is_durable=True)
     await rig.check()
@@ -156,9 +156,9 @@ async def test_rows_marked_and_left_are_not_recorded_by_a_flush_of_fewer(
 async def test_a_deleted_session_gives_staged_slots_back(rig: MemoryRig, writer: Writer) -> None:
     """Committed, on SSD and in no record yet: deletion frees it like the rest."""
     reservation, _ = await written(rig, writer, 2 * SEGMENT_TOKENS)
-    await rig.cache.writing.commit(reservation, SEGMENT_TOKENS, is_durable=False, keep_open=True)
-    await rig.cache.residency.drain()
-    rig.cache.writing.release(reservation)
+    await rig.cache.appends.commit(reservation, SEGMENT_TOKENS, is_durable=False, keep_open=True)
+    await rig.cache.drain()
+    rig.cache.appends.release(reservation)
     assert rig.cache.ledger.below.used_bytes == SLOT_BYTES
     await rig.delete("a")
     await rig.check()
@@ -170,9 +170,9 @@ async def test_a_refused_staging_is_made_good_by_the_flush(rig: MemoryRig, write
     """Who asked for nothing hears of no failure; who asks for durability gets it."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
     rig.ssd.fail(Operation.WRITE)
-    rig.cache.writing.mark_written(reservation, len(tokens))
+    rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.check()
-    await rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
     await rig.check()
     await rig.crash()
 
@@ -182,10 +182,10 @@ async def test_a_refused_staging_is_made_good_by_the_flush(rig: MemoryRig, write
 async def test_what_was_staged_before_a_refused_sync_is_written_again(rig: MemoryRig, writer: Writer) -> None:
     """Bytes that a path may have lost are not taken as durable: they go to another one, and their slot back."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, len(tokens))
-    await rig.cache.residency.drain()
+    rig.cache.appends.mark_written(reservation, len(tokens))
+    await rig.cache.drain()
     rig.ssd.fail(Operation.SYNC)
-    await rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
     await rig.check()
     (refused,) = rig.ssd.refusals
 
@@ -202,7 +202,7 @@ async def test_a_mark_makes_nobody_leave(rig: MemoryRig, writer: Writer) -> None
     kept = writer.make(2 * SEGMENT_TOKENS)
     await rig.append("kept", kept, is_durable=True)
     reservation, tokens = await written(rig, writer, 3 * SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, len(tokens))
+    rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.check()
     assert rig.names() == {"kept", "a"}
     await rig.append("kept", kept[:SEGMENT_TOKENS], is_durable=True)
@@ -221,7 +221,7 @@ async def test_what_is_being_staged_goes_before_a_session_does(rig: MemoryRig, w
     await rig.create("new")
     reservation, tokens = await written(rig, writer, 1 * SEGMENT_TOKENS)
     gate = rig.ssd.hold(Operation.WRITE)
-    rig.cache.writing.mark_written(reservation, len(tokens))
+    rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.reached(Operation.WRITE, 1)
     appending = asyncio.ensure_future(rig.append("new", more := writer.make(5), is_durable=True))
     for _ in range(5):
@@ -239,10 +239,10 @@ async def test_a_mark_outside_the_reservation_is_refused(rig: MemoryRig, writer:
     reservation, tokens = await written(rig, writer, SEGMENT_TOKENS)
     for token_count in (-1, SEGMENT_TOKENS + 1):
         with pytest.raises(InvalidArgument):
-            rig.cache.writing.mark_written(reservation, token_count)
-    rig.cache.writing.release(reservation)
+            rig.cache.appends.mark_written(reservation, token_count)
+    rig.cache.appends.release(reservation)
     with pytest.raises(ReservationNotFound):
-        rig.cache.writing.mark_written(reservation, len(tokens))
+        rig.cache.appends.mark_written(reservation, len(tokens))
 
     assert rig.ssd.counts[Operation.WRITE] == 0
 
@@ -250,10 +250,10 @@ async def test_a_mark_outside_the_reservation_is_refused(rig: MemoryRig, writer:
 async def test_an_open_commit_sends_full_segments_on_their_way(rig: MemoryRig, writer: Writer) -> None:
     """A writer that goes on does not wait for upkeep."""
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
-    await rig.cache.writing.commit(reservation, SEGMENT_TOKENS + 3, is_durable=False, keep_open=True)
+    await rig.cache.appends.commit(reservation, SEGMENT_TOKENS + 3, is_durable=False, keep_open=True)
     await rig.reached(Operation.WRITE)
     await rig.check()
-    await rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
 
     assert rig.ssd.counts[Operation.WRITE] == 2
 
@@ -378,25 +378,25 @@ async def test_a_writer_waits_for_what_is_on_its_way(rig: MemoryRig, writer: Wri
     reservation = await rig.reserve("a", 6 * SEGMENT_TOKENS)
     rig.place(reservation, 0, writer.make(6 * SEGMENT_TOKENS))
     gate = rig.ssd.hold(Operation.WRITE)
-    await rig.cache.writing.commit(reservation, 5 * SEGMENT_TOKENS, is_durable=False, keep_open=True)
-    rig.cache.writing.release(reservation)
+    await rig.cache.appends.commit(reservation, 5 * SEGMENT_TOKENS, is_durable=False, keep_open=True)
+    rig.cache.appends.release(reservation)
     await rig.create("b")
     reserving = asyncio.ensure_future(rig.reserve("b", 3 * SEGMENT_TOKENS))
     await rig.reached(Operation.WRITE)
     gate.set()
 
-    rig.cache.writing.release(await reserving)
+    rig.cache.appends.release(await reserving)
     await rig.check()
 
 
 async def test_room_that_nobody_can_make_is_refused(rig: MemoryRig, writer: Writer) -> None:
     """Segments under a lease stay, marked or not."""
     reservation, _ = await written(rig, writer, 6 * SEGMENT_TOKENS)
-    rig.cache.writing.mark_written(reservation, 6 * SEGMENT_TOKENS)
+    rig.cache.appends.mark_written(reservation, 6 * SEGMENT_TOKENS)
     await rig.create("b")
     with pytest.raises(TooManyRequests):
         await rig.reserve("b", 1)
-    rig.cache.writing.release(reservation)
+    rig.cache.appends.release(reservation)
     await rig.check()
 
 
@@ -454,16 +454,16 @@ async def test_what_was_marked_before_does_not_touch_what_is_marked_now(
     for tokens in (given_up, others):
         reservation = await rig.reserve("a", len(tokens))
         rig.place(reservation, len(kept), tokens)
-        rig.cache.writing.mark_written(reservation, SEGMENT_TOKENS)
+        rig.cache.appends.mark_written(reservation, SEGMENT_TOKENS)
         if tokens is given_up:
             await asyncio.to_thread(begun.wait)
-            rig.cache.writing.release(reservation)
+            rig.cache.appends.release(reservation)
     for may_come in (1, 2):
         with suppress(TimeoutError):
             await asyncio.wait_for(rig.reached(Operation.WRITE, may_come), 0.2)
         may_go.set()
     gate.set()
-    await rig.cache.writing.commit(reservation, SEGMENT_TOKENS, is_durable=True, keep_open=False)
+    await rig.cache.appends.commit(reservation, SEGMENT_TOKENS, is_durable=True, keep_open=False)
     await rig.demote("a")
 
     assert await rig.read("a") == expected([*kept, *others])
@@ -487,7 +487,7 @@ async def test_rows_that_memory_loses_while_they_are_flushed_are_not_recorded(
     view = rig.arena.view(segment.memory)
     view[rows.start] ^= 4
     with pytest.raises(CorruptSegment):
-        await rig.cache.residency.mending.verify(segment)
+        await rig.cache.mending.verify(segment)
     gate.set()
     await flushing
 

@@ -124,11 +124,11 @@ class OperatedStorm(Storm):
         """A reader's, in the middle of it."""
         name = self.dice.choice(sorted(self.known)) if self.known else ""
         with suppress(LeaseNotFound, DeadlineExceeded):
-            async with self.rig.cache.reading.stream(self.rig.request(name), ()) as (lease, _, rows):
+            async with self.rig.cache.leases.stream(self.rig.request(name), ()) as (lease, _, rows):
                 async for item in rows:
                     bytes(item.data)
                     if self.dice.random() < 0.3:
-                        self.rig.cache.reading.release(lease.lease_id)
+                        self.rig.cache.leases.release(lease.lease_id)
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
@@ -159,13 +159,13 @@ async def test_whatever_an_operator_does_nothing_is_wrong(
     rig.ssd.held.clear()
     await rig.check()
     rig.clock.advance(seconds=1000)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     rig.cache.hints.expire_due()
     for storm in storms:
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)
     with suppress(CapacityExceeded):
-        await rig.cache.residency.departures.remove(list(rig.cache.ledger.sessions()))
+        await rig.cache.departures.remove(list(rig.cache.ledger.sessions()))
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
     left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes

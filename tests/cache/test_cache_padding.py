@@ -61,12 +61,12 @@ async def test_a_full_segment_has_nothing_of_another_layout(disk_rig: DiskRig) -
     await disk_rig.cache.sessions.create(
         TENANT, "b", model_id=MODEL.model_id, layout=ranges_of(streams), expiration=None, is_pinned=False
     )
-    reservation = await disk_rig.cache.writing.reserve(
+    reservation = await disk_rig.cache.appends.reserve(
         TENANT, "b", fingerprint=FINGERPRINT, write_offset=0, generation=None, token_count=2 * SEGMENT_TOKENS
     )
     tokens = Writer(8).make(2 * SEGMENT_TOKENS)
     for stream in streams:
-        disk_rig.cache.writing.place(reservation, stream, 0, memoryview(rows_of(tokens, stream)))
-    await disk_rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+        disk_rig.cache.appends.place(reservation, stream, 0, memoryview(rows_of(tokens, stream)))
+    await disk_rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
 
     assert not any(map(any, beside_rows(disk_rig, "b", layout, streams)))

@@ -73,11 +73,11 @@ class Crowd:
             self.rig.place(reservation, begin, tokens)
             for end, keep_open in ((count // 2, True), (count, False)):
                 await asyncio.sleep(0)
-                await self.rig.cache.writing.commit(
+                await self.rig.cache.appends.commit(
                     reservation, begin + end, is_durable=self.dice.random() < 0.3, keep_open=keep_open
                 )
         finally:
-            self.rig.cache.writing.release(reservation, is_abandoned=self.dice.random() < 0.3)
+            self.rig.cache.appends.release(reservation, is_abandoned=self.dice.random() < 0.3)
 
     async def read(self, name: str) -> None:
         """All of a session."""
@@ -92,7 +92,7 @@ class Crowd:
                 await asyncio.sleep(0)
             assert self.rig.leased(lease) == before
         finally:
-            self.rig.cache.reading.release(lease.lease_id)
+            self.rig.cache.leases.release(lease.lease_id)
 
     async def truncate(self, name: str) -> None:
         """Something from the middle or the end."""
@@ -144,7 +144,7 @@ async def test_a_crowd_never_sees_a_wrong_byte(
 
     assert crowd.read_count > 20
     assert rig.cache.state.counters.corrupt_segment_count == 0
-    assert rig.cache.writing.reservation_count == rig.cache.reading.lease_count == 0
+    assert rig.cache.appends.reservation_count == rig.cache.leases.lease_count == 0
     # One session may have become larger than all of SSD.
     with suppress(CapacityExceeded, TooManyRequests):
         await rig.close()

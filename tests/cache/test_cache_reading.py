@@ -18,7 +18,7 @@ from cache_rig import (
 )
 from fakes import Operation
 
-from ctxcache.cache.reading import LEASE_LIFETIME_NS
+from ctxcache.cache.leases import LEASE_LIFETIME_NS
 from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
@@ -52,7 +52,7 @@ async def filled(rig: MemoryRig | DiskRig, name: str, token_count: int, tag: int
         lambda rig: rig.truncate("a", (0, 200)),
         lambda rig: rig.delete("a"),
         lambda rig: rig.demote("a"),
-        lambda rig: rig.cache.residency.departures.remove(list(rig.cache.ledger.sessions())),
+        lambda rig: rig.cache.departures.remove(list(rig.cache.ledger.sessions())),
     ],
     ids=["truncate", "delete", "demote", "evict"],
 )
@@ -67,7 +67,7 @@ async def test_leased_rows_outlive_their_session(rig: MemoryRig, end: End) -> No
     await rig.append("b", Writer(2).make(2 * SEGMENT_TOKENS))
 
     assert rig.leased(lease) == expected(tokens)
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     await rig.append("b", Writer(2).make(3 * SEGMENT_TOKENS))
     await rig.check()
 
@@ -75,7 +75,7 @@ async def test_leased_rows_outlive_their_session(rig: MemoryRig, end: End) -> No
 async def test_rows_in_dram_are_leased_at_once_and_others_are_waited_for(rig: MemoryRig) -> None:
     """A lease that would have to wait is not begun, and counts as no access."""
     tokens = await filled(rig, "a", 2 * SEGMENT_TOKENS)
-    reading, counters = rig.cache.reading, rig.cache.state.counters
+    reading, counters = rig.cache.leases, rig.cache.state.counters
     lease = reading.acquire_resident(rig.request("a"))
     assert lease is not None
     assert rig.leased(lease) == expected(tokens)
@@ -95,13 +95,13 @@ async def test_a_lease_ends_once(rig: MemoryRig) -> None:
     """Releasing again is an error and takes nothing from others."""
     await filled(rig, "a", 10)
     first, second = await rig.acquire("a"), await rig.acquire("a")
-    rig.cache.reading.release(first.lease_id)
+    rig.cache.leases.release(first.lease_id)
     with pytest.raises(LeaseNotFound):
-        rig.cache.reading.release(first.lease_id)
+        rig.cache.leases.release(first.lease_id)
     await rig.check()
 
-    assert rig.cache.reading.lease_count == 1
-    rig.cache.reading.release(second.lease_id)
+    assert rig.cache.leases.lease_count == 1
+    rig.cache.leases.release(second.lease_id)
 
 
 async def test_a_lease_lasts_its_full_time_from_when_it_is_handed_out(rig: MemoryRig) -> None:
@@ -112,17 +112,17 @@ async def test_a_lease_lasts_its_full_time_from_when_it_is_handed_out(rig: Memor
     acquiring = asyncio.ensure_future(rig.acquire("a"))
     await rig.reached(Operation.READ)
     rig.clock.advance(seconds=LEASE_S + 1)
-    rig.cache.reading.expire_due()
+    rig.cache.leases.expire_due()
     gate.set()
     lease = await acquiring
     rig.clock.advance(seconds=LEASE_S - 1)
-    rig.cache.reading.expire_due()
+    rig.cache.leases.expire_due()
 
     assert rig.leased(lease) == expected(tokens)
-    assert rig.cache.reading.is_held(lease.lease_id)
+    assert rig.cache.leases.is_held(lease.lease_id)
     rig.clock.advance(seconds=1)
-    rig.cache.reading.expire_due()
-    assert not rig.cache.reading.is_held(lease.lease_id)
+    rig.cache.leases.expire_due()
+    assert not rig.cache.leases.is_held(lease.lease_id)
     await rig.check()
 
 
@@ -131,18 +131,18 @@ async def test_a_wall_clock_that_jumps_does_not_end_leases(rig: MemoryRig) -> No
     await filled(rig, "a", 10)
     await rig.acquire("a")
     rig.clock.jump(to_ns=rig.clock.now_ns() + 10**15)
-    rig.cache.reading.expire_due()
+    rig.cache.leases.expire_due()
 
-    assert rig.cache.reading.lease_count == 1
+    assert rig.cache.leases.lease_count == 1
 
 
 async def test_a_reader_that_pauses_too_long_is_cut_off(rig: MemoryRig) -> None:
     """A stream whose lease ended says so; it never goes on with the bytes of whoever came after it."""
     await filled(rig, "a", 300)
-    async with rig.cache.reading.stream(rig.request("a"), ()) as (_, _, rows):
+    async with rig.cache.leases.stream(rig.request("a"), ()) as (_, _, rows):
         await anext(rows)
         rig.clock.advance(seconds=LEASE_S + 1)
-        rig.cache.reading.expire_due()
+        rig.cache.leases.expire_due()
         await rig.delete("a")
         await rig.create("b")
         await rig.append("b", Writer(2).make(300))
@@ -155,11 +155,11 @@ async def test_a_reader_that_goes_on_keeps_its_lease(rig: MemoryRig) -> None:
     """A stream may take as long as it likes while it moves."""
     tokens = await filled(rig, "a", 300)
     found = b""
-    async with rig.cache.reading.stream(rig.request("a"), ()) as (_, chosen, rows):
+    async with rig.cache.leases.stream(rig.request("a"), ()) as (_, chosen, rows):
         async for item in rows:
             found += bytes(item.data) if item.stream == chosen[-1] else b""
             rig.clock.advance(seconds=LEASE_S - 1)
-            rig.cache.reading.expire_due()
+            rig.cache.leases.expire_due()
 
     assert found == expected(tokens)[chosen[-1]]
 
@@ -242,10 +242,10 @@ async def test_a_stream_past_memory_outlives_its_session(rig: MemoryRig) -> None
     await rig.demote("big")
     found = dict.fromkeys(STREAMS, b"")
     ledger = rig.cache.ledger
-    async with rig.cache.reading.stream(rig.request("big"), ()) as (_, _, rows):
+    async with rig.cache.leases.stream(rig.request("big"), ()) as (_, _, rows):
         async for item in rows:
             if "big" in rig.names():
-                rig.cache.reading.release((await rig.acquire("big", 0, 10)).lease_id)
+                rig.cache.leases.release((await rig.acquire("big", 0, 10)).lease_id)
                 assert ledger.memory.used_bytes == SLOT_BYTES
                 await rig.delete("big")
                 assert (ledger.memory.used_bytes, ledger.below.used_bytes) == (0, 9 * SLOT_BYTES)
@@ -299,7 +299,7 @@ async def test_a_refused_read_is_an_error_and_holds_nothing(rig: MemoryRig) -> N
 async def test_what_a_reader_asks_for_is_checked(rig: MemoryRig) -> None:
     """Another model, another generation, a range that is not there: each has its own error."""
     await filled(rig, "a", 10)
-    reading, good = rig.cache.reading, rig.request("a")
+    reading, good = rig.cache.leases, rig.request("a")
     for error, changes in (
         (SessionNotFound, {"session_id": "b"}),
         (SessionNotFound, {"tenant": "other"}),
@@ -459,7 +459,7 @@ async def test_a_writer_into_a_session_that_turned_out_damaged_is_told(disk_rig:
     with pytest.raises(CorruptSegment):
         await disk_rig.read("a")
     with pytest.raises(Exception, match="reservation"):
-        await disk_rig.cache.writing.commit(reservation, 210, is_durable=False, keep_open=False)
+        await disk_rig.cache.appends.commit(reservation, 210, is_durable=False, keep_open=False)
     after = Writer(3).make(10)
     await disk_rig.append("a", after)
     await disk_rig.check()

@@ -171,4 +171,4 @@ async def test_what_is_pinned_leaves_dram_when_nothing_else_can(small: DiskRig) 
     assert len(small.leased(lease)) > 0
     assert _segments_in_dram(small, "pinned") == 0
     assert small.names() == {"large", "pinned"}
-    small.cache.reading.release(lease.lease_id)
+    small.cache.leases.release(lease.lease_id)

@@ -7,7 +7,7 @@ import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
 from fakes import Operation
 
-from ctxcache.cache.reservation import Reservation
+from ctxcache.cache.appends import Reservation
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import (
@@ -194,11 +194,11 @@ async def test_absolute_positions_lose_only_their_end(rig: MemoryRig, writer: Wr
     await rig.cache.sessions.create(
         TENANT, "a", model_id="fixed", layout=(), expiration=None, is_pinned=False
     )
-    reservation = await rig.cache.writing.reserve(
+    reservation = await rig.cache.appends.reserve(
         TENANT, "a", fingerprint=fixed.fingerprint(), write_offset=0, generation=None, token_count=10
     )
-    rig.cache.writing.place(reservation, TOKENS, 0, memoryview(bytes(40)))
-    await rig.cache.writing.commit(reservation, 10, is_durable=False, keep_open=False)
+    rig.cache.appends.place(reservation, TOKENS, 0, memoryview(bytes(40)))
+    await rig.cache.appends.commit(reservation, 10, is_durable=False, keep_open=False)
     with pytest.raises(PositionsNotRelocatable):
         await rig.truncate("a", (2, 5))
 
@@ -212,7 +212,7 @@ async def test_a_session_ends_before_the_first_of_its_bad_segments(rig: MemoryRi
     await rig.append("a", tokens, is_durable=True)
     await rig.fork("a", "fork")
     _, second, _, fourth = rig.cache.ledger.find(TENANT, "a").segments
-    await rig.cache.residency.mending.quarantine({fourth, second})
+    await rig.cache.mending.quarantine({fourth, second})
 
     for name in ("a", "fork"):
         assert await rig.read(name) == expected(tokens[:SEGMENT_TOKENS])
@@ -251,7 +251,7 @@ async def test_a_session_being_written_is_not_evicted(rig: MemoryRig, writer: Wr
     await rig.create("b")
     with pytest.raises(CapacityExceeded):
         await rig.append("b", writer.make(1), is_durable=True)
-    rig.cache.writing.release(reservation)
+    rig.cache.appends.release(reservation)
     await rig.flush("b")
     await rig.check()
 
@@ -266,7 +266,7 @@ async def test_an_expired_session_waits_for_its_writer(rig: MemoryRig) -> None:
     await rig.cache.sessions.expire_due()
     with pytest.raises(SessionNotFound):
         rig.token_count("a")
-    rig.cache.writing.release(reservation)
+    rig.cache.appends.release(reservation)
     await rig.cache.sessions.expire_due()
     await rig.check()
 
@@ -285,7 +285,7 @@ async def test_a_fork_that_has_to_wait_is_checked_again(rig: MemoryRig, writer: 
     gate.set()
     with pytest.raises(WriteInProgress):
         await forking
-    rig.cache.writing.release(reservation)
+    rig.cache.appends.release(reservation)
     await rig.check()
 
     assert rig.names() == {"a"}
@@ -297,16 +297,16 @@ async def test_a_fork_does_not_wait_for_a_writer_that_goes_on(
     """A source that grows faster than it can be made durable is refused, not waited for."""
     await rig.create("a")
     await rig.append("a", writer.make(10))
-    flush, open_now = rig.cache.residency.flush, list[Reservation]()
+    flush, open_now = rig.cache.flushing.flush, list[Reservation]()
 
     async def flush_and_write(session: Session) -> None:
         await flush(session)
         if not open_now:
             open_now.append(await rig.reserve("a", 50))
             rig.place(open_now[0], session.token_count, writer.make(50))
-        await rig.cache.writing.commit(open_now[0], session.token_count + 1, is_durable=False, keep_open=True)
+        await rig.cache.appends.commit(open_now[0], session.token_count + 1, is_durable=False, keep_open=True)
 
-    monkeypatch.setattr(rig.cache.residency, "flush", flush_and_write)
+    monkeypatch.setattr(rig.cache.flushing, "flush", flush_and_write)
     with pytest.raises(WriteInProgress):
         await asyncio.wait_for(rig.fork("a", "b"), 10)
 
@@ -390,7 +390,7 @@ async def test_a_slow_device_delays_no_deadline(rig: MemoryRig, writer: Writer) 
 async def test_upkeep_survives_its_own_bugs(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that breaks is logged; the others go on."""
     await rig.create("a", ttl_s=10)
-    monkeypatch.setattr(rig.cache.writing, "expire_due", lambda: 1 // 0)
+    monkeypatch.setattr(rig.cache.appends, "expire_due", lambda: 1 // 0)
     rig.clock.advance(seconds=10)
     await Upkeep(rig.cache).turn()
 

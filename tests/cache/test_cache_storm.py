@@ -206,7 +206,7 @@ class Storm:
 
     async def append(self, name: str) -> None:
         """Tokens in commits of all kinds, the last of them perhaps left out."""
-        count, writing = self.dice.choice((1, 5, 63, 64, 65, 128, 150)), self.rig.cache.writing
+        count, writing = self.dice.choice((1, 5, 63, 64, 65, 128, 150)), self.rig.cache.appends
         reservation = await self.rig.reserve(name, count)
         try:
             known = self.known[name]
@@ -291,7 +291,7 @@ class Storm:
             await pause(self.dice, 60)
             assert self.rig.leased(lease) == before
         finally:
-            self.rig.cache.reading.release(lease.lease_id)
+            self.rig.cache.leases.release(lease.lease_id)
 
     async def foretell(self) -> None:
         """Say something of a session, true or not, by a queue, by a hint, or with an operator's word."""
@@ -406,11 +406,9 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     await storm.run()
     await rig.check()
     rig.clock.advance(seconds=60)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     with suppress(CapacityExceeded):
-        await rig.cache.residency.departures.remove(
-            [rig.cache.ledger.find(TENANT, name) for name in rig.names()]
-        )
+        await rig.cache.departures.remove([rig.cache.ledger.find(TENANT, name) for name in rig.names()])
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
     left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
@@ -451,13 +449,13 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
     await asyncio.gather(*(storm.run() for storm in storms))
     await rig.check()
     rig.clock.advance(seconds=1000)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     rig.cache.hints.expire_due()
     for storm in storms:
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)
     with suppress(CapacityExceeded):
-        await rig.cache.residency.departures.remove(list(rig.cache.ledger.sessions()))
+        await rig.cache.departures.remove(list(rig.cache.ledger.sessions()))
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
     left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes

@@ -213,7 +213,7 @@ async def test_a_limit_that_nothing_can_be_done_about_is_named(shared: DiskRig) 
     assert _names(shared, "c") == {"s0", "s1", "s2", "s3", "more"}
 
     for lease in leases:
-        shared.cache.reading.release(lease.lease_id)
+        shared.cache.leases.release(lease.lease_id)
     await shared.append("more", tokens := Writer(9).make(3), is_durable=True)
     assert await shared.read("more") == expected(tokens)
     assert "s0" not in _names(shared, "c")
@@ -280,7 +280,7 @@ async def test_who_is_pinned_while_its_turn_to_go_is_waited_for_stays(tmp_path: 
     rig.tenant = "d"
     leases = [await rig.acquire("s0"), await rig.acquire("s1")]
 
-    turn, is_held, is_over = rig.cache.residency.ssd_room._turn, asyncio.Event(), asyncio.Event()
+    turn, is_held, is_over = rig.cache.ssd_room._turn, asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
         async with turn:
@@ -303,7 +303,7 @@ async def test_who_is_pinned_while_its_turn_to_go_is_waited_for_stays(tmp_path: 
     with suppress(CapacityExceeded):
         await writing
     for lease in leases:
-        rig.cache.reading.release(lease.lease_id)
+        rig.cache.leases.release(lease.lease_id)
     assert _names(rig, ANYONE) == {"s0"}
     await rig.check()
     rig.arena.close()
@@ -347,7 +347,7 @@ async def test_whatever_tenants_do_nobody_within_its_share_loses_anything(
             if name in rig.names():
                 assert await rig.read(name) == expected(tokens)
     finally:
-        await rig.cache.residency.drain()
+        await rig.cache.drain()
         rig.arena.close()
 
 

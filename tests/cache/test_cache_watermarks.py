@@ -99,7 +99,7 @@ async def test_what_was_leased_leaves_after_the_lease(large: Make, writer: Write
     lease = await rig.acquire("leased")
     await Upkeep(rig.cache).turn()
     free_leased = free_segments(rig)
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     await Upkeep(rig.cache).turn()
 
     assert free_leased == 1
@@ -130,7 +130,7 @@ async def test_the_dirty_bound_holds_while_the_device_stands_still(large: Make, 
     gate = rig.ssd.hold(Operation.WRITE)
     done = await fill(rig, writer, 20)
     gate.set()
-    await rig.cache.residency.drain()
+    await rig.cache.drain()
     await rig.append("s19", writer.make(2 * SEGMENT_TOKENS))
 
     assert done == 12
@@ -151,7 +151,7 @@ async def test_reservations_count_before_they_are_committed(large: Make, writer:
     for reservation in opened:
         tokens = writer.make(2 * SEGMENT_TOKENS)
         rig.place(reservation, 0, tokens)
-        await rig.cache.writing.commit(reservation, len(tokens), is_durable=False, keep_open=False)
+        await rig.cache.appends.commit(reservation, len(tokens), is_durable=False, keep_open=False)
 
     assert len(opened) == 12
     assert dirty_segments(rig) == 24
@@ -215,11 +215,11 @@ async def test_room_that_a_hanging_device_has_to_make_is_refused(large: Make, wr
         with pytest.raises(CapacityExceeded):
             await rig.acquire("cold")
     gate.set()
-    await rig.cache.residency.drain()
+    await rig.cache.drain()
     await rig.append("next", writer.make(1))
 
     assert await rig.read("cold") == expected(tokens["cold"])
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
 
 
 async def test_what_is_larger_than_the_limit_can_be_written(large: Make, writer: Writer) -> None:
@@ -387,7 +387,7 @@ async def test_room_on_ssd_costs_what_leaves(tmp_path: Path, writer: Writer) -> 
             await rig.append(f"new{number}", writer.make(SEGMENT_TOKENS), is_durable=True)
         lines.append(counts[0])
     held_names = rig.names()
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     await rig.create("large", is_pinned=True)
     await rig.append("large", writer.make(7 * SEGMENT_TOKENS), is_durable=True)
     await rig.check()
@@ -414,7 +414,7 @@ async def test_room_among_many_costs_what_leaves(large: Make, writer: Writer) ->
         with counted_lines() as counts:
             await rig.append(f"s{number % 5}", writer.make(SEGMENT_TOKENS))
         lines.append(counts[0])
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
 
     assert 0 < max(lines) < 5_000
     assert free_segments(rig) == 0

@@ -7,8 +7,7 @@ import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 from fakes import Operation
 
-from ctxcache.cache.reservation import Reservation
-from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
+from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS, Reservation
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.placement.shares import Share, Shares
@@ -39,7 +38,7 @@ async def commit(
     rig: MemoryRig, reservation: Reservation, token_count: int, *, keep_open: bool = False
 ) -> SessionView:
     """Commit in memory."""
-    return await rig.cache.writing.commit(reservation, token_count, is_durable=False, keep_open=keep_open)
+    return await rig.cache.appends.commit(reservation, token_count, is_durable=False, keep_open=keep_open)
 
 
 async def test_commits_in_parts_let_go_of_what_is_full(rig: MemoryRig, writer: Writer) -> None:
@@ -51,7 +50,7 @@ async def test_commits_in_parts_let_go_of_what_is_full(rig: MemoryRig, writer: W
     held = []
     for end in (10, 64, 65, 130, 200):
         await commit(rig, reservation, end, keep_open=True)
-        held.append(rig.cache.writing.held_count)
+        held.append(rig.cache.appends.held_count)
         await rig.check()
 
     assert held == [4, 3, 3, 2, 1]
@@ -64,7 +63,7 @@ async def test_one_token_at_a_time_takes_no_more_than_all_at_once(rig: MemoryRig
     reservation = await rig.reserve("a", 0)
     tokens = writer.make(300)
     for i, token in enumerate(tokens):
-        await rig.cache.writing.extend(reservation, 1)
+        await rig.cache.appends.extend(reservation, 1)
         rig.place(reservation, i, [token])
 
     assert len(reservation.runs) == 5
@@ -92,7 +91,7 @@ async def test_a_refused_extension_keeps_what_came_before(rig: MemoryRig, writer
     reservation = await rig.reserve("a", len(tokens))
     rig.place(reservation, 0, tokens)
     with pytest.raises(CapacityExceeded):
-        await rig.cache.writing.extend(reservation, 2 * SEGMENT_TOKENS)
+        await rig.cache.appends.extend(reservation, 2 * SEGMENT_TOKENS)
     await commit(rig, reservation, len(tokens))
     await rig.check()
 
@@ -104,13 +103,13 @@ async def test_a_reservation_ends_by_itself_and_its_slots_wait(rig: MemoryRig, w
     await rig.create("a")
     reservation = await rig.reserve("a", 100)
     rig.clock.advance(seconds=RESERVATION_S)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     with pytest.raises(ReservationNotFound):
         await commit(rig, reservation, 100)
     await rig.check()
     kept = rig.cache.ledger.memory.used_bytes
     rig.clock.advance(seconds=GRACE_S)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     await rig.check()
 
     assert (kept, rig.cache.ledger.memory.used_bytes) == (2 * SLOT_BYTES, 0)
@@ -123,17 +122,17 @@ async def test_a_late_commit_shows_nothing_beside_another_writer(rig: MemoryRig,
     late = await rig.reserve("a", 10)
     rig.place(late, 0, Writer(2).make(10))
     rig.clock.advance(seconds=RESERVATION_S)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     reservation = await rig.reserve("a", 10)
-    for attempt in (commit(rig, late, 10), rig.cache.writing.extend(late, 100)):
+    for attempt in (commit(rig, late, 10), rig.cache.appends.extend(late, 100)):
         with pytest.raises(ReservationNotFound):
             await attempt
-    rig.cache.writing.release(late)
+    rig.cache.appends.release(late)
     tokens = writer.make(10)
     rig.place(reservation, 0, tokens)
     await commit(rig, reservation, 10)
     rig.clock.advance(seconds=GRACE_S)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     await rig.check()
 
     assert await rig.read("a") == expected(tokens)
@@ -148,13 +147,13 @@ async def test_a_reservation_that_ends_while_room_is_made_takes_none(rig: Memory
     reserving = asyncio.ensure_future(rig.reserve("a", 10))
     await rig.reached(Operation.WRITE)
     rig.clock.advance(seconds=RESERVATION_S)
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
     gate.set()
     with pytest.raises(ReservationNotFound):
         await reserving
     await rig.check()
 
-    assert rig.cache.writing.held_count == 0
+    assert rig.cache.appends.held_count == 0
     await rig.append("a", writer.make(1))
 
 
@@ -172,12 +171,12 @@ async def test_a_reservation_that_ends_while_others_leave_for_it_takes_no_room(
         while "old" in rig.names():  # noqa: ASYNC110  # nothing else tells when it goes
             await asyncio.sleep(0)
         rig.clock.advance(seconds=RESERVATION_S)
-        rig.cache.writing.expire_due()
+        rig.cache.appends.expire_due()
     with pytest.raises(ReservationNotFound):
         await reserving
     await rig.check()
 
-    assert (rig.cache.writing.held_count, rig.cache.ledger.memory.used_bytes) == (0, 0)
+    assert (rig.cache.appends.held_count, rig.cache.ledger.memory.used_bytes) == (0, 0)
     await rig.close()
 
 
@@ -188,8 +187,8 @@ async def test_a_writer_that_says_it_is_there_keeps_its_reservation(rig: MemoryR
     reservation = await rig.reserve("a", 10)
     for _ in range(3):
         rig.clock.advance(seconds=RESERVATION_S - 1)
-        rig.cache.writing.expire_due()
-        rig.cache.writing.renew(reservation)
+        rig.cache.appends.expire_due()
+        rig.cache.appends.renew(reservation)
     rig.place(reservation, 0, tokens)
     await commit(rig, reservation, 10)
 
@@ -210,20 +209,20 @@ async def test_a_cancelled_reservation_gives_everything_back(rig: MemoryRig, wri
     await rig.check()
 
     await rig.append("a", writer.make(100))
-    assert rig.cache.writing.reservation_count == 0
+    assert rig.cache.appends.reservation_count == 0
 
 
 async def test_releasing_twice_frees_once(rig: MemoryRig) -> None:
     """A reservation that has ended holds nothing that could be given back again."""
     await rig.create("a")
     reservation = await rig.reserve("a", 100)
-    rig.cache.writing.release(reservation, is_abandoned=True)
-    rig.cache.writing.release(reservation)
-    rig.cache.writing.release(reservation, is_abandoned=True)
+    rig.cache.appends.release(reservation, is_abandoned=True)
+    rig.cache.appends.release(reservation)
+    rig.cache.appends.release(reservation, is_abandoned=True)
     await rig.check()
     rig.clock.advance(seconds=GRACE_S)
-    rig.cache.writing.expire_due()
-    rig.cache.writing.expire_due()
+    rig.cache.appends.expire_due()
+    rig.cache.appends.expire_due()
     await rig.check()
 
     assert rig.cache.ledger.memory.used_bytes == 0
@@ -240,7 +239,7 @@ async def test_what_an_abandoned_writer_left_is_written_at_the_next_look(
     await commit(rig, reservation, 10, keep_open=True)
     await Upkeep(rig.cache).turn()
     before = rig.cache.sessions.get(TENANT, "a")
-    rig.cache.writing.release(reservation, is_abandoned=True)
+    rig.cache.appends.release(reservation, is_abandoned=True)
     await rig.check()
     await Upkeep(rig.cache).turn()
     after = rig.cache.sessions.get(TENANT, "a")
@@ -261,15 +260,15 @@ async def test_readers_come_and_go_beside_one_writer(rig: MemoryRig, writer: Wri
         leases.append(await rig.acquire("a"))
         with pytest.raises(WriteInProgress):
             await rig.reserve("a", 10)
-    rig.cache.reading.release(leases.pop().lease_id)
+    rig.cache.leases.release(leases.pop().lease_id)
     with pytest.raises(WriteInProgress):
         await rig.reserve("a", 10)
-    rig.cache.writing.release(reservation)
+    rig.cache.appends.release(reservation)
     after = writer.make(10)
     await rig.append("a", after)
 
     assert rig.leased(leases[0]) == expected(tokens)
-    rig.cache.reading.release(leases.pop().lease_id)
+    rig.cache.leases.release(leases.pop().lease_id)
     assert await rig.read("a") == expected([*tokens, *after])
     await rig.check()
 
@@ -280,7 +279,7 @@ async def test_an_abandoned_tail_is_not_written_again(rig: MemoryRig, writer: Wr
     tokens = writer.make(10)
     await rig.append("a", tokens)
     gone = await rig.reserve("a", 10)
-    rig.cache.writing.release(gone, is_abandoned=True)
+    rig.cache.appends.release(gone, is_abandoned=True)
     reservation = await rig.reserve("a", 10)
 
     assert reservation.runs[0].segment is not gone.runs[0].segment
@@ -313,14 +312,14 @@ async def test_rows_are_durable_as_they_are_when_they_are_committed(rig: MemoryR
     tokens = writer.make(3 * SEGMENT_TOKENS)
     reservation = await rig.reserve("a", len(tokens))
     rig.place(reservation, 0, tokens[:10])
-    await rig.cache.writing.commit(reservation, 10, is_durable=True, keep_open=True)
+    await rig.cache.appends.commit(reservation, 10, is_durable=True, keep_open=True)
     (segment,) = rig.metadata.segments()
     assert segment.identity.token_count == 10
     rig.place(reservation, 10, tokens[10 : SEGMENT_TOKENS + 6])
     await rig.mark_written(reservation, SEGMENT_TOKENS + 6)
-    await rig.cache.residency.drain()
+    await rig.cache.drain()
     rig.place(reservation, SEGMENT_TOKENS + 6, tokens[SEGMENT_TOKENS + 6 :])
-    await rig.cache.writing.commit(reservation, len(tokens), is_durable=True, keep_open=False)
+    await rig.cache.appends.commit(reservation, len(tokens), is_durable=True, keep_open=False)
     await rig.crash()
 
     assert await rig.read("a") == expected(tokens)
@@ -348,7 +347,7 @@ async def test_a_writer_whose_prefix_was_lost_commits_nothing(
     with pytest.raises(CorruptSegment):
         await disk_rig.read("a")
     with pytest.raises(ReservationNotFound):
-        await disk_rig.cache.writing.commit(reservation, 3 * SEGMENT_TOKENS, is_durable=True, keep_open=True)
+        await disk_rig.cache.appends.commit(reservation, 3 * SEGMENT_TOKENS, is_durable=True, keep_open=True)
     assert await disk_rig.read("a") == expected(tokens[:SEGMENT_TOKENS])
 
     more = writer.make(10)
@@ -372,9 +371,9 @@ async def test_a_commit_does_not_bring_an_expired_session_back(
     with pytest.raises(SessionNotFound):
         rig.token_count("a")
     with pytest.raises(SessionNotFound):
-        await rig.cache.writing.extend(reservation, 1)
+        await rig.cache.appends.extend(reservation, 1)
     with pytest.raises(SessionNotFound):
-        await rig.cache.writing.commit(reservation, 15, is_durable=is_durable, keep_open=False)
+        await rig.cache.appends.commit(reservation, 15, is_durable=is_durable, keep_open=False)
     with pytest.raises(SessionNotFound):
         rig.token_count("a")
     with pytest.raises(ReservationNotFound):
@@ -399,7 +398,7 @@ async def test_each_commit_gives_a_session_its_time_anew(rig: MemoryRig, writer:
     for count in (10, 20):
         rig.clock.advance(seconds=9)
         for reservation in opened.values():
-            await rig.cache.writing.commit(reservation, count, is_durable=False, keep_open=True)
+            await rig.cache.appends.commit(reservation, count, is_durable=False, keep_open=True)
     rig.clock.advance(seconds=9)
     await commit(rig, opened["sliding"], 30)
     with pytest.raises(SessionNotFound):
@@ -425,9 +424,9 @@ async def test_what_a_writer_asks_for_is_checked(rig: MemoryRig, writer: Writer)
         (WriteOffsetMismatch, {"write_offset": 11}),
     ):
         with pytest.raises(error):
-            await rig.cache.writing.reserve(TENANT, "a", **(good | changes))  # type: ignore[arg-type]
+            await rig.cache.appends.reserve(TENANT, "a", **(good | changes))  # type: ignore[arg-type]
     with pytest.raises(SessionNotFound):
-        await rig.cache.writing.reserve("other", "a", **good)  # type: ignore[arg-type]
+        await rig.cache.appends.reserve("other", "a", **good)  # type: ignore[arg-type]
     reservation = await rig.reserve("a", 5)
     with pytest.raises(WriteInProgress):
         await rig.reserve("a", 1)
@@ -440,5 +439,5 @@ async def test_what_a_writer_asks_for_is_checked(rig: MemoryRig, writer: Writer)
         with pytest.raises(WriteInProgress):
             await attempt
 
-    assert rig.cache.writing.reservation_count == 1
+    assert rig.cache.appends.reservation_count == 1
     await rig.check()

@@ -60,7 +60,7 @@ async def test_the_time_of_who_asks_again_counts_from_then(asked: Asked) -> None
     asked.clock.advance(seconds=1)
     asked.cache.hints.expire_due()
     assert len(asked.cache.hints.deferred) == 1
-    asked.cache.reading.release(lease.lease_id)
+    asked.cache.leases.release(lease.lease_id)
     await asked.cache.prefetching.prefetch()
     assert asked.memory_count("waiting") == 2
     assert not len(asked.cache.hints.deferred)

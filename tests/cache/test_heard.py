@@ -3,7 +3,7 @@
 import io
 import json
 
-from ctxcache.cache.heard import Call, Heard, Listening
+from ctxcache.cache.journal import Call, Heard, Listening
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.recordings.writing import Lines

@@ -20,7 +20,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[MemoryRig]:
     rig = MemoryRig(tmp_path, make_policy=partial(LookAhead, Capacities(1 << 20, 1 << 20)))
     await rig.open()
     yield rig
-    await rig.cache.residency.drain()
+    await rig.cache.drain()
     rig.arena.close()
 
 

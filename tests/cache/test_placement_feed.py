@@ -100,7 +100,7 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
     lease = await noted.acquire("a")
     await noted.append("a", writer.make(10))
     assert policy.since() == [("arrived", "a", (5.0,))]
-    noted.cache.reading.release(lease.lease_id)
+    noted.cache.leases.release(lease.lease_id)
     assert policy.since() == [("idle", "a", (2, 2, appended(10)))]
     await noted.read("a")
     await noted.cache.sessions.update(TENANT, "a", expiration=Expiration(10**12), is_pinned=None)
@@ -120,9 +120,9 @@ async def test_commits_of_an_open_reservation_are_told_once(noted: MemoryRig) ->
     noted.place(reservation, 0, Writer(1).make(128))
     policy_of(noted).since()
     for token_count in range(1, 101):
-        noted.cache.writing.commit_in_memory(reservation, token_count, keep_open=True)
+        noted.cache.appends.commit_in_memory(reservation, token_count, keep_open=True)
     assert not policy_of(noted).since()
-    noted.cache.writing.release(reservation)
+    noted.cache.appends.release(reservation)
     assert policy_of(noted).since()[0] == ("idle", "a", (2, 1, appended(100)))
 
 
@@ -183,7 +183,7 @@ async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dra
         ("placed", "b", (Tier.BELOW,)),
     ]
     await noted.check()
-    noted.cache.reading.release(lease.lease_id)
+    noted.cache.leases.release(lease.lease_id)
 
 
 async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
@@ -201,11 +201,11 @@ async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
 
     monkeypatch.setattr(policy_of(noted), "rank", counted)
     for _ in range(10):
-        noted.cache.reading.release((await noted.acquire("a")).lease_id)
+        noted.cache.leases.release((await noted.acquire("a")).lease_id)
     assert not looks
     lease = await noted.acquire("a")
     assert noted.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
-    noted.cache.reading.release(lease.lease_id)
+    noted.cache.leases.release(lease.lease_id)
     assert looks
     await noted.check()
 

@@ -168,7 +168,7 @@ async def test_what_finds_no_room_is_not_tried_again_and_again(foreseen: Foresee
 
     foreseen.cache.state.is_prefetch_wanted.clear()
     for lease in leases:
-        foreseen.cache.reading.release(lease.lease_id)
+        foreseen.cache.leases.release(lease.lease_id)
     assert foreseen.cache.state.is_prefetch_wanted.is_set()
     await foreseen.prefetch()
     assert foreseen.in_dram("f") == [PARTS]
@@ -193,7 +193,7 @@ async def test_what_a_fork_shares_stays_for_whom_it_came(foreseen: Foreseen) -> 
     assert foreseen.in_dram("a", "b") == [PARTS, 1]
     assert foreseen.counted() == (PARTS + 1, 0, 0)
     for lease in leases:
-        foreseen.cache.reading.release(lease.lease_id)
+        foreseen.cache.leases.release(lease.lease_id)
 
 
 async def test_a_failure_leaves_a_session_aside_until_its_next_hint(foreseen: Foreseen) -> None:
@@ -232,7 +232,7 @@ async def test_a_caller_that_waits_goes_first(foreseen: Foreseen) -> None:
     """While a lease waits for its rows, nothing is read ahead of need; afterwards it goes on."""
     gate = foreseen.ssd.hold(Operation.READ)
     foreground = asyncio.create_task(foreseen.acquire("a"))
-    await until(lambda: foreseen.cache.residency.promotions._awaited_count)
+    await until(lambda: foreseen.cache.promotions._awaited_count)
     foreseen.hint("b")
     ahead = asyncio.create_task(foreseen.prefetch())
     for _ in range(20):
@@ -242,7 +242,7 @@ async def test_a_caller_that_waits_goes_first(foreseen: Foreseen) -> None:
     assert not list(foreseen.cache.placement.unread)
 
     gate.set()
-    foreseen.cache.reading.release((await foreground).lease_id)
+    foreseen.cache.leases.release((await foreground).lease_id)
     await ahead
     assert foreseen.in_dram("b") == [PARTS]
 
@@ -254,7 +254,7 @@ async def test_who_comes_before_its_promotion_is_over_waits_for_no_second_one(fo
     ahead = asyncio.create_task(foreseen.prefetch())
     await until(lambda: list(foreseen.cache.placement.unread))
     reader = asyncio.create_task(foreseen.read("a"))
-    await until(lambda: foreseen.cache.reading.lease_count)
+    await until(lambda: foreseen.cache.leases.lease_count)
     gate.set()
 
     assert await reader == expected(foreseen.tokens["a"])
@@ -297,7 +297,7 @@ async def test_a_budget_bounds_what_is_promoted_for_a_caller(foreseen: Foreseen)
     await foreseen.demote("a")
     lease = await foreseen.acquire("a", 0, 1)
     assert await promote(session, 100 * SLOT_BYTES) == 0
-    foreseen.cache.reading.release(lease.lease_id)
+    foreseen.cache.leases.release(lease.lease_id)
 
 
 async def test_the_loop_is_woken_by_a_hint_and_ends_with_the_others(foreseen: Foreseen) -> None:

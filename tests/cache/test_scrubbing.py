@@ -158,7 +158,7 @@ async def test_a_place_released_under_a_lease_is_given_back_once(disk_rig: DiskR
     for tag in (2, 3):
         await disk_rig.create(f"s{tag}")
         await disk_rig.append(f"s{tag}", Writer(tag).make(SEGMENT_TOKENS), is_durable=True)
-    disk_rig.cache.reading.release(lease.lease_id)
+    disk_rig.cache.leases.release(lease.lease_id)
     await disk_rig.check()
 
     assert released == (1, 0)

@@ -46,7 +46,7 @@ async def test_a_turn_comes_out_of_the_queue_though_its_job_was_said_to_run_befo
 
     lease = await rig.acquire("a")
     assert heard.events == ["arrived", "withdrawn"]
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     assert heard.events == ["arrived", "withdrawn"]
 
 
@@ -81,7 +81,7 @@ async def test_the_next_job_of_a_session_is_not_withdrawn_with_the_last(rig: Mem
 async def test_a_job_said_to_run_after_its_turn_is_withdrawn_at_once(rig: MemoryRig, queue: Queue) -> None:
     """The access was its turn, though word of it came late: nothing waits for another."""
     lease = await rig.acquire("a")
-    rig.cache.reading.release(lease.lease_id)
+    rig.cache.leases.release(lease.lease_id)
     heard = Heard(rig)
     rig.cache.queues.gone(queue, "job", is_started=True)
 

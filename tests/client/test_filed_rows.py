@@ -75,7 +75,7 @@ def leave(live: LiveServer) -> None:
 
     async def leave_all(server: Server) -> None:
         for session in list(server._cache.ledger.sessions()):
-            await server._cache.residency.demote(session)
+            await server._cache.flushing.demote(session)
 
     live.run(leave_all(live.server))
 
@@ -206,7 +206,7 @@ def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, 
         assert sum(used) > 0
         assert_same(read_all(rows), range(TOKEN_COUNT))
     client.get_session("sessions/b")
-    live.until(lambda server: len(server._cache.reading._leases) == 0)
+    live.until(lambda server: len(server._cache.leases._leases) == 0)
     client.delete_session("sessions/b")
     assert sum(live.ask(lambda server: server._cache.ledger.below.used_bytes_by_path)) == 0
 
@@ -216,8 +216,8 @@ def _reused(live: LiveServer, client: Client) -> None:
     before = set(slots_of(live))
 
     def release_all(server: Server) -> None:
-        for lease_id in list(server._cache.reading._leases):
-            server._cache.reading.release(lease_id)
+        for lease_id in list(server._cache.leases._leases):
+            server._cache.leases.release(lease_id)
 
     live.ask(release_all)
     client.delete_session(NAME)

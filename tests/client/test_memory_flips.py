@@ -108,8 +108,8 @@ def check(found: dict[Stream, np.ndarray], begin: int, end: int) -> None:
 
 def check_books(live: LiveServer) -> None:
     """Nothing is left held, lost or unaccounted for."""
-    live.until(lambda server: not server._cache.reading.lease_count)
-    live.run(live.server._cache.residency.drain())
+    live.until(lambda server: not server._cache.leases.lease_count)
+    live.run(live.server._cache.drain())
     assert live.ask(lambda server: check_integrity(server._cache)) == []
 
 

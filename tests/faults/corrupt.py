@@ -135,7 +135,7 @@ class Segments:
                 touched = [(s.tenant, s.session_id) for s in listers]
                 names = [*touched, self._random.choice(names)]
             broken, refused = await judge(cache, self._image.sessions, names)
-            await cache.residency.drain()
+            await cache.drain()
             self._report.count(f"{kind}_count")
             self._report.count("data_loss_count", refused)
             for sentence in broken:
@@ -200,7 +200,7 @@ class Records:
             broken, _ = await judge(cache, self._image.sessions, list(self._image.sessions))
             extra = {(s.tenant, s.session_id) for s in cache.ledger.sessions()} - set(self._image.sessions)
             broken += [f"{name} is back" for name in extra]
-            await cache.residency.drain()
+            await cache.drain()
         except REFUSALS:
             return None
         else:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.cache import Cache
-from ctxcache.cache.asked import Request
+from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.placement.recency import LeastRecentlyUsed
 from ctxcache.errors import CorruptSegment
@@ -122,7 +122,7 @@ class Filler:
     async def append(self, tenant: str, session_id: str, count: int) -> None:
         """Append durable tokens."""
         held, writer = self.sessions[tenant, session_id], self._writers[tenant, session_id]
-        writing = self._cache.writing
+        writing = self._cache.appends
         reservation = await writing.reserve(
             tenant, session_id, fingerprint=MODEL.fingerprint(), write_offset=len(held), generation=None,
             token_count=count,
@@ -233,8 +233,8 @@ async def judge(cache: Cache, sessions: dict[Name, Tokens], names: Sequence[Name
 
 async def _read(cache: Cache, name: Name) -> dict[Stream, bytes]:
     found = {spec.stream: b"" for spec in STREAMS}
-    request = Request(*name, MODEL.fingerprint(), None)
-    async with cache.reading.stream(request, ()) as (_, _, rows):
+    request = ReadRequest(*name, MODEL.fingerprint(), None)
+    async with cache.leases.stream(request, ()) as (_, _, rows):
         async for item in rows:
             found[item.stream] += bytes(item.data)
     return found

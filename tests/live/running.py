@@ -80,11 +80,11 @@ class RunningServer:
         await self._upkeep.end_what_is_over()
         await self._upkeep.write_behind()
         await self._upkeep.make_room()
-        await self.cache.residency.drain()
+        await self.cache.drain()
 
     async def _prefetch(self) -> None:
         await self._upkeep.prefetch()
-        await self.cache.residency.drain()
+        await self.cache.drain()
 
     async def _start(self) -> None:
         self._server = await Server.start(self._settings, self.clock)

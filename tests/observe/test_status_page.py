@@ -12,7 +12,7 @@ import pytest
 from alert_table import ALERTS
 from observed import fetch, load, observed
 
-from ctxcache.cache.asked import Request
+from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.histogram import QUICK_S, Histogram
 from ctxcache.observe import status_pages, words
 from ctxcache.observe.conditions import CONDITIONS, holding
@@ -218,10 +218,10 @@ async def test_what_is_running_shows(tmp_path: Path) -> None:
     async with observed(tmp_path) as (server, client, _):
         await client.create("one")
         await client.append("one", 1, 0, 64)
-        request = Request("default", "one", client.fingerprint, None)
-        lease = await server._cache.reading.acquire(request)
+        request = ReadRequest("default", "one", client.fingerprint, None)
+        lease = await server._cache.leases.acquire(request)
         facts = json.loads(await _get(server, "/status.json"))
-        server._cache.reading.release(lease.lease_id)
+        server._cache.leases.release(lease.lease_id)
 
     running = {each["name"]: each["value"] for each in facts["running"]}
     assert running["Leases"] == 1

@@ -215,4 +215,4 @@ def _damage(path: Path, offset_bytes: int) -> None:
 
 
 def _is_idle(server: Server) -> bool:
-    return server._cache.reading.lease_count == 0
+    return server._cache.leases.lease_count == 0

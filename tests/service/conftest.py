@@ -39,7 +39,7 @@ async def server(settings: Settings, clock: FakeClock) -> AsyncIterator[Server]:
     started = await Server.start(settings, clock)
     yield started
     await started.stop()
-    await started._cache.residency.drain()  # the books are exact while nothing is being moved
+    await started._cache.drain()  # the books are exact while nothing is being moved
     assert check_integrity(started._cache) == []
 
 

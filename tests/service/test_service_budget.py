@@ -12,8 +12,8 @@ from fakes import FakeClock
 from server_process import write_secret
 from service_rig import Access, Client, GrpcWay, SocketWay, until
 
+from ctxcache.cache.appends import Reservation
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.cache.reservation import Reservation
 from ctxcache.core.placement.shares import Share
 from ctxcache.identity.grants import Grant, Role
 from ctxcache.identity.tokens import Token, digest_of
@@ -49,7 +49,7 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     made = await Server.start(settings, FakeClock())
     yield made
     await made.stop()
-    await made._cache.residency.drain()
+    await made._cache.drain()
     assert check_integrity(made._cache) == []
     assert made._cache.ledger.claimed_bytes == 0
 
@@ -60,7 +60,7 @@ class _Grants:
     def __init__(self, server: Server) -> None:
         self.passed_counts: list[int] = []
         self._passed_count: int | None = None
-        writing, ledger = server._cache.writing, server._cache.ledger
+        writing, ledger = server._cache.appends, server._cache.ledger
         self._admit, self._promise = writing._admit, ledger.promised
         setattr(writing, "_admit", self._asked)  # noqa: B010  # mypy would have it typed
         setattr(ledger, "promised", self._promised)  # noqa: B010

@@ -28,8 +28,8 @@ from google.protobuf.duration_pb2 import Duration
 from service_rig import KV, STREAMS, Client, all_rows, chunk, chunks, commit, info_of, ranges, rows, until
 from xxhash import xxh3_64_intdigest
 
+from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.cache.writing import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.server.server import Server
 from ctxcache.service import bulk, bulk_connection
 from ctxcache.service.tickets import TICKET_LIFETIME_NS, TICKET_LIMIT
@@ -223,7 +223,7 @@ async def test_connections_are_bounded(client: Client, server: Server, settings:
 
 def has_reservations(server: Server, count: int) -> bool:
     """Whether so many appends are open."""
-    return server._cache.writing.reservation_count == count
+    return server._cache.appends.reservation_count == count
 
 
 async def test_who_says_nothing_gives_way(server: Server, settings: Settings, client: Client) -> None:
@@ -284,7 +284,7 @@ async def test_a_writer_that_stalls_in_a_chunk_is_cut(hurried: None, client: Cli
     await connection.send_bytes(whole[:-5])
 
     assert await connection.is_ended()
-    await until(lambda: server._cache.writing.reservation_count == 0)
+    await until(lambda: server._cache.appends.reservation_count == 0)
     assert (await client.get("a")).token_count == 0
 
 
@@ -297,8 +297,8 @@ async def test_a_writer_that_falls_silent_keeps_no_room(
     await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
     first, *others = chunks(1, 0, 60)
     await connection.send(*as_frame(first, is_first=False))
-    await until(lambda: server._cache.writing.held_count == 1)
-    [segment] = server._cache.writing.held()
+    await until(lambda: server._cache.appends.held_count == 1)
+    [segment] = server._cache.appends.held()
     await until(lambda: segment.hold_count == 1)
     for message in [*others, commit(60)]:
         await connection.send(*as_frame(message, is_first=False))
@@ -318,7 +318,7 @@ async def test_a_reader_that_takes_nothing_is_cut(hurried: None, client: Client,
         await connection.send(READ, client.read_request("a").SerializeToString())
 
     await until(lambda: server._bulk.connection_count == 0)
-    assert server._cache.reading.lease_count == 0
+    assert server._cache.leases.lease_count == 0
     connection.close()
 
 
@@ -339,7 +339,7 @@ async def test_a_writer_that_goes_away_leaves_nothing(
     await until(lambda: server._bulk.connection_count == 0)
 
     assert (await client.get("a")).token_count == 0
-    await server._cache.residency.drain()  # the books are exact while nothing is being moved
+    await server._cache.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
     await client.append("a", 1, 0, 20)
     assert await client.read_rows("a") == all_rows(1, 20)
@@ -357,11 +357,11 @@ async def test_rows_that_arrive_late_never_land_in_another_sessions_slots(
     kind, encoded, data = as_frame(chunks(9, 0, 128)[2], is_first=False)
     header = framed_socket._HEADER.pack(kind, 0, 0, len(encoded), len(data))
     await connection.send_bytes(header + encoded + data[: len(data) // 2])
-    await until(lambda: server._cache.writing.held_count == 2)
+    await until(lambda: server._cache.appends.held_count == 2)
     clock.advance(ns=RESERVATION_LIFETIME_NS)
-    server._cache.writing.expire_due()
+    server._cache.appends.expire_due()
     clock.advance(ns=GRACE_NS)
-    server._cache.writing.expire_due()
+    server._cache.appends.expire_due()
     names = [f"s{number}" for number in range(10)]
     for number, name in enumerate(names):
         await client.create(name)
@@ -462,7 +462,7 @@ async def test_a_server_that_stops_ends_idle_connections_and_finishes_what_runs(
         await client.create("a")
         idle, busy = await Connection.open(channel), await Connection.open(channel)
         await busy.send(APPEND, client.header("a", 0).header.SerializeToString())
-        await until(lambda: server._cache.writing.reservation_count == 1)
+        await until(lambda: server._cache.appends.reservation_count == 1)
         stopping = asyncio.ensure_future(server.stop())
         assert await idle.is_ended()
         for message in [*chunks(1, 0, 10), commit(10)]:
@@ -485,11 +485,11 @@ async def test_what_does_not_finish_in_time_is_cut(settings: Settings, clock: Fa
         await client.create("a")
         busy = await Connection.open(channel)
         await busy.send(APPEND, client.header("a", 0).header.SerializeToString())
-        await until(lambda: server._cache.writing.reservation_count == 1)
+        await until(lambda: server._cache.appends.reservation_count == 1)
         await server.stop()
 
         assert await busy.is_ended()
-    await server._cache.residency.drain()  # the books are exact while nothing is being moved
+    await server._cache.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server._cache) == []
 
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_process import ServerProcess
 from service_rig import Access, Client, all_rows, chunks, commit, refused, until
 
-from ctxcache.cache.reading import LEASE_LIFETIME_NS
+from ctxcache.cache.leases import LEASE_LIFETIME_NS
 from ctxcache.errors import AddressUnusable, DataDirectoryUnusable
 from ctxcache.server.server import SERVICES, Server
 from ctxcache.settings.config import Settings
@@ -56,7 +56,7 @@ class Held:
 
 async def until_running(server: Server, count: int) -> None:
     """Wait until so many appends are open."""
-    await until(lambda: server._cache.writing.reservation_count == count)
+    await until(lambda: server._cache.appends.reservation_count == count)
 
 
 async def test_every_service_is_healthy_and_can_be_looked_up(client: Client) -> None:
@@ -130,7 +130,7 @@ async def test_a_stream_whose_holds_have_ended_does_not_hold_the_drain(
     lease = arena_pb2.AcquireLease(session="sessions/a", model_fingerprint=client.fingerprint)
     assert (await idle.one(acquire_lease=lease)).lease.range.end == 10
     clock.advance(ns=LEASE_LIFETIME_NS)
-    server._cache.reading.expire_due()
+    server._cache.leases.expire_due()
     stopping = asyncio.ensure_future(server.stop())
     await idle.ended(Code.UNAVAILABLE, "DRAINING")
     await stopping

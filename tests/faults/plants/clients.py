@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ctxcache.cache import writing
-from ctxcache.cache.reservation import Reservation
+from ctxcache.cache import appends
+from ctxcache.cache.appends import Reservation
 from ctxcache.client import grpc_access
 from ctxcache.service import streams
 from tests.faults.planted import plant
@@ -13,13 +13,13 @@ from tests.faults.planted import plant
 @plant
 def append_outlives_stream(_: int) -> None:
     """Whoever stops half-way keeps the room, and the session's turn to write."""
-    release = writing.Writing.release
+    release = appends.Appends.release
 
-    def forgetful(self: writing.Writing, reservation: Reservation, **how: bool) -> None:
+    def forgetful(self: appends.Appends, reservation: Reservation, **how: bool) -> None:
         if reservation.committed == reservation.end:
             release(self, reservation, **how)
 
-    setattr(writing.Writing, "release", forgetful)  # noqa: B010  # a patch, whatever mypy says
+    setattr(appends.Appends, "release", forgetful)  # noqa: B010  # a patch, whatever mypy says
 
 
 @plant

@@ -6,7 +6,7 @@ from typing import Any
 
 from rocksdict import DBRecoveryMode, Options
 
-from ctxcache.cache import segment_io
+from ctxcache.cache import segments
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.header import decode_header
 from ctxcache.format.identity import chunk_checksum
@@ -36,7 +36,7 @@ def _register(patch: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None
 @_register
 def verification_off() -> Iterator[None]:
     """Checksums are made and not compared."""
-    yield from planted((segment_io._Arrival, "verified", lambda arrival: tuple(arrival._values)))
+    yield from planted((segments._Arrival, "verified", lambda arrival: tuple(arrival._values)))
 
 
 @_register
@@ -55,7 +55,7 @@ def header_believed() -> Iterator[None]:
                 raise CorruptSegment(segment_id=arrival._segment.segment_id, problem="planted")
         return tuple(arrival._values)
 
-    yield from planted((segment_io._Arrival, "verified", verified))
+    yield from planted((segments._Arrival, "verified", verified))
 
 
 @_register
@@ -63,15 +63,15 @@ def first_chunk_only() -> Iterator[None]:
     """Only the token ids are verified."""
 
     def verified(arrival: Any) -> tuple[int, ...]:
-        header = segment_io._checked_header(
+        header = segments._checked_header(
             arrival._segment, arrival.view[: arrival._segment.layout.header_bytes]
         )
         values = tuple(arrival._values)
-        if header.checksums[0] != segment_io._bound(arrival._segment, arrival._row_count, values)[0]:
+        if header.checksums[0] != segments._bound(arrival._segment, arrival._row_count, values)[0]:
             raise CorruptSegment(segment_id=header.segment_id, problem="planted")
         return values
 
-    yield from planted((segment_io._Arrival, "verified", verified))
+    yield from planted((segments._Arrival, "verified", verified))
 
 
 @_register

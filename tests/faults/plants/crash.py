@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxcache.cache import Cache, departures, flushing, sessions
+from ctxcache.cache import Cache, eviction, flushing, sessions
+from ctxcache.cache.appends import Appends, Reservation
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.integrity import check_integrity
-from ctxcache.cache.reservation import Reservation
-from ctxcache.cache.segment_io import Written
+from ctxcache.cache.segments import Written
 from ctxcache.cache.state import State, record_of
-from ctxcache.cache.writing import Writing
 from ctxcache.core import ranges
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.segment import Segment
@@ -131,21 +130,21 @@ def recorded_end_off_by_one(_: int) -> None:
         end = max(record.log_end - 1, 0)
         return replace(record, log_end=end, live=ranges.clip(record.live, 0, end))
 
-    for module in (departures, flushing, sessions):
+    for module in (eviction, flushing, sessions):
         _patch(module, "record_of", short_record)
 
 
 @plant
 def abandoned_save_shows(_: int) -> None:
     """A writer that gives up leaves its rows visible."""
-    release = Writing.release
+    release = Appends.release
 
-    def release_committed(writing: Writing, reservation: Reservation, *, is_abandoned: bool = False) -> None:
+    def release_committed(writing: Appends, reservation: Reservation, *, is_abandoned: bool = False) -> None:
         if writing.is_open(reservation.reservation_id) and not reservation.session.is_gone:
             writing._attach(reservation, reservation.end)
         release(writing, reservation, is_abandoned=is_abandoned)
 
-    _patch(Writing, "release", release_committed)
+    _patch(Appends, "release", release_committed)
 
 
 @plant

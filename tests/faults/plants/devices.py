@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ctxcache.cache import departures, flushing, sessions, state
+from ctxcache.cache import eviction, flushing, sessions, state
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.session import Session
@@ -45,7 +45,7 @@ def cut_for_good(_: int) -> None:
         kept = tuple(s.segment_id for s in session.shown if s.begin < session.recorded_end)
         return replace(record, live=session.live, segment_ids=kept)
 
-    for module in (state, flushing, departures, sessions):
+    for module in (state, flushing, eviction, sessions):
         setattr(module, "record_of", record_of)  # noqa: B010
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ctxcache.cache.departures import Departures
+from ctxcache.cache.appends import Appends
+from ctxcache.cache.eviction import Departures
 from ctxcache.cache.sessions import Sessions
-from ctxcache.cache.writing import Writing
 from ctxcache.core.ledger.session import SessionView
 from tests.faults.planted import plant
 
@@ -40,10 +40,10 @@ def truncation_not_recorded(_: int) -> None:
 @plant
 def offset_not_compared(_: int) -> None:
     """An append begins wherever the session ends by then."""
-    reserve = Writing.reserve
+    reserve = Appends.reserve
 
-    async def reserve_anywhere(writing: Writing, tenant: str, session_id: str, **named: Any) -> Any:
+    async def reserve_anywhere(writing: Appends, tenant: str, session_id: str, **named: Any) -> Any:
         named["write_offset"] = writing._ledger.find(tenant, session_id).token_count
         return await reserve(writing, tenant, session_id, **named)
 
-    setattr(Writing, "reserve", reserve_anywhere)  # noqa: B010
+    setattr(Appends, "reserve", reserve_anywhere)  # noqa: B010

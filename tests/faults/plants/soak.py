@@ -2,38 +2,38 @@
 
 from typing import Any
 
-from ctxcache.cache import writing
-from ctxcache.cache.reading import Reading
+from ctxcache.cache import appends
+from ctxcache.cache.leases import Leases
 from tests.faults.planted import plant
 
 
 @plant
 def grace_s(seconds: int) -> None:
     """No bug: slots of a writer that disappeared are kept from others for so long."""
-    writing.GRACE_NS = seconds * 10**9
+    appends.GRACE_NS = seconds * 10**9
 
 
 @plant
 def lease_kept_on_cancel(_: int) -> None:
     """One lease in ten is not let go; its deadline never comes."""
-    release, count = Reading.release, [0]
+    release, count = Leases.release, [0]
 
-    def forgetful(reading: Reading, lease_id: int) -> None:
+    def forgetful(reading: Leases, lease_id: int) -> None:
         count[0] += 1
         if count[0] % 10:
             release(reading, lease_id)
 
-    setattr(Reading, "release", forgetful)  # noqa: B010  # mypy would have it typed
+    setattr(Leases, "release", forgetful)  # noqa: B010  # mypy would have it typed
 
 
 @plant
 def reads_remembered(_: int) -> None:
     """Whoever reads is written down for ever, at length."""
     known: dict[int, bytes] = {}
-    begin = Reading._begin
+    begin = Leases._begin
 
-    def remembering(reading: Reading, asked: Any) -> Any:
+    def remembering(reading: Leases, asked: Any) -> Any:
         known[len(known)] = bytes(1) * (256 << 10)
         return begin(reading, asked)
 
-    setattr(Reading, "_begin", remembering)  # noqa: B010
+    setattr(Leases, "_begin", remembering)  # noqa: B010

@@ -1,25 +1,28 @@
-"""Promotions: segments on their way from SSD into DRAM, for who waits for them and ahead of need.
+"""Promotion: segments on their way from SSD into DRAM, for callers that wait and ahead of need.
 
-A segment is promoted once, whoever wants it; its promotion runs to its end, whoever stops waiting. What comes
-ahead of need gives way to callers that wait. Worst case: a device that does not answer, for which a slot is
-kept until it does.
+A segment is promoted once, whoever wants it, and its promotion runs to its end although callers stop waiting.
+Promotion ahead of need takes what is free, or clean and not needed soon. It flushes nothing and gives way to callers
+that wait. Worst case: a device that does not answer, for which a slot is kept until it does.
 """
 
 import asyncio
+import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from ctxcache.cache.memory_room import MemoryRoom
-from ctxcache.cache.moves import Moves, in_window
-from ctxcache.cache.segment_io import SegmentIO
-from ctxcache.cache.staging import window
+from ctxcache.cache.background import Background, in_window
+from ctxcache.cache.budgets import MemoryRoom
+from ctxcache.cache.flushing import window
+from ctxcache.cache.scrubbing import Mending
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.throughput import Throughput
-from ctxcache.errors import TierFailure
+from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.format.slot import Slot
 
 SECOND_NS = 10**9
@@ -29,9 +32,9 @@ MayGive = Callable[[bytes], bool]
 class Promotions:
     """Promotions under way. Owned by the event loop."""
 
-    def __init__(self, state: State, io: SegmentIO, room: MemoryRoom, moves: Moves) -> None:
+    def __init__(self, state: State, io: SegmentIO, room: MemoryRoom, background: Background) -> None:
         self._state, self._io, self._ledger = state, io, state.ledger
-        self._room, self._moves = room, moves
+        self._room, self._background = room, background
         self.throughput = Throughput()
         """How fast segments come from SSD."""
         self.owed: set[Slot] = set()
@@ -100,7 +103,7 @@ class Promotions:
         task = self._tasks.get(segment.segment_id)
         if task is None:
             self._ledger.held(segment)
-            task = self._moves.start(self._promote(segment, slot))
+            task = self._background.start(self._promote(segment, slot))
             self._tasks[segment.segment_id] = task
         return task
 
@@ -150,3 +153,107 @@ class Promotions:
             self._state.seen.promotion_s.observe(self._state.clock.monotonic_ns() / SECOND_NS - begun_s)
         finally:
             self.throughput.ended(self._state.clock.monotonic_ns() / SECOND_NS, arrived_bytes)
+
+
+SESSIONS_AT_A_TIME = 2
+
+
+class Outcome(enum.Enum):
+    """How a promotion ahead of need ended."""
+
+    DONE = enum.auto()
+    NO_ROOM = enum.auto()
+    NOT_WANTED = enum.auto()
+
+
+class Prefetching:
+    """Promotes ahead of need. Owned by the event loop."""
+
+    def __init__(self, state: State, promotions: Promotions, mending: Mending) -> None:
+        self._ledger, self._placement = state.ledger, state.ledger.placement
+        self._state, self._promotions, self._mending = state, promotions, mending
+        self._turns = asyncio.Semaphore(SESSIONS_AT_A_TIME)
+
+    async def prefetch(self) -> None:
+        """Promote whom the policy wants in DRAM, until there is nobody, or no room for the first of them.
+
+        Raises the first failure at the end; who failed is left aside until its next hint or rest.
+        """
+        self._state.is_prefetch_wanted.clear()
+        under_way: dict[asyncio.Task[Outcome], Session] = {}
+        is_going_on, failure = True, None
+        try:
+            while True:
+                while is_going_on and len(under_way) < SESSIONS_AT_A_TIME and (session := self._next()):
+                    under_way[self._begin(session)] = session
+                if not under_way:
+                    break
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    is_going_on &= self._end(task, under_way.pop(task))
+                    failure = failure or task.exception()
+        finally:
+            for task, session in under_way.items():
+                task.cancel()
+                self._placement.came(session)
+            await asyncio.gather(*under_way, return_exceptions=True)
+        if failure is not None:
+            raise failure
+
+    async def promote_ahead(self, session: Session, budget_bytes: int) -> int:
+        """Promote the session's first missing segments, so many bytes at most; how many bytes came.
+
+        Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment, TierFailure.
+        """
+        size_bytes = session.layout.size_bytes
+        missing = [segment for segment in session.shown if not segment.memory][: budget_bytes // size_bytes]
+        if missing and session.is_idle:
+            self._placement.coming(session)
+            try:
+                await self._promote(session, missing)
+            finally:
+                self._placement.came(session)
+        return size_bytes * sum(segment.memory is not None for segment in missing)
+
+    def _next(self) -> Session | None:
+        session = self._placement.next_ahead()
+        if session is not None:
+            self._placement.coming(session)
+        return session
+
+    def _begin(self, session: Session) -> "asyncio.Task[Outcome]":
+        missing = [segment for segment in session.shown if not segment.memory]
+        return asyncio.get_running_loop().create_task(self._promote(session, missing))
+
+    def _end(self, task: "asyncio.Task[Outcome]", session: Session) -> bool:
+        """Whether whoever comes next may have more luck."""
+        has_failed = task.exception() is not None
+        self._placement.came(session, is_set_aside=has_failed)
+        if has_failed or task.result() is Outcome.NO_ROOM:
+            return False
+        # Some of it may have had to leave meanwhile, for what is needed sooner.
+        return task.result() is Outcome.NOT_WANTED or self._placement.is_in_memory(session)
+
+    async def _promote(self, session: Session, segments: Iterable[Segment]) -> Outcome:
+        try:
+            async with self._turns:
+                return await self._promote_in_turn(session, deque(segments))
+        except CorruptSegment as error:
+            segment = self._ledger.segment(int(error.facts["segment_id"]))
+            if segment is not None:
+                await self._mending.quarantine({segment})
+            raise
+
+    async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> Outcome:
+        while segments:
+            await self._promotions.wait_for_others()
+            if not session.is_idle:
+                return Outcome.NOT_WANTED
+            has_room = await self._promotions.promote_ahead(
+                segments,
+                may_give=lambda uid: not self._placement.is_needed_soon(uid, session.uid),
+                is_wanted=lambda: session.is_idle,
+            )
+            if not has_room:
+                return Outcome.NO_ROOM
+        return Outcome.DONE

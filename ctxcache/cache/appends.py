@@ -1,49 +1,208 @@
-"""Writing: reservations. Room first, then rows in place, then a commit that makes them visible.
+"""Appends: room first, then rows in place, then a commit that makes them visible.
 
-A session has one reservation at a time. Rows beyond what was committed are never read, whatever
-lies there. When a writer disappears, its slots are kept for a while before others get them: it
-may still be writing.
+    session   0 ....... committed ....... marked ....... end
+              visible             will not change  reserved
+
+A session has one reservation at a time. Rows beyond `committed` are never read, whatever lies there. When a writer
+disappears its slots are kept from others for a while, because it may still be writing.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from ctxcache.cache.heard import Call
-from ctxcache.cache.pins import Pins
-from ctxcache.cache.reservation import Reservation, Room, Run
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.segment_io import SegmentIO
+from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
+from ctxcache.cache.eviction import Departures, SsdRoom
+from ctxcache.cache.flushing import Flushing, Staging
+from ctxcache.cache.journal import Call
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Client
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.errors import (
     CacheError,
+    InvalidArgument,
     ReservationNotFound,
     SessionNotFound,
     WriteInProgress,
     WriteOffsetMismatch,
 )
+from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Stream
-from ctxcache.format.sums import Sums, covers
+from ctxcache.format.sums import Place, Sums, Tally, covers
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows `[row_begin, row_end)` of a segment to be written; the first one's token has index `token_begin`."""
+
+    segment: Segment
+    row_begin: int
+    row_end: int
+    token_begin: int
+
+    @property
+    def token_end(self) -> int:
+        """One past the index of the last row's token."""
+        return self.token_begin + self.row_end - self.row_begin
+
+    def row_of(self, token: int) -> int:
+        """The row of a token."""
+        return self.row_begin + token - self.token_begin
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop.
+
+    Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
+    `runs` in token order, one per segment, each segment held once; those committed in full are let go.
+    `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire.
+    """
+
+    reservation_id: int
+    session: Session
+    committed: int
+    end: int
+    deadline_ns: int
+    client: Client
+    marked: int = 0
+    promised_bytes: int = 0
+    runs: list[Run] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+
+    def runs_of(self, token_begin: int, token_end: int) -> list[Run]:
+        """The runs that hold tokens of `[token_begin, token_end)`."""
+        first = bisect_right(self.runs, token_begin, key=lambda run: run.token_begin) - 1
+        last = bisect_left(self.runs, token_end, key=lambda run: run.token_begin)
+        return self.runs[max(first, 0) : last]
+
+    def check(self, token_count: int) -> None:
+        """Raise InvalidArgument unless there is room up to `token_count`, and nothing beyond it is visible."""
+        if not self.committed <= token_count <= self.end:
+            problem = f"{token_count} is not within [{self.committed}, {self.end}]"
+            raise InvalidArgument(field="token_count", problem=problem)
+
+    def cuts(self, token_begin: int, token_end: int) -> list[tuple[Run, int, int]]:
+        """The runs that hold tokens of `[token_begin, token_end)`, with the first and one past the last of these."""
+        return [
+            (run, max(run.token_begin, token_begin), min(run.token_end, token_end))
+            for run in self.runs_of(token_begin, token_end)
+            if max(run.token_begin, token_begin) < min(run.token_end, token_end)
+        ]
+
+    def sums(self, token_begin: int, token_end: int, given: Sequence[int]) -> list[tuple[Segment, Sums]]:
+        """What a writer says of tokens: one checksum per stream for each run. Raises InvalidArgument."""
+        cuts, width = self.cuts(token_begin, token_end), len(self.session.layout.specs)
+        if len(given) != len(cuts) * width:
+            problem = f"{len(given)} are not {len(cuts)} runs of {width} streams"
+            raise InvalidArgument(field="checksums", problem=problem)
+        return [
+            (run.segment, Sums(run.row_of(begin), run.row_of(end), tuple(given[i * width : (i + 1) * width])))
+            for i, (run, begin, end) in enumerate(cuts)
+        ]
+
+    def joint_sums(
+        self, token_begin: int, token_end: int, given: Sequence[int]
+    ) -> list[tuple[Segment, Sums]]:
+        """What a writer says of tokens: one checksum for each. Raises InvalidArgument."""
+        if len(given) != token_end - token_begin:
+            problem = f"{len(given)} are not one for each of {token_end - token_begin} tokens"
+            raise InvalidArgument(field="checksums", problem=problem)
+        return [
+            (run.segment, Sums(run.row_of(token), run.row_of(token) + 1, (given[token - token_begin],)))
+            for run, begin, end in self.cuts(token_begin, token_end)
+            for token in range(begin, end)
+        ]
+
+    def mark(self, token_count: int) -> list[Segment]:
+        """Tokens below `token_count` will not change any more; returns segments that are full with them."""
+        runs = self.runs_of(max(self.marked, self.committed), token_count)
+        self.marked = max(self.marked, token_count)
+        return [
+            run.segment
+            for run in runs
+            if run.row_end == run.segment.layout.segment_tokens and run.token_end <= token_count
+        ]
+
+    def last(self) -> tuple[Segment | None, int]:
+        """The segment that goes on, and its next row; None where a new one is needed."""
+        if self.runs:
+            segment, row = self.runs[-1].segment, self.runs[-1].row_end
+            return (segment, row) if row < segment.layout.segment_tokens else (None, 0)
+        tail = self.session.growing_tail
+        return (tail, tail.row_count) if tail and tail.memory else (None, 0)
+
+    def needed(self, token_count: int) -> dict[int, int]:
+        """Slot bytes by segment of what is pinned with so many tokens more; below 0 what is not made yet."""
+        if not token_count:
+            return {}
+        last, row = self.last()
+        layout = self.session.layout
+        held = [run.segment.segment_id for run in self.runs] or ([last.segment_id] if last else [])
+        free_row_count = layout.segment_tokens - row if last else 0
+        new_count = -(-max(token_count - free_row_count, 0) // layout.segment_tokens)
+        return dict.fromkeys([*held, *range(-new_count, 0)], layout.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room that another thread may fill while it is lent: runs in token order, and each one's slot."""
+
+    layout: SegmentLayout
+    runs: tuple[tuple[Run, memoryview], ...]
+
+    tally: Tally
+    """To be fed what is put there."""
+
+    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[Place] | None:
+        """Where rows of one stream belong, in token order; None unless all of them have room here."""
+        first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
+        found: list[tuple[memoryview, int, int, bool]] = []
+        for run, view in self.runs[max(first, 0) :]:
+            begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
+            if begin >= end:
+                break
+            rows = self.layout.rows(stream, run.row_of(begin), run.row_of(end))
+            found.append((view[rows], begin, end, begin == run.token_begin))
+            if end == token_end:
+                return [
+                    Place(view, self.tally.grow(stream, begin, end, is_first=is_first))
+                    for view, begin, end, is_first in found
+                ]
+        return None
+
 
 RESERVATION_LIFETIME_NS = 300 * 10**9
 GRACE_NS = 60 * 10**9
 """How long slots of a writer that disappeared are kept from others."""
 
 
-class Writing:
+class Appends:
     """The use cases of a writer."""
 
-    def __init__(self, state: State, residency: Residency, io: SegmentIO, pins: Pins) -> None:
+    def __init__(
+        self,
+        state: State,
+        io: SegmentIO,
+        departures: Departures,
+        ssd_room: SsdRoom,
+        staging: Staging,
+        flushing: Flushing,
+        memory_room: MemoryRoom,
+        dirty_bound: DirtyBound,
+        pins: Pins,
+    ) -> None:
         self._state = state
         self._ledger = state.ledger
-        self._residency = residency
+        self._departures, self._ssd_room = departures, ssd_room
+        self._staging, self._flushing = staging, flushing
+        self._memory_room, self._dirty_bound = memory_room, dirty_bound
         self._io = io
         self.pins = pins
         self._open: dict[int, Reservation] = {}
@@ -72,9 +231,16 @@ class Writing:
             yield segment
 
     async def reserve(
-        self, tenant: str, session_id: str, *, fingerprint: bytes, write_offset: int,
-        generation: int | None, token_count: int, client: int | None = None,
-    ) -> Reservation:  # fmt: skip
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        fingerprint: bytes,
+        write_offset: int,
+        generation: int | None,
+        token_count: int,
+        client: int | None = None,
+    ) -> Reservation:
         """Open the session's reservation with room for `token_count` tokens; 0 is allowed, see `extend`.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
@@ -97,7 +263,7 @@ class Writing:
         except BaseException:
             self.release(reservation)
             raise
-        self._state.accesses.did(Call.RESERVE, session, tokens=token_count)
+        self._state.journal.did(Call.RESERVE, session, tokens=token_count)
         return reservation
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
@@ -112,7 +278,7 @@ class Writing:
             await self._admit(reservation, token_count)
             await self._extend(reservation, token_count)
         except CacheError as error:
-            self._state.accesses.write_failed(reservation.session, error)
+            self._state.journal.write_failed(reservation.session, error)
             raise
         finally:
             self._ledger.promised(reservation.session.tenant, -reservation.promised_bytes)
@@ -124,9 +290,14 @@ class Writing:
         reservation.deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
 
     async def commit(
-        self, reservation: Reservation, token_count: int, *, is_durable: bool, keep_open: bool,
+        self,
+        reservation: Reservation,
+        token_count: int,
+        *,
+        is_durable: bool,
+        keep_open: bool,
         checksums: Sequence[int] | None = None,
-    ) -> SessionView:  # fmt: skip
+    ) -> SessionView:
         """Make tokens visible up to the session's `token_count` afterwards.
 
         `checksums`: what their writer says of them, one per run and stream; None for rows that were placed here. Raises
@@ -140,9 +311,14 @@ class Writing:
         return reservation.session.view()
 
     def commit_in_memory(
-        self, reservation: Reservation, token_count: int, *, keep_open: bool,
-        checksums: Sequence[int] | None = None, is_joint: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        reservation: Reservation,
+        token_count: int,
+        *,
+        keep_open: bool,
+        checksums: Sequence[int] | None = None,
+        is_joint: bool = False,
+    ) -> None:
         """Make tokens visible. `checksums` as in `commit`; `is_joint`: one for each token.
 
         Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch. An expired session is not
@@ -168,15 +344,15 @@ class Writing:
         for segment, sums in said:
             segment.note(sums)
         if keep_open:
-            self._residency.staging.stage(session, reservation.mark(token_count))
+            self._staging.stage(session, reservation.mark(token_count))
         self._attach(reservation, token_count)
         if not keep_open:
             self.release(reservation)
 
     async def flush(self, reservation: Reservation) -> None:
         """Make what was committed durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
-        self._state.accesses.did(Call.FLUSH, reservation.session)
-        await self._residency.flush(reservation.session)
+        self._state.journal.did(Call.FLUSH, reservation.session)
+        await self._flushing.flush(reservation.session)
 
     def mark_written(
         self, reservation: Reservation, token_count: int, checksums: Sequence[int] | None = None
@@ -194,7 +370,7 @@ class Writing:
             full = reservation.mark(token_count)
             # After a commit that took back some of what was marked there is a gap: its own commit will say.
             full = [s for s in full if covers(s.sums, s.layout.segment_tokens)]
-            self._residency.staging.stage(reservation.session, full)
+            self._staging.stage(reservation.session, full)
 
     def is_open(self, reservation_id: int) -> bool:
         """Whether a reservation has not ended yet."""
@@ -212,7 +388,7 @@ class Writing:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         session, client = reservation.session, reservation.client
-        self._state.accesses.did(Call.FINISH, session)
+        self._state.journal.did(Call.FINISH, session)
         now_ns = self._state.clock.monotonic_ns()
         for segment in (run.segment for run in reservation.runs):
             self._ledger.unclaimed(segment)
@@ -220,7 +396,7 @@ class Writing:
             if not segment.row_count:
                 self._ledger.abandoned(segment)
             if not segment.is_full:
-                self._residency.staging.unstage(segment)
+                self._staging.unstage(segment)
             if is_abandoned:
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
@@ -272,7 +448,7 @@ class Writing:
         """Its writer goes on behind what it shows: what it does not show is not to come back behind that."""
         if session.withheld:
             dead = self._ledger.truncated(session, session.live)
-            await self._residency.departures.write_down([session], dead=dead)
+            await self._departures.write_down([session], dead=dead)
 
     def _said(
         self, reservation: Reservation, token_begin: int, token_end: int, checksums: Sequence[int] | None
@@ -333,7 +509,7 @@ class Writing:
             self._ledger.quotas.check(reservation.session, new_bytes)
         await self._wait_for_room(reservation, token_count)
         while missing_bytes() > 0:
-            reservation.promised_bytes += await self._residency.dirty_bound.admit(
+            reservation.promised_bytes += await self._dirty_bound.admit(
                 reservation.session.tenant, missing_bytes, own_bytes
             )
             # Meanwhile others may have come, or the tail gone that was to be continued.
@@ -365,9 +541,9 @@ class Writing:
         segment = self._ledger.blank(
             session, segment_id, session.log_end + reservation.end - reservation.committed
         )
-        slot = await self._residency.memory_room.place(size_bytes, session.tenant)
+        slot = await self._memory_room.place(size_bytes, session.tenant)
         try:
-            await self._residency.ssd_room.keep_within_limit(session, size_bytes)
+            await self._ssd_room.keep_within_limit(session, size_bytes)
             # Its time may have come while room was made.
             self._check_open(reservation)
         except BaseException:
@@ -409,7 +585,7 @@ class Writing:
         reservation.tally.forget(token_count)
         self._let_go(reservation)
         self._state.counters.appended_token_count += added
-        self._state.accesses.did(Call.APPEND, session, tokens=added)
+        self._state.journal.did(Call.APPEND, session, tokens=added)
 
     def _let_go(self, reservation: Reservation) -> None:
         """End the holds on segments that are written in full; the last one may be continued."""

@@ -1,7 +1,9 @@
-"""Reading: leases over the arena, and rows in layer order for readers elsewhere.
+"""Leases: rows held in the arena for a reader, and rows in layer order for readers elsewhere.
 
-A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away
-before it ends. What does not fit into DRAM can still be read as a stream, chunk by chunk.
+    ReadRequest ──► ReadPlan: pieces of segments ──► pinned, held ──► promoted ──► Lease ──► released
+
+A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away before the lease ends.
+What does not fit into DRAM can still be read as a stream, chunk by chunk.
 """
 
 import mmap
@@ -12,19 +14,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from ctxcache.cache.accesses import READ
-from ctxcache.cache.asked import Asked, Request
-from ctxcache.cache.heard import Call
-from ctxcache.cache.mending import TRIES
-from ctxcache.cache.pins import Pins
-from ctxcache.cache.residency import Residency
-from ctxcache.cache.segment_io import SegmentIO
-from ctxcache.cache.sessions import Sessions
+from ctxcache.cache.budgets import Pins
+from ctxcache.cache.journal import READ, Call
+from ctxcache.cache.promotion import Promotions
+from ctxcache.cache.scrubbing import TRIES, Mending
+from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Client
+from ctxcache.core.budget import Budget, Client
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Piece, SessionView
+from ctxcache.core.ledger.session import Piece, Session, SessionView
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -39,6 +38,80 @@ from ctxcache.format.identity import rows_checksum
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import StateKind, Stream, StreamRange
 from ctxcache.format.sums import Sums
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model.
+
+    `client` is whose share of the arena the rows are counted in. `leaves_on_ssd`: what is not in DRAM is read
+    where it lies. `is_summed`: the answer says what its rows must be. `is_rechecked`: what is in DRAM is verified
+    before it.
+    """
+
+    tenant: str
+    session_id: str
+    fingerprint: bytes
+    generation: int | None
+    begin: int = 0
+    end: int | None = None
+    client: int | None = None
+    leaves_on_ssd: bool = False
+    is_summed: bool = False
+    is_rechecked: bool = False
+
+    @property
+    def owner(self) -> Client:
+        """In whose budget it is counted."""
+        return Client(self.tenant, self.client)
+
+
+class ReadPlan:
+    """What a request means for the session as it is now; `look` again after every await."""
+
+    session: Session
+    end: int
+    pieces: tuple[Piece, ...]
+    sizes_bytes: dict[int, int]
+
+    def __init__(self, state: State, request: ReadRequest) -> None:
+        self.request = request
+        self._state = state
+
+    def look(self) -> dict[int, int]:
+        """Bytes to be pinned, by segment id. Raises what is wrong with the request."""
+        request = self.request
+        session = self._state.ledger.find(request.tenant, request.session_id)
+        session.check_fingerprint(request.fingerprint)
+        session.check_generation(request.generation)
+        self.end = session.token_count if request.end is None else request.end
+        session.check_range(request.begin, self.end)
+        self.session, self.pieces = session, tuple(session.pieces(request.begin, self.end))
+        segment_ids = (p.segment.segment_id for p in self.pieces if not self._stays(p.segment))
+        self.sizes_bytes = dict.fromkeys(segment_ids, session.layout.size_bytes)
+        return self.sizes_bytes
+
+    def _stays(self, segment: Segment) -> bool:
+        return self.request.leaves_on_ssd and segment.memory is None and segment.durable is not None
+
+    def left_on_ssd(self) -> dict[int, Slot]:
+        """Where what stays on SSD lies, by segment id. Of the moment of the last `look`."""
+        if not self.request.leaves_on_ssd:
+            return {}
+        segments = (piece.segment for piece in self.pieces)
+        return {
+            s.segment_id: s.durable for s in segments if s.segment_id not in self.sizes_bytes and s.durable
+        }
+
+    def look_for_stream(self, budget: Budget) -> dict[int, int]:
+        """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""
+        if not budget.has_room(self.request.owner, self.look()):
+            size_bytes = self.session.layout.size_bytes
+            resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.memory)
+            kept = list(resident)[: budget.limit_of(self.request.owner) // size_bytes]
+            self.sizes_bytes = dict.fromkeys(kept, size_bytes)
+        return self.sizes_bytes
+
 
 LEASE_LIFETIME_NS = 300 * 10**9
 NEVER_NS = 1 << 62
@@ -130,18 +203,16 @@ def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed
     return Summed(data, checksum) if is_right else None
 
 
-class Reading:
+class Leases:
     """The use cases of a reader."""
 
     def __init__(
-        self, state: State, residency: Residency, sessions: Sessions, io: SegmentIO, pins: Pins
+        self, state: State, io: SegmentIO, promotions: Promotions, mending: Mending, pins: Pins
     ) -> None:
         self._state = state
         self._ledger = state.ledger
-        self._residency = residency
-        self._sessions = sessions
         self._io = io
-        self._mending = residency.mending
+        self._promotions, self._mending = promotions, mending
         self.pins = pins
         self._leases: dict[int, Lease] = {}
         self._counts: Counter[str] = Counter()
@@ -178,7 +249,7 @@ class Reading:
         """Segments held by leases, once per hold."""
         return (piece.segment for lease in self._leases.values() for piece in lease.pieces)
 
-    async def acquire(self, request: Request) -> Lease:
+    async def acquire(self, request: ReadRequest) -> Lease:
         """Bring tokens into DRAM and hold them there; what the request leaves on SSD is held there, and not verified.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
@@ -197,7 +268,7 @@ class Reading:
         self._found(lease)
         return lease
 
-    def acquire_resident(self, request: Request) -> Lease | None:
+    def acquire_resident(self, request: ReadRequest) -> Lease | None:
         """`acquire` where nothing has to be waited for: all rows are in DRAM, and the answer needs no sums of them.
 
         None, and nothing is changed, where that is not so. Raises as `acquire`, except CorruptSegment and TierFailure.
@@ -206,14 +277,14 @@ class Reading:
             return None
         try:
             self._check_count(request)
-            asked = Asked(self._state, request)
-            has_room = self.pins.has_room(request.owner, asked.look())
+            plan = ReadPlan(self._state, request)
+            has_room = self.pins.has_room(request.owner, plan.look())
         except CacheError as error:
             self._missed(request, error)
             raise
-        if not has_room or not all(piece.segment.memory for piece in asked.pieces):
+        if not has_room or not all(piece.segment.memory for piece in plan.pieces):
             return None
-        lease = self._begin(asked)
+        lease = self._begin(plan)
         self._renew(lease)
         self._found(lease)
         return lease
@@ -227,7 +298,7 @@ class Reading:
                     await self._mending.verify(piece.segment)
                 _check_there(piece)
         except CorruptSegment as error:
-            self._state.accesses.missed(
+            self._state.journal.missed(
                 READ, lease.view.tenant, lease.view.name.removeprefix("sessions/"), error
             )
             raise
@@ -249,7 +320,7 @@ class Reading:
         self._count_down(lease.view.tenant)
         self._ledger.read_ended(lease.view.uid)
         self._let_go(lease)
-        self._state.accesses.did(Call.RELEASE, lease.view, lease=lease_id)
+        self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
         self.pins.unpin(lease.client, lease.pinned)
         self._state.seen.lease_s.observe(self.age_s(lease))
 
@@ -261,11 +332,11 @@ class Reading:
             session = self._ledger.get(lease.view.uid)
             if session is not None:
                 detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // 10**9} s"
-                self._state.accesses.happened(session, Event.TIMEOUT, detail=detail)
+                self._state.journal.happened(session, Event.TIMEOUT, detail=detail)
 
     @asynccontextmanager
     async def stream(
-        self, request: Request, streams: Sequence[StreamRange]
+        self, request: ReadRequest, streams: Sequence[StreamRange]
     ) -> AsyncIterator[tuple[Lease, Sequence[Stream], AsyncIterator[Rows]]]:
         """Read streams one after the other, tokens ascending; no ranges mean all.
 
@@ -340,72 +411,84 @@ class Reading:
             return Lent(piece, None, None)
         return Lent(piece, self._io.view(segment), _check_there(piece))
 
-    async def _hold(self, request: Request, *, is_stream: bool = False) -> Lease:
+    async def _hold(self, request: ReadRequest, *, is_stream: bool = False) -> Lease:
         try:
             return await self._hold_what_is_there(request, is_stream=is_stream)
         except CacheError as error:
             self._missed(request, error)
             raise
 
-    def _missed(self, request: Request, error: CacheError) -> None:
-        self._state.accesses.missed(READ, request.tenant, request.session_id, error)
+    def _missed(self, request: ReadRequest, error: CacheError) -> None:
+        self._state.journal.missed(READ, request.tenant, request.session_id, error)
 
-    async def _hold_what_is_there(self, request: Request, *, is_stream: bool) -> Lease:
+    async def _hold_what_is_there(self, request: ReadRequest, *, is_stream: bool) -> Lease:
         self._check_count(request)
-        asked = Asked(self._state, request)
-        look = partial(asked.look_for_stream, self.pins.budget) if is_stream else asked.look
+        plan = ReadPlan(self._state, request)
+        look = partial(plan.look_for_stream, self.pins.budget) if is_stream else plan.look
         await self.pins.wait_for_room(request.owner, look)
-        return self._begin(asked)
+        return self._begin(plan)
 
-    def _check_count(self, request: Request) -> None:
+    def _check_count(self, request: ReadRequest) -> None:
         bound = self._state.limits.bound(self._state.limits.lease_count)
         if bound.is_reached(len(self._leases), self._counts[request.tenant]):
             raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
 
-    def _begin(self, asked: Asked) -> Lease:
+    def _begin(self, plan: ReadPlan) -> Lease:
         """Hold what is asked for, for which there is room."""
-        session, request = asked.session, asked.request
+        session, request = plan.session, plan.request
         self._ledger.touched(session)
-        dram_token_count = self._count(asked)
-        self.pins.pin(request.owner, asked.sizes_bytes)
+        dram_token_count = self._count(plan)
+        self.pins.pin(request.owner, plan.sizes_bytes)
         self._last_id += 1
         lease = Lease(
-            self._last_id, session.view(), request.begin, asked.end, asked.pieces, request.owner,
-            asked.sizes_bytes, dram_token_count, begun_ns=self._state.clock.monotonic_ns(),
-            on_ssd=asked.left_on_ssd(),
-        )  # fmt: skip
+            self._last_id,
+            session.view(),
+            request.begin,
+            plan.end,
+            plan.pieces,
+            request.owner,
+            plan.sizes_bytes,
+            dram_token_count,
+            begun_ns=self._state.clock.monotonic_ns(),
+            on_ssd=plan.left_on_ssd(),
+        )
         self._keep(lease)
         self._leases[lease.lease_id] = lease
         self._counts[lease.view.tenant] += 1
-        self._ledger.read_began(session, asked.pieces)
+        self._ledger.read_began(session, plan.pieces)
         return lease
 
     def _renew(self, lease: Lease) -> None:
         lease.deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
 
-    def _count(self, asked: "Asked") -> int:
+    def _count(self, plan: "ReadPlan") -> int:
         """Return how many of the tokens are in DRAM."""
-        in_dram = sum(p.row_end - p.row_begin for p in asked.pieces if p.segment.memory)
-        self._state.counters.read_token_count += asked.end - asked.request.begin
+        in_dram = sum(p.row_end - p.row_begin for p in plan.pieces if p.segment.memory)
+        self._state.counters.read_token_count += plan.end - plan.request.begin
         self._state.counters.dram_hit_token_count += in_dram
         return in_dram
 
     def _found(self, lease: Lease) -> None:
         took_ns = lease.deadline_ns - LEASE_LIFETIME_NS - lease.begun_ns
-        self._state.accesses.found(
-            READ, lease.view, lease=lease.lease_id, begin=lease.begin, tokens=lease.end - lease.begin,
-            dram_tokens=lease.dram_token_count, took_us=took_ns // 1000,
-        )  # fmt: skip
+        self._state.journal.found(
+            READ,
+            lease.view,
+            lease=lease.lease_id,
+            begin=lease.begin,
+            tokens=lease.end - lease.begin,
+            dram_tokens=lease.dram_token_count,
+            took_us=took_ns // 1000,
+        )
 
     async def _promote(self, lease: Lease) -> None:
         unique = {p.segment.segment_id: p.segment for p in lease.pieces if not lease.is_past(p.segment)}
         try:
-            await self._residency.promotions.promote(list(unique.values()))
+            await self._promotions.promote(list(unique.values()))
         except CorruptSegment as error:
             await self._bad(error)
             raise
 
-    async def _prepare(self, lease: Lease, request: Request) -> None:
+    async def _prepare(self, lease: Lease, request: ReadRequest) -> None:
         """Have what is in DRAM covered by the sums that its reader gets, and verified where that is asked for."""
         for piece in lease.pieces:
             segment = piece.segment

@@ -1,16 +1,18 @@
-"""Moves: tasks that run to their end, whoever stops waiting for them. Owned by the event loop.
+"""Background: tasks that run to their end although their caller may be gone, and turns for others in long work.
 
-Knows nothing of what they move. Worst case: a move that a device never answers, which `drain` waits for.
+A move between tiers must not stop half-way: a device may still write to its slot. So a caller waits for a move with
+`asyncio.shield`, and a cancelled caller leaves the move running. Worst case: a move that a device never answers, for
+which `drain` waits.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
 
-class Moves:
+class Background:
     """The moves under way."""
 
     def __init__(self) -> None:
@@ -61,3 +63,27 @@ async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: 
 
 def _failure(done: Iterable["asyncio.Task[None]"]) -> BaseException | None:
     return next(filter(None, (task.exception() for task in done)), None)
+
+
+class Pace(Protocol):
+    """When it is time to rest."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether others should have their turn now."""
+
+    async def rest(self) -> None:
+        """Let others have their turn."""
+
+
+class StepByStep:
+    """Rests whenever it is asked, for one turn of the loop: for work that nobody waits for."""
+
+    is_over = True
+
+    async def rest(self) -> None:
+        """See Pace."""
+        await asyncio.sleep(0)
+
+
+STEP_BY_STEP = StepByStep()

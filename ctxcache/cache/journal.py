@@ -1,18 +1,90 @@
-"""Accesses: what the store was asked, what callers were given, and why not. Counts and remembers; changes nothing.
+"""Journal: what the store was asked, what it did, and why a caller got less. Counts and remembers; changes nothing.
 
-The one place that hears all of it: counts, the history behind misses and recordings come from here. Worst case:
-memory of the history and of what is listened to, both bounded.
+    what happens          counts        history of the session     recording, while somebody listens
+    found a session       hit or empty                             LOOKUP, GET, READ
+    missed it             the reason    quota, timeout, ...         LOOKUP, GET, READ with the reason
+    a write failed                      quota, timeout, ...         APPEND with the reason
+    tokens went                         evicted, expired, cut, ... EVICT, EXPIRE, CUT, ...
+    anything else                                                  its call
+
+Knows names; keeps no token and no row. Every memory is bounded: a recording that is not taken in time loses what
+follows, and counts it.
 """
 
+import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
-from ctxcache.cache.heard import Call, Fact, Heard, Listening
 from ctxcache.core.history import ENDS, Event, History, Miss, Requests
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.errors import CacheError
+from ctxcache.format.layout import SegmentLayout
 from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.spans import current_trace_id
+
+Fact: TypeAlias = "int | str | bool | Sequence[int]"
+LIMIT = 1 << 16
+"""What waits to be taken at most: some 40 MB."""
+
+
+class Call(enum.Enum):
+    """What was asked; from EXPIRE on what the store did by itself."""
+
+    OPEN = "open"
+    RESERVE = "reserve"
+    APPEND = "append"
+    FINISH = "finish"
+    LOOKUP = "lookup"
+    GET = "get"
+    READ = "read"
+    RELEASE = "release"
+    TRUNCATE = "truncate"
+    FORK = "fork"
+    TOUCH = "touch"
+    FLUSH = "flush"
+    DEMOTE = "demote"
+    DELETE = "delete"
+    HINT = "hint"
+    EXPIRE = "expire"
+    EVICT = "evict"
+    CUT = "cut"
+
+
+class Heard(NamedTuple):
+    """One call. `at_ns` is of the monotonic clock; `layout` is None where there was no session."""
+
+    call: Call
+    at_ns: int
+    tenant: str
+    name: str
+    session_tokens: int
+    layout: SegmentLayout | None
+    fingerprint: bytes
+    facts: Mapping[str, Fact]
+
+
+class Listening:
+    """Keeps what is heard until it is taken. Owned by the event loop."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._heard: list[Heard] = []
+        self._lost_count = 0
+
+    def hear(self, heard: Heard) -> None:
+        """Keep it, or count it as lost: then so is all that follows until the next `take`."""
+        if len(self._heard) < self._limit:
+            self._heard.append(heard)
+        else:
+            self._lost_count += 1
+
+    def take(self) -> tuple[list[Heard], int]:
+        """What was heard since the last time, and how much of what followed is lost."""
+        taken = self._heard, self._lost_count
+        self._heard, self._lost_count = [], 0
+        return taken
+
 
 LOOKUP, READ = "lookup", "read"
 """How it was asked."""
@@ -29,9 +101,16 @@ EVENTS = {
 }
 """What a failed access was, by its error's reason; the others say that the caller was mistaken."""
 RESULTS = (
-    HIT, EMPTY, NEVER_STORED, Event.EVICTED.value, Event.EXPIRED.value, Event.DELETED.value,
-    *dict.fromkeys(event.value for event in EVENTS.values()), Event.DEVICE_LOST.value, REFUSED,
-)  # fmt: skip
+    HIT,
+    EMPTY,
+    NEVER_STORED,
+    Event.EVICTED.value,
+    Event.EXPIRED.value,
+    Event.DELETED.value,
+    *dict.fromkeys(event.value for event in EVENTS.values()),
+    Event.DEVICE_LOST.value,
+    REFUSED,
+)
 """Every result there is."""
 _CALLS = {
     Event.EVICTED: Call.EVICT,
@@ -45,7 +124,7 @@ _CALLS = {
 _ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}
 
 
-class Accesses:
+class Journal:
     """Counts of results, and the history behind them. Owned by the event loop."""
 
     def __init__(self, clock: Clock, find: Callable[[str, str], Session | None]) -> None:
@@ -63,9 +142,14 @@ class Accesses:
             self._hear(self.listening, call, session, session.token_count, facts)
 
     def found(
-        self, by: str, session: Session | SessionView, call: Call | None = None, *, empty: str = EMPTY,
+        self,
+        by: str,
+        session: Session | SessionView,
+        call: Call | None = None,
+        *,
+        empty: str = EMPTY,
         **facts: Fact,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`: why none."""
         self.counts[by, HIT if facts["tokens"] else empty] += 1
         self.did(call or _ASKED[by], session, **facts)
@@ -113,9 +197,14 @@ class Accesses:
             left = 0 if event in ENDS else session.token_count
             self._hear(self.listening, call, session, left, {"tokens": token_count, **facts})
         self.history.note(
-            session.tenant, session.session_id, event, time_ns=self._clock.wall_ns(), detail=detail,
-            token_count=token_count, trace_id=current_trace_id(),
-        )  # fmt: skip
+            session.tenant,
+            session.session_id,
+            event,
+            time_ns=self._clock.wall_ns(),
+            detail=detail,
+            token_count=token_count,
+            trace_id=current_trace_id(),
+        )
 
     def _noted(self, by: str, tenant: str, session_id: str, result: str) -> None:
         trace_id = current_trace_id()
@@ -123,12 +212,22 @@ class Accesses:
             self.requests.note(tenant, trace_id, Miss(session_id, by, result, self._clock.wall_ns()))
 
     def _hear(
-        self, listening: Listening, call: Call, session: Session | SessionView, session_tokens: int,
+        self,
+        listening: Listening,
+        call: Call,
+        session: Session | SessionView,
+        session_tokens: int,
         facts: Mapping[str, Fact],
-    ) -> None:  # fmt: skip
+    ) -> None:
         listening.hear(
             Heard(
-                call, self._clock.monotonic_ns(), session.tenant, session.name, session_tokens, session.layout,
-                session.model_fingerprint, facts,
+                call,
+                self._clock.monotonic_ns(),
+                session.tenant,
+                session.name,
+                session_tokens,
+                session.layout,
+                session.model_fingerprint,
+                facts,
             )
-        )  # fmt: skip
+        )

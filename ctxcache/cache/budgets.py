@@ -1,0 +1,376 @@
+"""Budgets: who may take room in the arena, who waits for it, and how it is made.
+
+    Pins         what leases, or reservations, keep from leaving    waits `room_wait_ns`, then refuses
+    DirtyBound   what memory alone may have                         waits `writer_wait_s`, then refuses
+    MemoryRoom   a free slot: drops what SSD has, flushes the rest   waits `writer_wait_s`, then refuses
+
+Callers of one tenant are served in the order of coming, so that small requests never keep a large one from its room.
+Tenants do not wait for each other's pins; before the dirty bound they wait in a line that their shares divide. The
+first in that line flushes until there is room. A request that needs no waiting meets no task and no lock.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from weakref import WeakValueDictionary
+
+from ctxcache.cache.eviction import SsdRoom
+from ctxcache.cache.flushing import Flushing, Staging
+from ctxcache.cache.segments import SegmentIO
+from ctxcache.cache.state import State
+from ctxcache.core.budget import Budget, Client
+from ctxcache.core.ledger.ledger import Drop, GiveUp
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.core.limits import Bound
+from ctxcache.core.placement.shares import EVERYONE
+from ctxcache.core.waiting_line import Request, WaitingLine
+from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound, TooManyRequests
+from ctxcache.format.slot import Slot
+
+QUEUE_LENGTH = 256
+"""Callers that wait at a time, of whom no tenant's are all; more are refused at once."""
+
+
+class Pins:
+    """Who keeps what in the arena, for one purpose. Owned by the event loop."""
+
+    def __init__(self, what: str, budget: Budget, *, wait_ns: int) -> None:
+        self._what = what
+        self._wait_s = wait_ns / 10**9
+        self.budget = budget
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of each tenant that has callers who wait; of all together where the budget is not divided."""
+        self._freed = asyncio.Event()
+        self._waiting: Counter[str] = Counter()
+
+    @property
+    def waiting_count(self) -> int:
+        """Callers that wait for room."""
+        return self._waiting.total()
+
+    async def wait_for_room(self, client: Client, needed: Callable[[], Mapping[int, int]]) -> None:
+        """Wait until what `needed` says may be pinned; pin it before the next await.
+
+        `needed` is asked again each time: what it looks at may change meanwhile. Raises
+        CapacityExceeded (more than may ever be pinned), TooManyRequests, and what `needed` raises.
+        """
+        if self.has_room(client, needed()):
+            return
+        account = self._account(client)
+        bound = Bound(QUEUE_LENGTH, self.budget.is_divided)
+        if bound.is_reached(self._waiting.total(), self._waiting[account]):
+            raise self._refusal(client)
+        self._waiting[account] += 1
+        turn = self._turns.setdefault(account, asyncio.Lock())
+        try:
+            async with asyncio.timeout(self._wait_s), turn:
+                while not self._fits(client, needed()):
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            raise self._refusal(client) from None
+        finally:
+            self._waiting[account] -= 1
+            if not self._waiting[account]:
+                del self._waiting[account]
+
+    def has_room(self, client: Client, sizes_bytes: Mapping[int, int]) -> bool:
+        """Whether so much may be pinned now, with nobody of the tenant waiting.
+
+        Raises CapacityExceeded: more than may ever be pinned.
+        """
+        return self._fits(client, sizes_bytes) and self._account(client) not in self._waiting
+
+    def pin(self, client: Client, sizes_bytes: Mapping[int, int]) -> None:
+        """Count as pinned what there is room for."""
+        self.budget.pin(client, sizes_bytes)
+
+    def unpin(self, client: Client, sizes_bytes: Mapping[int, int]) -> None:
+        """Take back one `pin`, and let the next one look."""
+        self.budget.unpin(client, sizes_bytes)
+        self._freed.set()
+
+    def _account(self, client: Client) -> str:
+        return client.tenant if self.budget.is_divided else EVERYONE
+
+    def _fits(self, client: Client, sizes_bytes: Mapping[int, int]) -> bool:
+        if self.budget.has_room(client, sizes_bytes):
+            return True
+        needed_bytes, limit_bytes = sum(sizes_bytes.values()), self.budget.limit_of(client)
+        if needed_bytes > limit_bytes:
+            free_bytes = limit_bytes - self.budget.used_by(client)
+            raise CapacityExceeded(
+                f"DRAM: {needed_bytes} B needed, {self._what} may hold {limit_bytes} B",
+                tier="DRAM",
+                needed_bytes=needed_bytes,
+                free_bytes=free_bytes,
+                limit_bytes=limit_bytes,
+            )
+        return False
+
+    def _refusal(self, client: Client) -> TooManyRequests:
+        return TooManyRequests(what=f"bytes of {self._what}", limit=self.budget.limit_of(client))
+
+
+DROPS_PER_SLICE = 256
+"""Segments dropped before others get their turn of the event loop."""
+DROPS_PER_LOOK = 8
+"""Segments dropped before the tenants' shares are looked at again."""
+FLUSHES_WAITED_FOR = 64
+"""Flushes that one request for room waits for: others may take what they free."""
+
+
+class MemoryRoom:
+    """Makes room in the arena. Owned by the event loop."""
+
+    def __init__(
+        self, state: State, io: SegmentIO, staging: Staging, flushing: Flushing, ssd_room: SsdRoom
+    ) -> None:
+        self._io, self._ledger = io, state.ledger
+        self._staging, self._flushing, self._ssd_room = staging, flushing, ssd_room
+        self.is_short = asyncio.Event()
+        """Set when less is free than shall be."""
+
+    async def place(self, size_bytes: int, tenant: str) -> Slot:
+        """A slot for a segment of that tenant, made free if need be. Raises CapacityExceeded, TierFailure."""
+        slot = self._take(size_bytes, tenant)
+        if slot is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ledger.watermarks.writer_wait_s):
+                    slot = await self._take_what_is_cleaned(size_bytes, tenant)
+        if slot is None:
+            memory = self._ledger.memory
+            raise CapacityExceeded(
+                tier="DRAM",
+                needed_bytes=size_bytes,
+                free_bytes=memory.free_bytes,
+                limit_bytes=memory.capacity_bytes,
+            )
+        return slot
+
+    def take_ahead(self, segment: Segment, may_give: Callable[[bytes], bool]) -> Slot | None:
+        """A slot that leaves as much free as shall be, and is taken only from sessions that `may_give` takes.
+
+        None when there is none.
+        """
+        memory, size_bytes = self._ledger.memory, segment.size_bytes
+        for _ in range(DROPS_PER_SLICE):
+            free_bytes = memory.free_bytes - size_bytes
+            if self._ledger.watermarks.missing_bytes(free_bytes, memory.capacity_bytes) <= 0:
+                slot = memory.take(size_bytes)
+                if slot is not None:
+                    return slot
+            among = self._ledger.quotas.in_memory(segment.tenant, size_bytes)
+            if self._drop_one(among, may_give) is None:
+                return None
+        return None
+
+    async def keep_free(self) -> None:
+        """Once little is free, drop the coldest clean segments until enough is, as far as that goes."""
+        self.is_short.clear()
+        memory, watermarks = self._ledger.memory, self._ledger.watermarks
+        if not watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
+            return
+        while (missing := watermarks.missing_bytes(memory.free_bytes, memory.capacity_bytes)) > 0:
+            if not self._drop_clean(missing, None):
+                return
+            await asyncio.sleep(0)
+
+    async def clean_until(self, is_enough: Callable[[], bool]) -> None:
+        """Flush the coldest dirty sessions until that is so, as far as that goes. Raises CapacityExceeded, TierFailure."""
+        for _ in range(FLUSHES_WAITED_FOR):
+            if is_enough() or not await self._clean_something(self._is_any_dirty, None):
+                return
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _take(self, size_bytes: int, tenant: str) -> Slot | None:
+        """A slot that is free, or clean."""
+        memory = self._ledger.memory
+        while (slot := memory.take(size_bytes)) is None and self._drop_clean(size_bytes, tenant):
+            continue
+        if self._ledger.watermarks.is_low(memory.free_bytes, memory.capacity_bytes):
+            self.is_short.set()
+        return slot
+
+    async def _take_what_is_cleaned(self, size_bytes: int, tenant: str) -> Slot | None:
+        for _ in range(FLUSHES_WAITED_FOR):
+            slot = self._take(size_bytes, tenant)
+            among = self._ledger.quotas.in_memory(tenant, size_bytes)
+            if slot is not None or not await self._clean_something(self._may_leave, among):
+                return slot
+        return None
+
+    async def _clean_something(self, accepts: Callable[[Session], bool], among: Sequence[str] | None) -> bool:
+        """Flush the coldest dirty session of those, or wait for a flush under way; False when there is neither."""
+        victim = self._ledger.coldest_to_write(accepts, among)
+        if victim is not None:
+            # A flush cuts rows that it finds to be bad, and a cut makes room as well.
+            with suppress(SessionNotFound, CorruptSegment):
+                await self._clean(victim, among)
+            return True
+        return await self._flushing.wait_for_one()
+
+    async def _clean(self, victim: Session, among: Sequence[str] | None) -> None:
+        """Flush a session, or spare it: then it may leave as it is.
+
+        Where SSD takes nothing of it memory is all there is, and one session goes, as from a full SSD. That is
+        while no path takes writes, or where its tenant has all that its share gives it.
+        """
+        from_memory = partial(self._ledger.next_from_memory, among)
+        if not self._io.has_open_path and await self._ssd_room.evict(from_memory):
+            return
+        if self._staging.spares(victim):
+            return
+        try:
+            await self._flushing.flush(victim)
+        except CapacityExceeded as error:
+            choose = partial(self._ledger.next_over_share, victim)
+            if error.facts.get("tier") != "SSD" or not await self._ssd_room.evict(choose):
+                raise
+
+    def _drop_clean(self, size_bytes: int, tenant: str | None) -> bool:
+        """Drop copies that SSD has too, and spared sessions, until `size_bytes` went; whether anything did.
+
+        `tenant`: which one needs the room; None: it is to be kept free.
+        """
+        dropped_bytes = dropped_count = look_count = 0
+        among: Sequence[str] | None = None
+        while dropped_bytes < size_bytes and dropped_count < DROPS_PER_SLICE:
+            # The shares take a look at each tenant, and hardly change by a few segments.
+            if look_count % DROPS_PER_LOOK == 0:
+                among = self._ledger.quotas.in_memory(tenant, size_bytes)
+            look_count += 1
+            dropped = self._drop_one(among)
+            if dropped is None:
+                break
+            dropped_count += dropped[0]
+            dropped_bytes += dropped[1]
+        return dropped_bytes > 0
+
+    def _drop_one(
+        self, among: Sequence[str] | None, may_give: Callable[[bytes], bool] = lambda _: True
+    ) -> tuple[int, int] | None:
+        """Carry out the ledger's next move out of memory; how many segments and bytes went, None when nothing may."""
+        match self._ledger.next_out_of_memory(among, self._may_leave, may_give):
+            case Drop(segment):
+                self._ledger.dropped(segment)
+                return 1, segment.size_bytes
+            case GiveUp(session):
+                count = self._ssd_room.give_up(session)
+                return count, count * session.layout.size_bytes
+        return None
+
+    def _is_any_dirty(self, session: Session) -> bool:
+        return bool(self._ledger.unwritten_segments(session))
+
+    def _may_leave(self, session: Session) -> bool:
+        """Whether a flush would let something leave: a segment that only its own write holds."""
+        return any(
+            segment.memory_hold_count == self._staging.is_under_way(segment)
+            for segment in self._ledger.unwritten_segments(session)
+        )
+
+
+class DirtyBound:
+    """Promises room to writers, one after the other. Owned by the event loop."""
+
+    def __init__(self, state: State, io: SegmentIO, room: MemoryRoom) -> None:
+        self._state, self._io, self._room = state, io, room
+        ledger = self._ledger = state.ledger
+        self._line = WaitingLine("room for unwritten rows", ledger.usage.shares, ledger.claimed_by)
+        self._turns: dict[Request, asyncio.Event] = {}
+        """Set when the request may be the first one. Only the first one makes room."""
+
+    @property
+    def waiting_count(self) -> int:
+        """Writers that wait for room."""
+        return len(self._line)
+
+    async def admit(self, tenant: str, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
+        """Wait until a writer of that tenant may claim so much more, promise it, and return how much it is.
+
+        `own_bytes` are claimed by the writer already. Both are asked for again after each wait.
+
+        Raises CapacityExceeded, TooManyRequests, TierFailure.
+        """
+        if self._line or not self._fits(needed_bytes(), own_bytes()):
+            await self._wait_in_line(tenant, needed_bytes, own_bytes)
+        promised_bytes = needed_bytes()
+        self._ledger.promised(tenant, promised_bytes)
+        return promised_bytes
+
+    async def _wait_in_line(
+        self, tenant: str, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]
+    ) -> None:
+        request = self._line.join(tenant, needed_bytes())
+        self._turns[request] = asyncio.Event()
+
+        def fits() -> bool:
+            request.needed_bytes = needed_bytes()
+            return self._fits(request.needed_bytes, own_bytes())
+
+        try:
+            if not (fits() and self._is_first(request)):
+                self._state.counters.delayed_write_count += 1
+                self._state.is_pressed.set()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._ledger.watermarks.writer_wait_s):
+                        await self._wait(request, fits)
+                if not (fits() and self._is_first(request)):
+                    raise self._refusal(request)
+        finally:
+            del self._turns[request]
+            self._line.leave(request)
+            self._wake_first()
+
+    async def _wait(self, request: Request, fits: Callable[[], bool]) -> None:
+        """Return when the request may be granted, or when it is the first one and nothing is left to be written."""
+        turn = self._turns[request]
+        while True:
+            if self._is_first(request):
+                await self._room.clean_until(lambda: fits() or not self._is_first(request))
+                if self._is_first(request):
+                    return
+            turn.clear()
+            # Another request may have become the first one because this one came, or because its tenant has more.
+            self._wake_first()
+            await turn.wait()
+
+    def _is_first(self, request: Request) -> bool:
+        return self._line.first(self._limit_bytes()) is request
+
+    def _wake_first(self) -> None:
+        first = self._line.first(self._limit_bytes())
+        if first is not None:
+            self._turns[first].set()
+
+    def _limit_bytes(self) -> int:
+        return self._ledger.watermarks.limit_bytes(self._ledger.memory.capacity_bytes)
+
+    def _fits(self, needed_bytes: int, own_bytes: int) -> bool:
+        # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
+        if not self._io.has_open_path:
+            return True
+        claimed_bytes = self._ledger.claimed_bytes
+        return self._ledger.watermarks.admits(
+            needed_bytes, claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
+        )
+
+    def _refusal(self, request: Request) -> CapacityExceeded:
+        limit_bytes, needed_bytes = self._limit_bytes(), request.needed_bytes
+        free_bytes = max(limit_bytes - self._ledger.claimed_bytes, 0)
+        if not self._is_first(request):
+            # What is free is for those that come first.
+            free_bytes = 0
+        return CapacityExceeded(
+            f"DRAM: {needed_bytes} B needed, {free_bytes} B may be written before SSD has more of it",
+            tier="DRAM",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            # What is larger goes when it is alone.
+            limit_bytes=limit_bytes if needed_bytes <= limit_bytes else self._ledger.memory.capacity_bytes,
+        )

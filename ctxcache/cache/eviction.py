@@ -1,0 +1,233 @@
+"""Eviction: sessions and segments on their way out of the cache, and the room on SSD that this makes.
+
+    unreachable ──► record removed, synced ──► slots given back
+                          │ commit failed
+                          └──────────────────► slots stranded until changes are taken again
+
+A departure runs to its end even when its caller is cancelled. The ledger says which session goes next; this module
+carries it out. One session goes at a time, and the callers that wait look again: the room may be enough for all of
+them. Staged slots go before sessions, and no session goes for a path that takes no writes. Worst case: no session
+may go, and the caller is refused.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from ctxcache.cache.background import Background
+from ctxcache.cache.segments import SegmentIO
+from ctxcache.cache.state import State, record_of
+from ctxcache.core.history import Event
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.session import Session
+from ctxcache.errors import CapacityExceeded, TierFailure
+from ctxcache.format.slot import Slot
+from ctxcache.storage.metadata.base import Changes, MetadataStore
+
+FREED_PER_SLICE = 256
+"""Segments given back before others get their turn of the event loop."""
+
+
+class Departures:
+    """Takes records away, and then gives slots back. Owned by the event loop."""
+
+    def __init__(self, state: State, metadata: MetadataStore, background: Background) -> None:
+        self._ledger, self._metadata, self._background = state.ledger, metadata, background
+        self._under_way: set[asyncio.Task[None]] = set()
+        """Moves that give slots back as soon as records are gone."""
+        self._forgotten: list[bytes] = []
+        """Sessions whose records are to go, and no caller waits for it."""
+        self._leaving: set[bytes] = set()
+        """Sessions that are gone from memory while the commit that removes their records is still to come."""
+
+    async def wait_for_one(self) -> bool:
+        """Wait until a move that gives slots back has ended; False when there is none."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+            return True
+        return False
+
+    async def remove(self, sessions: Iterable[Session], *, is_evicted: bool = False) -> None:
+        """Make sessions unreachable at once, and give their bytes back when their records are gone."""
+        gone = [session for session in sessions if not session.is_gone]
+        dead = [segment for s in gone for segment in self._ledger.ended(s, is_evicted=is_evicted)]
+        await self.write_down(gone=gone, dead=dead)
+
+    def remove_unrecorded(self, session: Session) -> int:
+        """Evict a session that no record names bytes of: they are free at once; returns how many segments went.
+
+        Its own record goes later: after a crash the session may be there again, empty.
+        """
+        dead = self._ledger.ended(session, is_evicted=True)
+        for segment in dead:
+            self._ledger.forgotten(segment)
+        if not self._forgotten:
+            self._background.start(self._remove_forgotten())
+        self._forgotten.append(session.uid)
+        return len(dead)
+
+    async def _remove_forgotten(self) -> None:
+        uids, self._forgotten = self._forgotten, []
+        await self._metadata.commit(Changes(deleted_session_uids=uids), is_durable=False)
+
+    async def write_down(
+        self,
+        changed: Sequence[Session] = (),
+        *,
+        gone: Sequence[Session] = (),
+        dead: Sequence[Segment] = (),
+        bad: Sequence[Slot] = (),
+    ) -> None:
+        """Record sessions as they are, remove the records of others and of segments that no session lists.
+
+        `bad` slots are kept from use until they are released. Durable when it returns; only then are the dead
+        segments' slots given back. Raises TierFailure.
+        """
+        self._leaving.update(session.uid for session in gone)
+        move = self._background.start(self._write_down(changed, gone, dead, bad))
+        if dead:
+            self._under_way.add(move)
+            move.add_done_callback(self._under_way.discard)
+        await asyncio.shield(move)
+
+    async def _write_down(
+        self,
+        changed: Sequence[Session],
+        gone: Sequence[Session],
+        dead: Sequence[Segment],
+        bad: Sequence[Slot],
+    ) -> None:
+        # Records are made when they are written: those of an earlier moment could undo another's.
+        # A leaving session is written as it went. Its removal may fail, and its old record lists dead segments.
+        recorded = [s for s in changed if not s.is_gone or s.uid in self._leaving]
+        self._leaving.difference_update(session.uid for session in gone)
+        changes = Changes(
+            sessions=[record_of(session) for session in recorded],
+            deleted_session_uids=[session.uid for session in gone],
+            deleted_segment_ids=[segment.segment_id for segment in dead],
+            quarantined=list(bad),
+        )
+        try:
+            await self._metadata.commit(changes, is_durable=True)
+        except TierFailure:
+            self.strand(dead)
+            raise
+        for i, segment in enumerate(dead, 1):
+            self._ledger.forgotten(segment)
+            if i % FREED_PER_SLICE == 0:
+                await asyncio.sleep(0)
+
+    async def reopen_metadata(self) -> None:
+        """Where changes are taken again, give back the slots whose records are certainly gone. Raises TierFailure."""
+        if not await self._metadata.reopen():
+            return
+        stranded = set(self._ledger.below.stranded)
+        self._ledger.unstranded(stranded - await self._metadata.recorded_slots())
+
+    def strand(self, dead: Sequence[Segment]) -> None:
+        """Give back what segments have in memory; their records may still be there and name their slots."""
+        self._ledger.stranded_with(dead)
+        for segment in dead:
+            self._ledger.forgotten(segment)
+
+
+class SsdRoom:
+    """Who makes room on SSD. Owned by the event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        io: SegmentIO,
+        metadata: MetadataStore,
+        departures: Departures,
+    ) -> None:
+        self._state, self._io, self._metadata = state, io, metadata
+        self._ledger = state.ledger
+        self._departures = departures
+        self.unstage_something: Callable[[], Awaitable[bool]]
+        """Gives back the slot of something staged; False where nothing is. Staging, which takes slots here, has it."""
+        self._turn = asyncio.Lock()
+
+    async def place(self, size_bytes: int, for_session: Session) -> Slot:
+        """A slot, made free if need be. Raises CapacityExceeded, TierFailure."""
+        slot = self.take(size_bytes, for_session)
+        if slot is None:
+            async with self._turn:
+                while (slot := self.take(size_bytes, for_session)) is None:
+                    await self._make(size_bytes, for_session)
+        return slot
+
+    def take(self, size_bytes: int, for_session: Session) -> Slot | None:
+        """A slot that is free: on the session's path, or on another one, which is its path from then on."""
+        slot = self._ledger.below.take(size_bytes, closed=self._io.refusals, on_path=for_session.path)
+        if slot is not None:
+            for_session.path = slot.path_index
+        return slot
+
+    async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
+        """Evict others of the session's tenant until it may have so much more. Raises CapacityExceeded, TierFailure.
+
+        Never waits when it may already.
+        """
+        quotas = self._ledger.quotas
+        while quotas.excess_bytes(session.tenant, size_bytes) > 0:
+            async with self._turn:
+                if quotas.excess_bytes(session.tenant, size_bytes) <= 0:
+                    continue
+                victim = self._ledger.next_of_tenant(session)
+                if victim is None:
+                    raise quotas.refusal(session.tenant, size_bytes)
+                await self._evict(victim, "its tenant's limit on SSD")
+
+    async def evict(self, choose: Callable[[], Session | None]) -> bool:
+        """Give up whom `choose` names now, or wait until another one is gone. False when it names nobody.
+
+        Raises CapacityExceeded, TierFailure.
+        """
+        if self._turn.locked():
+            async with self._turn:
+                return True
+        async with self._turn:
+            victim = choose()
+            if victim is not None:
+                await self._evict(victim, "room in DRAM, and SSD takes nothing")
+            return victim is not None
+
+    async def _make(self, size_bytes: int, for_session: Session) -> None:
+        self._io.check_any_path()
+        if await self.unstage_something():
+            return
+        if await self._departures.wait_for_one():
+            return
+        victim = self._ledger.next_from_below(for_session, size_bytes)
+        if victim is None:
+            raise CapacityExceeded(
+                tier="SSD",
+                needed_bytes=size_bytes,
+                limit_bytes=self._ledger.below.capacity_bytes,
+                free_bytes=self._ledger.below.free_bytes_outside(self._io.refusals),
+            )
+        whose = "" if victim.tenant == for_session.tenant else f" of tenant {for_session.tenant}"
+        await self._evict(victim, f"room on SSD for {for_session.name}{whose}")
+
+    async def expel(self, session: Session, why: str) -> None:
+        """Give up this one. Raises CapacityExceeded, TierFailure."""
+        await self._evict(session, why)
+
+    def give_up(self, session: Session) -> int:
+        """Evict a session that no record names bytes of, for room in memory; returns how many segments went."""
+        self._state.counters.unadmitted_session_count += 1
+        self._note(session, "room in memory, and not worth its place on SSD")
+        return self._departures.remove_unrecorded(session)
+
+    async def _evict(self, victim: Session, why: str) -> None:
+        self._metadata.check(is_growing=False)
+        self._note(victim, why)
+        await self._departures.remove([victim], is_evicted=True)
+
+    def _note(self, victim: Session, why: str) -> None:
+        self._state.counters.evicted_session_count += 1
+        if not victim.is_gone:
+            now_ns, seen = self._state.clock.now_ns(), self._state.seen
+            seen.evicted_age_s.observe((now_ns - victim.create_time_ns) / 10**9)
+            seen.evicted_idle_s.observe((now_ns - victim.access_time_ns) / 10**9)
+            self._state.journal.happened(victim, Event.EVICTED, detail=why, token_count=victim.token_count)
