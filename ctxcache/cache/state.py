@@ -19,7 +19,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import DEFAULT_LIMITS, Limits
 from ctxcache.core.observations import Observations
-from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.errors import ModelNotFound

@@ -21,8 +21,7 @@ from ctxcache import __version__
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.placement.policies import RANKED
-from ctxcache.core.placement.policy import Capacities
-from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import Shares
 from ctxcache.errors import (
     AddressUnusable,

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ctxcache.core.placement.belady import Belady
+from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Load

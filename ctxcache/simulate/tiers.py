@@ -12,8 +12,7 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ctxcache.core.placement.admission import Leaving, is_worth_writing
-from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
+from ctxcache.core.placement.policy import Capacities, Facts, Leaving, Policy, Tier, is_worth_writing
 
 
 class Act(enum.Enum):

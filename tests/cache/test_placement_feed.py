@@ -9,11 +9,10 @@ from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Wri
 from ctxcache.core.ledger import feed
 from ctxcache.core.ledger.evictable import Evictable, Verdict
 from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import RANKED
-from ctxcache.core.placement.policy import Capacities, Facts, Tier
-from ctxcache.core.placement.ranked import Ranked
-from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.core.placement.policy import Capacities, Facts, Ranked, Tier
 
 Told = tuple[str, str, tuple[object, ...]]
 

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from ctxcache.core.placement.policy import Capacities
-from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.policy import Capacities, Ranked
 
 DOCUMENT = Path(__file__).parents[2] / "docs/placement.md"
 

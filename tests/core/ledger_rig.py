@@ -12,7 +12,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.limits import Limits
 from ctxcache.core.observations import Observations
-from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.core.watermarks import DEFAULT_WATERMARKS
 from ctxcache.format.layout import SegmentLayout

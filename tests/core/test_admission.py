@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.core.ledger.unwritten import Ages
-from ctxcache.core.placement.admission import Leaving, is_worth_writing
+from ctxcache.core.placement.policy import Leaving, is_worth_writing
 
 LEAVING = st.lists(st.builds(Leaving, st.booleans(), st.integers(0, 40)), max_size=12)
 

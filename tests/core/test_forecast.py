@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ctxcache.core.placement.forecast import Forecast
+from ctxcache.core.placement.value import Forecast
 
 LENGTH = 20
 

@@ -7,14 +7,10 @@ from documented_policy import documented_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
-from ctxcache.core.placement.belady import Belady
-from ctxcache.core.placement.look_ahead import LookAhead
+from ctxcache.core.placement.classic import AdaptiveReplacement, LeastRecentlyUsed, S3Fifo, TailOptimised
+from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
 from ctxcache.core.placement.policies import POLICIES, RANKED
-from ctxcache.core.placement.policy import Capacities, Facts, Policy, Tier
-from ctxcache.core.placement.queue import Window
-from ctxcache.core.placement.ranked import Ranked
-from ctxcache.core.placement.recency import LeastRecentlyUsed, TailOptimised
+from ctxcache.core.placement.policy import Capacities, Facts, Policy, Ranked, Tier
 from ctxcache.core.placement.value import ReturnValue
 from ctxcache.simulate.tiers import Act, Move, Tiers
 

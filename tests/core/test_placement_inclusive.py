@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.order import Key
+from ctxcache.core.placement.classic import LeastRecentlyUsed
+from ctxcache.core.placement.order import Accepts, Key
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Tier
-from ctxcache.core.placement.recency import LeastRecentlyUsed
+from ctxcache.core.placement.policy import Capacities, Facts, Tier
 from ctxcache.simulate.tiers import Act, InclusiveTiers, Move
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=200)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ctxcache.core.placement.policy import Facts
-from ctxcache.core.placement.return_class import AGES_S
-from ctxcache.core.placement.returns import AGED_AT_ONCE, ReturnTimes
+from ctxcache.core.placement.returns import AGED_AT_ONCE, AGES_S, ReturnTimes
 
 COUNT = 5000
 

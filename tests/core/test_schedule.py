@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.ranks import Ranks
-from ctxcache.core.placement.schedule import Job, Schedule
-from ctxcache.core.placement.start_rate import DEFAULT_PER_S, StartRate
+from ctxcache.core.placement.order import Ranks
+from ctxcache.core.placement.schedule import DEFAULT_PER_S, Job, Schedule, StartRate
 
 ENGINES = ("a", "b", "c")
 DELTAS = st.lists(

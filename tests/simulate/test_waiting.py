@@ -1,7 +1,7 @@
 """A replay's queue: a policy hears of it what it would hear in a server."""
 
-from ctxcache.core.placement.overdue import GIVEN_UP_AFTER, LEAST_PATIENCE_S
 from ctxcache.core.placement.policy import Policy
+from ctxcache.core.placement.schedule import GIVEN_UP_AFTER, LEAST_PATIENCE_S
 from ctxcache.simulate.replay import Waiting
 
 FIRST, SECOND, ABSENT = b"first", b"second", b"absent"

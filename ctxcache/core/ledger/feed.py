@@ -19,8 +19,7 @@ from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policy import Facts, Tier
-from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.policy import Facts, Ranked, Tier
 
 LOOKS = 1 << 10
 """Ranks that are looked up anew between two calls of `passed` though nothing happened to the sessions."""

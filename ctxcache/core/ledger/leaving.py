@@ -16,8 +16,8 @@ from ctxcache.core.ledger.quotas import Quotas
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.unwritten import Unwritten
-from ctxcache.core.placement.admission import Leaving as Comparison
-from ctxcache.core.placement.admission import is_worth_writing
+from ctxcache.core.placement.policy import Leaving as Comparison
+from ctxcache.core.placement.policy import is_worth_writing
 
 
 class Leaving:

@@ -33,8 +33,7 @@ from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.limits import Limits
 from ctxcache.core.observations import Observations
-from ctxcache.core.placement.policy import Capacities
-from ctxcache.core.placement.ranked import Ranked
+from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import EVERYONE, Shares
 from ctxcache.core.ranges import Ranges
 from ctxcache.core.watermarks import Watermarks

@@ -1,18 +1,233 @@
-"""Look-ahead, as CachedAttention has it: the queue's head is fetched, its window is exempt, its tail goes first.
+"""Look-ahead: the head of the scheduler's queue is fetched, and its sessions leave last.
 
-Source: CachedAttention, ATC'24, section 3.3: prefetch window Cmem/Skv, eviction window (Cmem+Cdisk)/Skv,
-Skv the average size of a session held. The paper leaves open who goes first outside the eviction window.
-Here: who has no job, least recently used first, then the queue beyond the window from its tail. So the one
-order holds on both sides of the window's border. Without a queue it is LRU. Amortised O(log n) an event.
+    no job                 queue's tail ........ | window's end ........ head
+    leaves first, by LRU   leaves next, from its tail   fetched, leaves last
+
+Source: CachedAttention, ATC'24, section 3.3. The prefetch window is Cmem/Skv jobs, Skv the average size of a
+held session. The paper's eviction window does not say which session outside it leaves first. Here sessions
+without a job leave first, the least recently used before the others, then the queue from its tail. Without a
+queue the order is LRU. Amortised O(log n) an event. Worst case: a false order; `follows_order` then stops
+prefetches.
 """
 
-from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policy import Capacities, Facts
-from ctxcache.core.placement.windowed import Windowed
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+
+from ctxcache.core.placement.order import SLACK, Key, Keyed
+from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Ranked, Tier
+
+
+class Window:
+    """The first `length` jobs of a queue. Calls `changed` for every session that enters or leaves.
+
+    O(log n).
+    """
+
+    def __init__(self, changed: Callable[[bytes], None]) -> None:
+        self._changed = changed
+        self._length = 1
+        self._orders: dict[bytes, float] = {}
+        self._inside: set[bytes] = set()
+        self._tail: list[tuple[float, bytes]] = []
+        self._outside = Keyed()
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._inside
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def order(self, uid: bytes) -> float:
+        """When the job of one of the queue starts, relative to the others."""
+        return self._orders[uid]
+
+    @property
+    def uids(self) -> frozenset[bytes]:
+        """The sessions in the window."""
+        return frozenset(self._inside)
+
+    def put(self, uid: bytes, order: float) -> None:
+        """A job waits at `order`, wherever it waited before."""
+        self.discard(uid)
+        self._orders[uid] = order
+        self._outside.put(uid, (order,))
+        self._settle()
+
+    def discard(self, uid: bytes) -> None:
+        """The job waits no longer."""
+        if self._orders.pop(uid, None) is None:
+            return
+        self._outside.discard(uid)
+        if uid in self._inside:
+            self._inside.discard(uid)
+            self._changed(uid)
+        self._settle()
+
+    def resize(self, length: int) -> None:
+        """Let the window be so long, at least one job."""
+        length = max(length, 1)
+        if length != self._length:
+            self._length = length
+            self._settle()
+
+    def _settle(self) -> None:
+        """Move the border until the window has the earliest jobs and is as long as it may be."""
+        while (uid := self._outside.first()) is not None:
+            if len(self._inside) >= self._length and self._orders[uid] >= self._last()[0]:
+                break
+            self._outside.discard(uid)
+            self._inside.add(uid)
+            heappush(self._tail, (-self._orders[uid], uid))
+            self._changed(uid)
+            self._shrink()
+        self._shrink()
+        if len(self._tail) > 2 * len(self._inside) + SLACK:
+            self._tail = [(-self._orders[uid], uid) for uid in self._inside]
+            heapify(self._tail)
+
+    def _shrink(self) -> None:
+        while len(self._inside) > self._length:
+            order, uid = self._last()
+            heappop(self._tail)
+            self._inside.discard(uid)
+            self._outside.put(uid, (order,))
+            self._changed(uid)
+
+    def _last(self) -> tuple[float, bytes]:
+        while True:
+            order, uid = -self._tail[0][0], self._tail[0][1]
+            if uid in self._inside and self._orders[uid] == order:
+                return order, uid
+            heappop(self._tail)
+
+
+class Windowed(Ranked):
+    """Policies that rank held sessions and fetch the head of a queue.
+
+    Subclasses give a session's `_key`, call `_measure` before it is placed, and put jobs into `_fetched`.
+    """
+
+    def __init__(self, capacities: Capacities) -> None:
+        super().__init__()
+        self._capacities = capacities
+        self._all, self._dram, self._fetchable = Keyed(), Keyed(), Keyed()
+        self._held: dict[bytes, Tier] = {}
+        self._held_bytes = 0
+        self._sizes: dict[bytes, int] = {}
+        self._last_use: dict[bytes, int] = {}
+        self._use_count = 0
+        self._fetched = Window(self._rank_fetch)
+
+    @property
+    def follows_order(self) -> bool:
+        """Whether sessions are fetched in the queue's order."""
+        return True
+
+    def placed(self, uid: bytes, tier: Tier) -> None:
+        """See Policy."""
+        if uid not in self._held:
+            self._held_bytes += self._sizes[uid]
+        self._held[uid] = tier
+        self._resize()
+        self._rank(uid)
+        self._rank_fetch(uid)
+
+    def evicted(self, uid: bytes) -> None:
+        """See Policy."""
+        if self._held.pop(uid, None) is not None:
+            self._held_bytes -= self._sizes[uid]
+        self._sizes.pop(uid, None)
+        self._last_use.pop(uid, None)
+        self._all.discard(uid)
+        self._dram.discard(uid)
+        self._fetchable.discard(uid)
+
+    def evict(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._lowest(self._all, accepts)
+
+    def demote(self, accepts: Accepts) -> bytes | None:
+        """See Policy."""
+        return self._lowest(self._dram, accepts)
+
+    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
+        """See Policy."""
+        return self._fetchable.first(accepts) if self.follows_order else None
+
+    def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
+        """See Policy. The session whose job starts later gives way: memory may hold fewer than the window."""
+        if not self.follows_order or uid not in self._fetched:
+            return False
+        return fetched not in self._fetched or self._fetched.order(uid) <= self._fetched.order(fetched)
+
+    def rank(self, uid: bytes) -> Key | None:
+        """See Ranked."""
+        if uid in self._held:
+            self._lift(uid)
+            return self._all.key(uid)
+        return self._key(uid) if uid in self._sizes else None
+
+    def _key(self, uid: bytes) -> Key:
+        """Where a session that was measured stands: the lowest leaves first."""
+        raise NotImplementedError
+
+    def _measure(self, uid: bytes, size_bytes: int) -> None:
+        """A turn of the session is over, and it has that size."""
+        self._use_count += 1
+        self._last_use[uid] = self._use_count
+        if uid in self._held:
+            self._held_bytes += size_bytes - self._sizes[uid]
+        self._sizes[uid] = size_bytes
+
+    @property
+    def _average_bytes(self) -> int:
+        return max(self._held_bytes // max(len(self._held), 1), 1)
+
+    def _resize(self) -> None:
+        self._fetched.resize(self._capacities.memory_bytes // self._average_bytes)
+
+    def _rank(self, uid: bytes) -> None:
+        tier = self._held.get(uid)
+        if tier is None:
+            return
+        before, key = self._all.key(uid), self._key(uid)
+        self._all.put(uid, key)
+        if tier is Tier.MEMORY:
+            self._dram.put(uid, key)
+        else:
+            self._dram.discard(uid)
+        if before is None or key < before:
+            self._fallen(uid)
+
+    def _lowest(self, line: Keyed, accepts: Accepts) -> bytes | None:
+        """The session that leaves first.
+
+        Ranks rise with time, so the first one is ranked again before it is named.
+        """
+        uid = line.first(accepts)
+        while uid is not None and self._lift(uid):
+            uid = line.first(accepts)
+        return uid
+
+    def _lift(self, uid: bytes) -> bool:
+        """Whether a session that is held has risen; its new rank is known from then on."""
+        before, key = self._all.key(uid), self._key(uid)
+        if before is None or key <= before:
+            return False
+        self._all.put(uid, key)
+        if uid in self._dram:
+            self._dram.put(uid, key)
+        return True
+
+    def _rank_fetch(self, uid: bytes) -> None:
+        if uid in self._fetched and self._held.get(uid) is Tier.BELOW:
+            self._fetchable.put(uid, (self._fetched.order(uid),))
+        else:
+            self._fetchable.discard(uid)
 
 
 class LookAhead(Windowed):
-    """The paper's policy. Subclasses rank who has no job by another `score`."""
+    """The paper's policy. A subclass ranks sessions without a job by another `score`."""
 
     def __init__(self, capacities: Capacities) -> None:
         super().__init__(capacities)
@@ -49,3 +264,21 @@ class LookAhead(Windowed):
         order = self._queue.get(uid)
         # Of equals the least recently used leaves first, not the one whose name comes first.
         return (0, self.score(uid), self._last_use[uid]) if order is None else (1, -order)
+
+
+class Belady(LookAhead):
+    """Evicts the session that is needed last: the bound of policies that look at time alone.
+
+    Belady knows the future, so only the simulator has it. A policy that looks at sizes too may hit more
+    often.
+
+    `next_use_s` says when a session is needed next, infinity for never, as of its last turn.
+    """
+
+    def __init__(self, capacities: Capacities, next_use_s: Callable[[bytes], float]) -> None:
+        super().__init__(capacities)
+        self._next_use_s = next_use_s
+
+    def score(self, uid: bytes) -> float:
+        """See LookAhead."""
+        return -self._next_use_s(uid)

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 
-from ctxcache.core.placement.adaptive import AdaptiveReplacement, S3Fifo
+from ctxcache.core.placement.classic import (
+    AdaptiveReplacement,
+    FirstInFirstOut,
+    LeastRecentlyUsed,
+    S3Fifo,
+    TailOptimised,
+)
 from ctxcache.core.placement.look_ahead import LookAhead
-from ctxcache.core.placement.policy import Capacities, Policy
-from ctxcache.core.placement.ranked import Ranked
-from ctxcache.core.placement.recency import FirstInFirstOut, LeastRecentlyUsed, TailOptimised
+from ctxcache.core.placement.policy import Capacities, Policy, Ranked
 from ctxcache.core.placement.value import ReturnValue
 
 GOAL_BYTES = 2 << 30

@@ -5,11 +5,11 @@ Worst case of a bad policy: misses. Capacities and pins are the ledger's, not th
 """
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Accepts = Callable[[bytes], bool]
+from ctxcache.core.placement.order import Accepts, Key
 
 
 class Tier(enum.Enum):
@@ -23,7 +23,10 @@ class Tier(enum.Enum):
 
 
 class Facts(NamedTuple):
-    """What is known of a session at the end of a turn. `appended_bytes` came in the turn, asked or answered."""
+    """What is known of a session at the end of a turn.
+
+    `appended_bytes` came in the turn, asked or answered.
+    """
 
     size_bytes: int
     turn_count: int
@@ -103,10 +106,66 @@ class Policy:
         """Whether this session may leave the tier below for `comer` to be written there."""
         return True
 
-    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002  the default ignores it
+    def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002
         """Which session below is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:  # noqa: ARG002  the default ignores them
         """Whether a prefetch of `fetched` must not push this session out of memory."""
         return False
+
+
+# Admission. The tier below takes every session that fits into its free room. Beyond that, a session stays in
+# memory alone if it is worth less than the sessions that would have to leave for it, and is evicted from
+# there: the device is neither worn nor emptied for such a session. A crash loses it, which no caller was
+# promised.
+
+
+class Leaving(NamedTuple):
+    """One that would leave the tier below; `gives_way`: it is worth less than what comes in its place."""
+
+    gives_way: bool
+    size_bytes: int
+
+
+def is_worth_writing(size_bytes: int, free_bytes: int, leaving: Iterable[Leaving]) -> bool:
+    """Whether a session of so many bytes is to be written below.
+
+    `leaving`: the sessions that may leave for it, the first to leave first; read as far as needed. Where they
+    free too little, the writer finds that out.
+    """
+    for each in leaving if size_bytes > free_bytes else ():
+        if not each.gives_way:
+            return False
+        free_bytes += each.size_bytes
+        if size_bytes <= free_bytes:
+            break
+    return True
+
+
+# Ranked policies. The running store places by these: it asks for ranks one by one, and is told which fell.
+
+Fallen = Callable[[bytes], None]
+
+
+class Ranked(Policy):
+    """A policy whose `evict` names the lowest rank of those that are accepted."""
+
+    def __init__(self) -> None:
+        self._fallen: Fallen = lambda _: None
+
+    def rank(self, uid: bytes) -> Key | None:
+        """Where the session stands now: the lowest leaves first.
+
+        None for one that was never idle, or left.
+        """
+        raise NotImplementedError
+
+    def gives_way(self, uid: bytes, comer: bytes) -> bool:
+        """See Policy: it does if it is worth less."""
+        rank, comers_rank = self.rank(uid), self.rank(comer)
+        return rank is None or comers_rank is None or rank < comers_rank
+
+    def watch(self, fallen: Fallen) -> None:
+        """Let `fallen` hear of every session whose rank may have fallen. A rise needs no word."""
+        self._fallen = fallen

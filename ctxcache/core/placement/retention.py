@@ -5,7 +5,8 @@ none, the lowest priority first. So what is retained still leaves when nothing e
 wedge a tier. A session is granted whole or not at all, for it leaves whole. The budget is divided by the
 tenants' shares: a request displaces another account's grants only where those are above that account's share.
 Reads no clock: `now_s` comes with the call. Everything takes O(log n), and a look at each account with
-grants. Worst case: a share is taken by grants of the same priority, and the next is refused until one expires.
+grants. Worst case: a share is taken by grants of the same priority, and the next is refused until one
+expires.
 """
 
 from collections import Counter

@@ -1,36 +1,168 @@
-"""Return times per class of sessions, learned while serving: how soon keeping a session pays.
+"""Return times: how many sessions of a class came back at which idle time, and what that promises. Pure.
 
-Pure, and deterministic: the same events give the same numbers. Sessions are watched past their
-eviction, since their return is what is learned; at most WATCHED at once. Those with a job in the queue are
-classes of their own: how long jobs wait, and how many never come, is learned in the same way.
-Worst case: the load changes within an hour, and what is learned is wrong until the counts have halved.
+    class   root (idle, queued, over) > turn count > magnitude of the last input
+    watch   idle --ages through bins--> returned | ended | forgotten past the last bin
+
+A class with few counts leans on its parent class, a bin of a root on the bin before. Sessions are watched
+past their eviction, at most WATCHED at once: their return is what is learned. Sessions with a job in the
+queue are classes of their own, so that how long jobs wait and how many never come is learned in the same way.
+The same events give the same numbers. Counts can be saved as plain numbers, and a later run goes on from
+them. Worst case: the load changes within an hour; what was learned is wrong until the counts have halved.
 """
 
 import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from ctxcache.core.placement.policy import Facts
-from ctxcache.core.placement.return_class import (
-    AGES_S,
-    BINS,
-    IDLE,
-    LAST_BIN_S,
-    OVER,
-    QUEUED,
-    ReturnClass,
-    ReturnClasses,
-    SessionClass,
-)
+
+AGES_S = (0, 0.5, 2, 5, 10, 20, 40, 70, 110, 160, 230, 330, 480, 700, 1000, 1500, 2400, 3600)
+"""Where an idle time passes into the next bin; the last bin is taken to last LAST_BIN_S."""
+LAST_BIN_S = 3600
+LENGTHS_S = tuple(b - a for a, b in zip(AGES_S, (*AGES_S[1:], AGES_S[-1] + LAST_BIN_S), strict=True))
+BINS = range(len(AGES_S))
+PRIOR_COUNT = 12.0
+"""How many sessions of a class outweigh what its parent class says, or of a root what its bin before does."""
+MOST_HAZARD = 0.95
+SessionClass = tuple[int, ...]
+IDLE, QUEUED, OVER = 0, 1, 2
+"""Roots: nothing was said of the session, or not that it is over; its job is queued.
+
+It is said to be over.
+"""
+FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
+"""What a root says of its first bin before it has seen any: that clients and schedulers are right."""
+DEEPEST = 3
+"""Parts of a name: root, turn count, magnitude of the last input."""
+
+
+class ReturnClass:
+    """How many reached each bin of idle time, how many returned in it, and what that promises."""
+
+    __slots__ = (
+        "away",
+        "aways",
+        "came",
+        "cames",
+        "chances",
+        "first_hazard",
+        "indices",
+        "parent",
+        "refreshed",
+    )
+
+    def __init__(self, parent: "ReturnClass | None", first_hazard: float = 0.0) -> None:
+        self.parent, self.first_hazard = parent, first_hazard
+        self.away, self.came = [0.0] * len(AGES_S), [0.0] * len(AGES_S)
+        # Its own counts and those of all classes above, which count the same.
+        self.aways: tuple[list[float], ...] = (self.away, *(parent.aways if parent else ()))
+        self.cames: tuple[list[float], ...] = (self.came, *(parent.cames if parent else ()))
+        self.indices: list[float] = []
+        self.chances: list[float] = []
+        self.refreshed = -1
+
+    def refresh(self, number: int, wait_s: float) -> None:
+        """Compute anew what follows from the counts, once per `number`."""
+        if self.refreshed == number:
+            return
+        self.refreshed = number
+        hazards = [min(each, MOST_HAZARD) for each in self._hazards()]
+        self.indices = [_index(hazards, each, wait_s) for each in BINS]
+        away = list(accumulate((1 - hazard for hazard in reversed(hazards)), mul))
+        self.chances = [1 - each for each in reversed(away)]
+
+    def _hazards(self) -> list[float]:
+        """How likely one that is in a bin returns in it.
+
+        Few counts lean on the class above, or on the bin before.
+        """
+        if self.parent is not None:
+            above = self.parent._hazards()  # noqa: SLF001  another of its kind
+            counts = zip(self.came, self.away, above, strict=True)
+            return [(came + PRIOR_COUNT * prior) / (away + PRIOR_COUNT) for came, away, prior in counts]
+        hazards, hazard = [], self.first_hazard
+        for came, away in zip(self.came, self.away, strict=True):
+            hazard = (came + PRIOR_COUNT * hazard) / (away + PRIOR_COUNT)
+            hazards.append(hazard)
+        return hazards
+
+
+class ReturnClasses:
+    """All classes that were seen, by name; the roots are there from the start."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[SessionClass, ReturnClass] = {
+            (root,): ReturnClass(None, hazard) for root, hazard in FIRST_HAZARDS.items()
+        }
+
+    def of(self, name: SessionClass) -> ReturnClass:
+        """The class of that name; those above it come to be with it."""
+        found = self._by_name.get(name)
+        if found is None:
+            found = self._by_name[name] = ReturnClass(self.of(name[:-1]))
+        return found
+
+    def halve(self) -> None:
+        """Let all counts weigh half as much against what is counted from now on."""
+        for one in self._by_name.values():
+            for values in (one.away, one.came):
+                values[:] = [value / 2 for value in values]
+
+    def counts(self) -> dict[str, object]:
+        """What was counted, as JSON has it."""
+        classes = {
+            ".".join(map(str, name)): [list(one.away), list(one.came)] for name, one in self._by_name.items()
+        }
+        return {"ages_s": list(AGES_S), "classes": classes}
+
+    def recount(self, counts: Mapping[str, Any]) -> None:
+        """Go on from `counts` of an earlier run.
+
+        Raises ValueError, KeyError, TypeError, and has changed nothing then.
+        """
+        if counts["ages_s"] != list(AGES_S):
+            raise ValueError(f"counts by ages of {counts['ages_s']}")
+        told = counts["classes"].items()
+        found = [(_name(text), _checked(away), _checked(came)) for text, (away, came) in told]
+        for name, away, came in found:
+            one = self.of(name)
+            one.away[:], one.came[:] = away, came
+
+
+def _name(text: str) -> SessionClass:
+    name = tuple(map(int, text.split(".")))
+    if name[0] not in FIRST_HAZARDS or len(name) > DEEPEST:
+        raise ValueError(f"no class is named {text!r}")
+    return name
+
+
+def _checked(values: list[float]) -> list[float]:
+    if len(values) != len(AGES_S) or not all(math.isfinite(value) and value >= 0 for value in values):
+        raise ValueError(f"{values} are no counts")
+    return [float(value) for value in values]
+
+
+def _index(hazards: list[float], first: int, wait_s: float) -> float:
+    away, came, kept_s, best = 1.0, 0.0, 0.0, 0.0
+    for number in range(first, len(AGES_S)):
+        now = away * hazards[number]
+        kept_s += LENGTHS_S[number] * (away - now / 2)
+        came += now
+        away -= now
+        best = max(best, came / (kept_s + came * wait_s))
+    return best
+
 
 WATCHED = 1 << 17
 HALVED_EVERY = 1 << 15
-"""Turns after which counts are halved: what was long ago says little."""
+"""Turns after which counts are halved: old counts say little."""
 REFRESHED_EVERY = 256
 AGED_AT_ONCE = 256
-"""Sessions that grow older, or are forgotten, in one call: whoever calls must not wait, however long the gap was."""
+"""Sessions that one call ages or forgets at most: the caller must not wait, however long the gap was."""
 MOST_TURNS = 6
 WAIT_MEMORY = 64
 WAIT_TIMES = 2.0
@@ -70,7 +202,10 @@ class _Watch:
         self.went_on()
 
     def came(self, share: float = 1.0) -> None:
-        """Count that it returned in this bin, as likely as `share`: what was counted before counts no more."""
+        """Count that it returned in this bin, as likely as `share`.
+
+        What was counted before counts no more.
+        """
         more = share - self.counted
         self.counted = share
         for came in self.of.cames:
@@ -81,7 +216,10 @@ class _Watch:
 
 
 class ReturnTimes:
-    """Per class and idle time, how many were still away and how many came back. `aged` hears of each new bin."""
+    """Per class and idle time, how many were still away and how many came back.
+
+    `aged` hears of each new bin.
+    """
 
     def __init__(self, aged: Callable[[bytes], None]) -> None:
         self._aged = aged
@@ -185,7 +323,10 @@ class ReturnTimes:
         return {**self._classes.counts(), "wait_s": self._wait_s, "queued_share": self._queued_share}
 
     def recount(self, counts: Mapping[str, Any], age_s: float) -> None:
-        """Go on from `counts`, which are so old. Raises ValueError, KeyError, TypeError, and has changed nothing then."""
+        """Go on from `counts`, which are so old.
+
+        Raises ValueError, KeyError, TypeError, and has changed nothing then.
+        """
         wait_s, queued_share = float(counts["wait_s"]), float(counts["queued_share"])
         if not (0 <= wait_s < math.inf and 0 <= queued_share <= 1):
             raise ValueError(f"a wait of {wait_s} s, a share of {queued_share}")
@@ -214,7 +355,10 @@ class ReturnTimes:
             self._bins[before.bin][uid] = before
 
     def said(self, uid: bytes, *, is_over: bool) -> None:
-        """The client says that the session will not return, or that it will: others of which it said so did, or not."""
+        """The client says that the session will not return, or that it will.
+
+        Others of which it said so did, or not.
+        """
         watch = self._watches.get(uid)
         if watch is None:
             return
@@ -226,8 +370,8 @@ class ReturnTimes:
     def index_per_s(self, uid: bytes) -> float:
         """The best rate, in returns per second kept, that keeping the session for some time promises.
 
-        It is the Gittins index of its class at its idle time: max over h of P(return within h) / E[time kept].
-        Whoever returns waits in the queue, which is time kept, too.
+        It is the Gittins index of its class at its idle time: max over h of P(return within h) / E[time
+        kept]. Whoever returns waits in the queue, which is time kept, too.
         """
         watch = self._watches.get(uid)
         if watch is None:
@@ -246,7 +390,10 @@ class ReturnTimes:
         return watch.of.chances[watch.bin]
 
     def _queue_wait_s(self, watch: _Watch) -> float:
-        """How long it will wait in the queue once it returns: no time if its job is there, or returns go by none."""
+        """How long it will wait in the queue once it returns.
+
+        No time if its job is there, or returns go by none.
+        """
         return 0.0 if watch.before is not None else WAIT_TIMES * self._wait_s * self._queued_share
 
     def _bin(self, since_s: float, now_s: float | None = None) -> int:
@@ -271,7 +418,10 @@ class ReturnTimes:
         return watch
 
     def _forget(self, left: int) -> int:
-        """Stop watching so many of those that are away for longer than is learned; returns how many less there were."""
+        """Stop watching so many of those that are away for longer than is learned.
+
+        Returns how many less there were.
+        """
         last = self._bins[-1]
         while left and last and next(iter(last.values())).since_s + AGES_S[-1] + LAST_BIN_S <= self.now_s:
             left -= 1

@@ -1,22 +1,87 @@
 """The waiting queues of many engines, merged by expected start into one order over sessions. Pure.
 
-A job says when it starts, or where it stands among the jobs of its engine: then it starts after those
-before it, at the rate at which that engine was seen to start them. The estimate is made when the job is
-put, between those of its neighbours; when an engine's first job is due far too early or too late, its jobs
-are estimated anew, some with each delta, in the direction in which they stay in order: O(log n) per delta.
-A session that several jobs name starts with the earliest of them. Jobs that do not start when they should
-are put off and given up (`overdue`), so that an engine that is stuck keeps nothing from others for ever.
+A job says when it starts, or at which position of its engine's queue it waits. A position becomes a start by
+the rate at which the engine was seen to start jobs, between the starts of its neighbours. When an engine's
+first job is due far too early or too late, JOBS_PER_DELTA of its jobs are estimated anew with each delta, in
+the direction in which they stay in order: O(log n) a delta. A session that several jobs name starts with the
+earliest of them.
+
+    waits --> due --> overdue: put off by twice its lateness, again and again --> given up
+
+A job that is late by some time is expected to be late by as much again. Jobs of an engine that is stuck keep
+their order meanwhile. Worst case: a job that was given up starts after all, and its session was not fetched.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf
+from math import exp, inf
 
-from ctxcache.core.placement.order import Keyed
-from ctxcache.core.placement.overdue import Due, due
-from ctxcache.core.placement.ranks import Place, Ranks
-from ctxcache.core.placement.start_rate import StartRate
+from ctxcache.core.placement.order import Keyed, Place, Ranks
+
+DEFAULT_PER_S = 1.0
+"""Jobs per second of an engine that has started none."""
+MEMORY_S = 60.0
+"""A start that lies so far back counts for 1/e."""
+
+
+class StartRate:
+    """How many jobs per second an engine starts while jobs wait. Idle time says nothing of its speed."""
+
+    def __init__(self, now_s: float) -> None:
+        self._then_s = now_s
+        self._started, self._waited_s = DEFAULT_PER_S, 1.0
+
+    @property
+    def per_s(self) -> float:
+        """Jobs per second; never 0."""
+        return self._started / self._waited_s
+
+    def passed(self, now_s: float, *, is_waiting: bool, started: int = 0) -> None:
+        """Time went by up to `now_s`, with jobs waiting or not, and then some were started."""
+        passed_s, self._then_s = max(now_s - self._then_s, 0.0), max(now_s, self._then_s)
+        if is_waiting:
+            kept = exp(-passed_s / MEMORY_S)
+            self._started *= kept
+            self._waited_s = self._waited_s * kept + passed_s
+        self._started = max(self._started + started, 1e-6)
+        # A waiting time of 0 would make the rate infinite.
+        self._waited_s = max(self._waited_s, 1e-6)
+
+
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 60.0, 600.0
+GIVEN_UP_AFTER = 16
+"""Patiences that a job may be late by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A start foreseen at `start_s`. The job is overdue once it is late by `patience_s`."""
+
+    start_s: float
+    patience_s: float
+
+    def put_off_s(self, now_s: float) -> float:
+        """By how much the start is put off, more than it is late.
+
+        0 before it is overdue, infinity once given up.
+        """
+        late_s = self.patience_s
+        if now_s < self.start_s + late_s:
+            return 0.0
+        while self.start_s + late_s <= now_s:
+            late_s *= 2
+        return late_s if late_s <= GIVEN_UP_AFTER * self.patience_s else inf
+
+    def next_look_s(self, put_off_s: float) -> float:
+        """When the job is looked at again."""
+        return self.start_s + max(put_off_s, self.patience_s)
+
+
+def due(start_s: float, now_s: float, patience_s: float) -> Due:
+    """A start foreseen now: it may be late by as long as it is away, or `patience_s`, within bounds."""
+    return Due(start_s, min(max(start_s - now_s, patience_s, LEAST_PATIENCE_S), MOST_PATIENCE_S))
+
 
 TIE_S = 1e-3
 """Starts that are expected within one such span are one: the priority, then the deadline decides."""
@@ -33,8 +98,8 @@ Changed = Callable[[bytes, float | None], None]
 class Job:
     """A job that waits: at `position` among its engine's, or with a start that is expected at `start_s`.
 
-    `uid` is the session's; None for one that is not there: it keeps its place and orders nothing.
-    `priority` is 0 to 100, more is sooner. Times are on the caller's clock.
+    `uid` is the session's; None where the session is not cached: the job keeps its position and orders
+    nothing. `priority` is 0 to 100, more is sooner. Times are on the caller's clock.
     """
 
     job_id: str
@@ -69,7 +134,10 @@ class _Queue:
 
 
 class Schedule:
-    """The merged queue. `changed` hears a session's order, its expected start, whenever it is another one; None: no job waits."""
+    """The merged queue.
+
+    Calls `changed` with a session's expected start when it changes; None: no job waits.
+    """
 
     def __init__(self, changed: Changed) -> None:
         self._changed = changed
@@ -114,7 +182,10 @@ class Schedule:
         self._refit(engine, queue, now_s)
 
     def gone(self, engine: str, job_id: str, now_s: float, *, is_started: bool) -> Job | None:
-        """A job waits no longer; returns it, None if it is not known. One that `is_started` teaches the engine's rate."""
+        """Remove a job and return it; None if it is not known.
+
+        One that `is_started` teaches the engine's rate.
+        """
         queue = self._queues.get(engine)
         if queue is None or job_id not in queue.jobs:
             return None
@@ -137,7 +208,10 @@ class Schedule:
         return count
 
     def drop(self, engine: str, limit: int) -> list[Job]:
-        """Take up to `limit` of an engine's jobs away, and after the last one forget the engine; returns them."""
+        """Take up to `limit` of an engine's jobs away, and after the last one forget the engine.
+
+        Returns them.
+        """
         queue = self._queues.get(engine)
         if queue is None:
             return []
@@ -204,7 +278,7 @@ class Schedule:
         place, foreseen = queue.places.get(job.job_id), queue.dues[job.job_id]
         start_s = foreseen.start_s if place is None else queue.starts[place]
         if place is not None and queue.ranks.find(place).rank >= SLIP_JOBS:
-            # It is late because those before it are: that counts from when one of them started.
+            # The jobs before this one are late too: its lateness counts from the engine's last start.
             foreseen = Due(max(foreseen.start_s, queue.started_s), foreseen.patience_s)
             queue.dues[job.job_id] = foreseen
         put_off_s = queue.put_off_s[job.job_id] = foreseen.put_off_s(now_s)
@@ -212,7 +286,7 @@ class Schedule:
             queue.looks.put(name, (foreseen.next_look_s(put_off_s),))
             self._set(job.uid, engine, job.job_id, start_s + put_off_s)
         else:
-            # Until it is put again; and nobody waits behind it.
+            # Given up until it is put again; jobs behind it move up.
             queue.looks.discard(name)
             _unplace(queue, job.job_id)
             self._set(job.uid, engine, job.job_id, None)
@@ -226,7 +300,7 @@ def _overdue(queue: _Queue, now_s: float) -> bytes | None:
 
 
 def _unplace(queue: _Queue, job_id: str) -> None:
-    """The job stands before and behind nobody."""
+    """Take the job's position out of the engine's order."""
     place = queue.places.pop(job_id, None)
     if place is not None:
         queue.ranks.discard(place)
@@ -255,7 +329,7 @@ def _estimate(queue: _Queue, place: Place, now_s: float) -> float:
 
 
 def between(start_s: float, low_s: float, high_s: float, step_s: float) -> float:
-    """`start_s` where it lies between its neighbours' starts, else about a step from the one it would pass."""
+    """`start_s` where it lies between its neighbours' starts, else about a step behind the nearer one."""
     if start_s <= low_s:
         return low_s + min(step_s, (high_s - low_s) / 2)
     if start_s >= high_s:

@@ -48,7 +48,10 @@ class Shares:
         return self._are_divided
 
     def become(self, by_tenant: Mapping[str, Share]) -> None:
-        """Change the configured ones. Raises ValueError, and changes nothing, as above, or where there is one account."""
+        """Change the configured ones.
+
+        Raises ValueError, and changes nothing, as above, or where there is one account.
+        """
         changed = _checked(by_tenant)
         if changed and not self._are_divided:
             raise ValueError("tenants are not told apart; that is settled at the start")

@@ -1,35 +1,225 @@
-"""Ours: what keeping a session promises per byte, from learned return times and from hints as far as they hold.
+"""Value: sessions leave in order of what keeping them promises per byte.
 
-value = returns per second kept x cost of a miss / bytes. Sessions of least value leave first, straight from
-memory too, so that what will not return is never written below. What hints say replaces what is learned as far as
-hints of their kind came true. Worst case: a load whose classes say nothing; then idle time alone ranks.
+    value = returns per second kept x seconds that a miss costs / bytes
+
+Returns per second are learned from return times (`returns`). Hints replace them, as far as hints of their
+kind came true. Sessions of least value leave first, from memory too, so that a session that will not return
+is never written below. Worst case: a load whose classes say nothing; then idle time alone ranks.
 """
 
-from collections import OrderedDict
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ctxcache.core.placement.cost import MissCost
-from ctxcache.core.placement.forecast import Forecast
+from ctxcache.core.placement.look_ahead import Windowed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Facts
 from ctxcache.core.placement.returns import WATCHED, ReturnTimes
-from ctxcache.core.placement.trust import Trust
-from ctxcache.core.placement.windowed import Windowed
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MissCost:
+    """Seconds by GiB of state; the defaults are LLaMA-13B's at 16 bits, which has 1,311 tokens a GiB.
+
+    `per_gib_s`: 7,000 tokens of prefill a second. `per_miss_s`, what is lost whatever the length, is a
+    choice: a larger one favours turns, a smaller one tokens. `per_gib2_s` is attention's: 0.187 / 48 by FLOPs
+    of 2 x width x layers x tokens squared against 2 x parameters x tokens; 0 by default, since it made no
+    more tokens hit.
+    """
+
+    per_miss_s: float = 0.75
+    per_gib_s: float = 0.187
+    per_gib2_s: float = 0.0
+
+    def seconds(self, size_bytes: int) -> float:
+        """What a miss of so much state costs."""
+        size_gib = size_bytes / GIB
+        return self.per_miss_s + size_gib * (self.per_gib_s + size_gib * self.per_gib2_s)
+
+
+HINTS_REMEMBERED = 256
+"""Counts are halved beyond so many hints."""
+HINTS_BELIEVED = 8.0
+"""As many true hints are taken to have come before the first."""
+
+
+class Trust:
+    """How far hints of one kind are believed: the share of late ones that came true.
+
+    False hints cost some dozen.
+    """
+
+    def __init__(self) -> None:
+        self._made, self._broken = HINTS_BELIEVED, 0.0
+
+    @property
+    def share(self) -> float:
+        """The share of late hints that came true."""
+        return max(1 - self._broken / self._made, 0.0)
+
+    def made(self) -> None:
+        """A hint was given, or was seen to come true."""
+        self._made += 1
+        if self._made > HINTS_REMEMBERED:
+            self._made, self._broken = self._made / 2, self._broken / 2
+
+    def broke(self) -> None:
+        """One that counts as made did not come true."""
+        self._broken += 1
+
+
+# The forecast of a queue. A scheduler may be wrong about the order and right about which jobs wait, or the
+# other way about. So each order has a trust of its own: does a job start before one that is picked from the
+# queue? Jobs may start in the order that was said or in the order in which they came; the more trusted one is
+# believed. O(log n) and a short move of memory a delta. Worst case: an order that turns false is believed for
+# some dozen starts.
+
+CHANCE = 0.2
+"""How much better than by chance an order must be before it says anything."""
+OVERTAKEN_BY = 8
+"""So many jobs in a row that stood behind it start first: then a job is not where the order has it."""
+INTERVAL_MEMORY = 64
+
+
+class _Order:
+    """One order of the jobs that wait, and how far it comes true."""
+
+    def __init__(self) -> None:
+        self._orders: dict[bytes, float] = {}
+        self._places: list[float] = []
+        self._trust = Trust()
+        self._started: deque[float] = deque(maxlen=OVERTAKEN_BY)
+        self._front = -math.inf
+
+    @property
+    def share(self) -> float:
+        """How far the order is to be believed, 0 to 1."""
+        return max(2 * self._trust.share - 1 - CHANCE, 0.0) / (1 - CHANCE)
+
+    def put(self, uid: bytes, order: float) -> None:
+        """A job that did not wait does so now."""
+        self._orders[uid] = order
+        insort(self._places, order)
+
+    def discard(self, uid: bytes) -> None:
+        """One that waited does so no longer."""
+        del self._places[bisect_left(self._places, self._orders.pop(uid))]
+
+    def started(self, uid: bytes, other: bytes) -> None:
+        """A turn begins, while `other`, or none but itself, waits."""
+        order = self._orders[uid]
+        self._started.append(order)
+        if len(self._started) == OVERTAKEN_BY:
+            self._front = min(self._started)
+        self._trust.made()
+        if self._orders[other] < order:
+            self._trust.broke()
+
+    def is_late(self, uid: bytes) -> bool:
+        """Whether the job ought to have started."""
+        return self._orders[uid] < self._front
+
+    def before_count(self, uid: bytes) -> int:
+        """How many jobs start before this one, without late jobs: when those start is not known."""
+        return bisect_left(self._places, self._orders[uid]) - bisect_left(self._places, self._front)
+
+
+class Forecast:
+    """The queue by order. Owned by a policy."""
+
+    def __init__(self) -> None:
+        self._said, self._line = _Order(), _Order()
+        self._come_count = 0
+        self._uids: list[bytes] = []
+        self._numbers: dict[bytes, int] = {}
+        self._pick = 0
+        self._started_s: float | None = None
+        self._interval_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._uids)
+
+    def __contains__(self, uid: bytes) -> bool:
+        return uid in self._numbers
+
+    @property
+    def said_share(self) -> float:
+        """How far the order that is said is to be believed, 0 to 1."""
+        return self._said.share
+
+    @property
+    def share(self) -> float:
+        """How far `wait_s` is to be believed, 0 to 1."""
+        return max(self._said.share, self._line.share)
+
+    def put(self, uid: bytes, order: float) -> None:
+        """A job waits at `order`, wherever it waited before; it has come when it first did."""
+        if uid in self._numbers:
+            self._said.discard(uid)
+        else:
+            self._come_count += 1
+            self._line.put(uid, self._come_count)
+            self._numbers[uid] = len(self._uids)
+            self._uids.append(uid)
+        self._said.put(uid, order)
+
+    def discard(self, uid: bytes) -> bool:
+        """The job waits no longer. Whether it did."""
+        number = self._numbers.pop(uid, None)
+        if number is None:
+            return False
+        self._said.discard(uid)
+        self._line.discard(uid)
+        last = self._uids.pop()
+        if last != uid:
+            self._uids[number] = last
+            self._numbers[last] = number
+        return True
+
+    def started(self, uid: bytes, now_s: float) -> None:
+        """The turn of a job that waits begins; called before the job is discarded."""
+        if self._started_s is not None:
+            self._interval_s += (now_s - self._started_s - self._interval_s) / INTERVAL_MEMORY
+        self._started_s = now_s
+        self._pick = (self._pick * 1103515245 + 12345) & 0x7FFFFFFF
+        other = self._uids[(self._pick >> 8) % len(self._uids)]
+        self._said.started(uid, other)
+        self._line.started(uid, other)
+
+    def is_late(self, uid: bytes) -> bool:
+        """Whether the job ought to have started."""
+        return self._believed.is_late(uid)
+
+    def wait_s(self, uid: bytes) -> float:
+        """How long the job will wait if all before it come, at the late pace."""
+        return self._interval_s * self._believed.before_count(uid)
+
+    @property
+    def _believed(self) -> _Order:
+        return self._said if self._said.share >= self._line.share else self._line
+
 
 PREFETCHED_BELOW, PREFETCHED_ABOVE = 0.2, 0.4
 """Where trust in the queue's order falls so low that nothing is fetched by it, and where it is again."""
 LEAST_WAIT_S = 1.0
 TOLERANCE_S, TOLERANCE_SHARE = 10.0, 0.25
 SURE = 3.0
-"""Who is known to return counts so much more than who may: what left for a gamble does not come back."""
+"""A session that is known to return counts so much more than one that may return."""
 
 MissSeconds = Callable[[int], float]
 MISS_S: MissSeconds = MissCost().seconds
 
 
 class ReturnValue(Windowed):
-    """Value per byte. `miss_s` is what a miss of so many bytes costs, in any unit. Amortised O(log n) an event."""
+    """Value per byte. `miss_s` is what a miss of so many bytes costs, in any unit.
+
+    Amortised O(log n) an event.
+    """
 
     def __init__(self, capacities: Capacities, miss_s: MissSeconds = MISS_S) -> None:
         super().__init__(capacities)
@@ -40,7 +230,10 @@ class ReturnValue(Windowed):
         self._queue = Forecast()
         self._follows_order = True
         self._expected: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        """When the client said it, and the return that it said; kept past eviction, since a lie shows at the return."""
+        """When the client said it, and the return that it said.
+
+        Kept past eviction: the return shows whether it was true.
+        """
         self._waits = Trust()
 
     @property
@@ -86,7 +279,7 @@ class ReturnValue(Windowed):
         """See Policy."""
         super().evicted(uid)
         self._worth.pop(uid, None)
-        # Whether such a job comes is learned all the same: its session is watched on.
+        # The return times go on watching the session: whether its job comes is learned all the same.
         self._queue.discard(uid)
         self._fetched.discard(uid)
 
@@ -97,7 +290,7 @@ class ReturnValue(Windowed):
         self.evicted(uid)
 
     def hinted(self, uid: bytes, order: float) -> None:
-        """See Policy. Of sessions that are not there nobody hears in a store, so nobody does here."""
+        """See Policy. Ignores sessions that are not held: the live store never forwards hints about them."""
         if uid not in self._held:
             return
         self._queue.put(uid, order)
