@@ -1,7 +1,7 @@
 """The policies of the literature: LRU, FIFO, T-LRU, S3-FIFO, ARC. Amortised O(1) an event."""
 
-from ctxcache.core.placement.order import Key, Keyed, Line
-from ctxcache.core.placement.policy import Accepts, Facts, Policy, Ranked, Tier
+from ctxcache.core.placement.order import Accepts, Key, Keyed, Line
+from ctxcache.core.placement.policy import Facts, Policy, Ranked, Tier
 
 
 class Recency(Policy):

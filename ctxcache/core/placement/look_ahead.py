@@ -13,8 +13,8 @@ prefetches.
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from ctxcache.core.placement.order import SLACK, Key, Keyed
-from ctxcache.core.placement.policy import Accepts, Capacities, Facts, Ranked, Tier
+from ctxcache.core.placement.order import SLACK, Accepts, Key, Keyed
+from ctxcache.core.placement.policy import Capacities, Facts, Ranked, Tier
 
 
 class Window:
