@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write what is derived from the tables of metrics, alerts and panels.
 
-The tables in docs/operations.md and docs/sidecar.md, the entries of docs/runbook.md, observability/alerts.yaml with
+The tables in docs/metrics.md and docs/sidecar.md, the entries of docs/runbook.md, observability/alerts.yaml with
 its tests, and the dashboards beside them.
 
 `generate_observability.py` writes into the tree; `--check` fails when the tree differs from what would be written.
@@ -21,7 +21,7 @@ from ctxcache.observe.metric import Group, Metric  # noqa: E402
 from ctxcache.observe.table import TABLE  # noqa: E402
 from gpu_worker.sidecar.metrics import TABLE as WORKERS  # noqa: E402
 
-OPERATIONS = ROOT / "docs" / "operations.md"
+METRICS = ROOT / "docs" / "metrics.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 SIDECAR = ROOT / "docs" / "sidecar.md"
 OBSERVABILITY = ROOT / "observability"
@@ -32,7 +32,7 @@ def main() -> None:
     """Write or check; exits 1 with the names of the files that differ."""
     head = RUNBOOK.read_text().partition("\n## ")[0].rstrip()
     wanted = {
-        OPERATIONS: _between(OPERATIONS.read_text(), "\n\n".join(map(_table, TABLE))),
+        METRICS: _between(METRICS.read_text(), "\n\n".join(map(_table, TABLE))),
         SIDECAR: _between(SIDECAR.read_text(), _rows(WORKERS)),
         RUNBOOK: runbook(head),
         OBSERVABILITY / "alerts.yaml": rules(),

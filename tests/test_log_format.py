@@ -40,7 +40,7 @@ def test_every_event_has_a_name_and_named_fields() -> None:
 
 def test_every_event_is_in_the_documents_table() -> None:
     """With its level."""
-    text = (SOURCES.parent / "docs" / "operations.md").read_text()
+    text = (SOURCES.parent / "docs" / "logs.md").read_text()
     for where, level, template, _ in _calls():
         assert f"| `{template.partition(' ')[0]}` | {level} |" in text, where
 

@@ -1,4 +1,4 @@
-"""Exit codes: the one table from what went wrong to what a script sees. docs/operations.md has it too.
+"""Exit codes: the one table from what went wrong to what a script sees. docs/commands.md has it too.
 
 Knows error classes and nothing of commands. Worst case: a class that nobody listed exits as its
 base does, in the end as INTERNAL, never as success.

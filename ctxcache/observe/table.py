@@ -1,6 +1,6 @@
 """TABLE: every metric of the store, once. Pure.
 
-The exposition, docs/operations.md and the dashboard come from it. First the metrics of what is kept (hits,
+The exposition, docs/metrics.md and the dashboard come from it. First the metrics of what is kept (hits,
 stay, tiers, moves, tenants), then those of the process that keeps it (calls, leases, hints, metadata, event
 loop, memory).
 """

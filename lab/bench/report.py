@@ -93,8 +93,9 @@ def section(run: Run, result: str) -> str:
         f"{run.round_count} rounds; all rounds in `{result}`."
     )
     warning = " Sizes are tiny: these figures mean nothing." if run.is_quick else ""
-    notes = "\n".join(f"* {line}" for line in remarks(run.rows))
-    return f"\n{taken}{warning}\n\n{markdown(run.rows)}\n{notes}\n\n"
+    # The result file has every fact of every row; a document has those that put a figure in doubt.
+    doubts = "".join(f"* {line}\n" for line in remarks(run.rows) if "NOISY" in line)
+    return f"\n{taken}{warning}\n\n{markdown(run.rows)}\n{doubts}"
 
 
 def main(arguments: list[str]) -> int:

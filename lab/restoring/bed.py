@@ -52,7 +52,7 @@ class Bounds:
 
 
 def bounds(dtype: torch.dtype, *, is_exact: bool) -> Bounds:
-    """For element types and kinds: 8 bits within docs/kernels.md's 4e-4 nats, others within rounding."""
+    """For element types and kinds: 8 bits within lab/notes/quantization.md's 4e-4 nats, others within rounding."""
     if not is_exact:
         return Bounds(0.1, 4e-4)
     return Bounds(1e-4, 1e-5) if dtype is torch.float32 else Bounds(1.5e-2, 4e-4)

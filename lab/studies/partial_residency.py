@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does it pay to keep the first layers of many sessions in DRAM, not all layers of few? docs/partial_residency.md has the answer.
+"""Does it pay to keep the first layers of many sessions in DRAM, not all layers of few? lab/notes/partial_residency.md has the answer.
 
 `python -m lab.studies.partial_residency` prints what share of a session must be in DRAM for no added latency;
 with `--traces DIR` it replays the traces of that directory, too, and prints a line of JSON for each replay.

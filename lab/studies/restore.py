@@ -5,7 +5,7 @@
     python -m lab.studies.restore --twin --history 512,2048 --json > FILE  # its multi-head twin
     python -m lab.studies.restore --shapes llama-2-7b,opt-30b --device cuda --history 1024,4096,16384 --layers 8 --json
     python -m lab.studies.restore --shapes tiny --device cpu --history 96  # the same code, in seconds; its figures mean nothing
-    python -m lab.studies.restore --plot docs/restore.png FILE...          # no measurement
+    python -m lab.studies.restore --plot lab/notes/restore.png FILE...          # no measurement
 
 A store of its own; rows as the model computed them; ceilings first, then a profile of the machine and what
 each stage takes in the pipeline, then plans. Ways take turns round by round; a figure is the median with the

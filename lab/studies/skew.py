@@ -4,7 +4,7 @@
     python -m lab.studies.skew --model DIR --ids IDS.json.gz --history 224 --sessions 100 --kept 15 --skews 0,1,2 --json
     python -m lab.studies.skew --shapes llama-2-7b --layers 8 --device cuda --history 1024 --sessions 20 --kept 3 --json    # 9 GB of DRAM, as much disk
     python -m lab.studies.skew --shapes tiny --history 96 --sessions 8 --kept 2 --requests 10 --rounds 2    # in seconds; figures mean nothing
-    python -m lab.studies.skew --plot docs/skew.png FILE...                                                 # no measurement
+    python -m lab.studies.skew --plot lab/notes/skew.png FILE...                                              # no measurement
 
 Every session is a real one in a store of its own; requests are drawn by Zipf's law; the caches of the sessions used last stay
 where the engine computes, and every other request is a restore from DRAM, the engine starting at its lead. Contexts are of one

@@ -13,7 +13,7 @@ from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
 from ctxcache.cli.sentences import sentence
 from ctxcache.errors import CacheError
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+COMMANDS = Path(__file__).parents[2] / "docs" / "commands.md"
 CLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, CacheError)
 ]
@@ -47,8 +47,8 @@ def test_every_error_is_one_line_that_ends_with_its_reason(error_class: type[Cac
 
 
 def test_the_documented_table_is_the_table() -> None:
-    """docs/operations.md lists every code with its name and exactly the reasons that it stands for."""
-    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \| (.*?) \|", OPERATIONS.read_text(), re.MULTILINE)
+    """docs/commands.md lists every code with its name and exactly the reasons that it stands for."""
+    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \| (.*?) \|", COMMANDS.read_text(), re.MULTILINE)
     documented = {int(code): (name, set(re.findall(r"`([A-Z_]+)`", reasons))) for code, name, reasons in rows}
 
     expected = {
