@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo stable test lint format settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo stable test lint format docs settings chart image pod proto check-proto mutants history neighbour setup setup-store test-store test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	cd proto && ../$(BIN)/buf format --write
+
+docs: ## Build the documentation site into build/site, strictly (mkdocs-material, in .venv-docs)
+	@$(PYTHON) scripts/setup.py docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 settings: setup ## Write docs/settings.md from ctxcache/knobs
 	$(BIN)/python scripts/generate_settings.py
@@ -86,5 +90,5 @@ setup: ## Make .venv, with everything (no network once it is made)
 setup-store: setup
 	@$(PYTHON) scripts/setup.py store
 
-clean: ## Remove both environments and the tools' caches, not the models
-	rm -rf .venv .venv-store .mypy_cache .ruff_cache .pytest_cache
+clean: ## Remove the environments and the tools' caches, not the models
+	rm -rf .venv .venv-store .venv-docs build/site .mypy_cache .ruff_cache .pytest_cache

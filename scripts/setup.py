@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Make a virtual environment that `make` uses; needs only CPython with venv and pip's way to an index.
 
-`setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch).
+`setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), and `setup.py docs`
+makes `.venv-docs` (what builds the documentation site, without the project).
 The second time it reads one stamp file and asks no network. Settings in the environment:
 TORCH_SPEC (a requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and
 whatever uv itself reads, as UV_TORCH_BACKEND=cpu.
@@ -33,11 +34,15 @@ class Environment:
     lab_extras: tuple[str, ...]
     groups: tuple[str, ...]
     has_torch: bool
+    has_project: bool = True
 
 
 ENVIRONMENTS = {
     "worker": Environment(".venv", extras=("worker",), lab_extras=("demo",), groups=("dev",), has_torch=True),
     "store": Environment(".venv-store", extras=(), lab_extras=(), groups=("test",), has_torch=False),
+    "docs": Environment(
+        ".venv-docs", extras=(), lab_extras=(), groups=("docs",), has_torch=False, has_project=False
+    ),
 }
 
 
@@ -62,8 +67,10 @@ def main() -> None:
 def _set_up(environment: Environment) -> None:
     python = _virtual_environment(environment.directory)
     uv, settings = _uv(), _uv_settings()
-    projects = _editable(ROOT, environment.extras), _editable(ROOT / "lab", environment.lab_extras)
-    requirements = [word for project in projects for word in ("--editable", project)]
+    requirements: list[str | Path] = []
+    if environment.has_project:
+        projects = _editable(ROOT, environment.extras), _editable(ROOT / "lab", environment.lab_extras)
+        requirements += [word for project in projects for word in ("--editable", project)]
     requirements += _group_requirements(environment.groups)
     if environment.has_torch:
         requirements.append(_torch_requirement(uv, settings, python))

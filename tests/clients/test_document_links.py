@@ -1,0 +1,102 @@
+"""Documents: links lead somewhere, named files are there, and what must be listed is listed."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from documents import DOCUMENTS, ROOT, anchors, links, prose
+
+from ctxcache.cli.main import app
+
+NAMED = re.compile(r"`((?:ctxcache|gpu_worker|lab|tests|scripts|proto|helm|observability)/[\w./-]+)`")
+"""A file or a folder of the repository in backquotes."""
+OF_THE_LAB = {"bench", "demo", "worker"}
+"""Groups of commands that other distributions or packages bring: their own documents list them."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    """A reader who follows it arrives."""
+    lost = [
+        link.text
+        for link in links(document)
+        if not link.path.exists() or (link.anchor and link.anchor not in anchors(link.path))
+    ]
+
+    assert lost == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_named_file_is_there(document: Path) -> None:
+    """A file that moved takes its name in the documents with it. The changelog speaks of the past."""
+    if document.name == "CHANGELOG.md" or "results" in document.parts:
+        pytest.skip("it speaks of what was")
+    missing = [name for name in NAMED.findall(prose(document)) if not (ROOT / name).exists()]
+
+    assert [name for name in missing if "DATE" not in name] == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    """The check can fail: for a file, for a heading, and not for code."""
+    (tmp_path / "other.md").write_text("# Top\n\n## A heading: of two!\n")
+    document = tmp_path / "one.md"
+    document.write_text(
+        "[a](other.md#a-heading-of-two) [b](gone.md) [c](other.md#gone) [d](https://elsewhere.example)\n"
+        "```\n[e](gone.md)\n```\n"
+    )
+
+    found = {link.text: link.path.exists() and link.anchor in anchors(link.path) for link in links(document)}
+    assert found == {"other.md#a-heading-of-two": True, "gone.md": False, "other.md#gone": False}
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """Once, and nothing else is."""
+    named = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs").rglob("*.md"))]
+
+    assert sorted(named) == pages
+
+
+def test_the_readme_is_short() -> None:
+    """One page: 700 words."""
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+def test_every_command_is_listed() -> None:
+    """docs/commands.md has a row for each verb of the command line, by its whole name."""
+    rows = "\n".join(
+        line for line in (ROOT / "docs" / "commands.md").read_text().splitlines() if line.startswith("| `")
+    )
+    unlisted = [name for name in _verbs(typer.main.get_command(app)) if not re.search(rf"`{name}[ `]", rows)]
+
+    assert unlisted == []
+
+
+def _verbs(command: object, prefix: str = "") -> list[str]:
+    """Names of all commands of a group; those of a group within it have that group's name before."""
+    commands: Mapping[str, Any] = getattr(command, "commands", {})
+    found: list[str] = []
+    for name, each in commands.items():
+        if each.hidden or (not prefix and name in OF_THE_LAB):
+            continue
+        whole = f"{prefix}{name}"
+        found += _verbs(each, f"{whole} ") if hasattr(each, "commands") else [whole]
+    return found
+
+
+def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
+    """Strictly, where `make docs` has set mkdocs up; no page names a font, style or script of another host."""
+    mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("THE SITE IS NOT BUILT: `make docs` sets mkdocs up; its links are tested all the same")
+
+    command = [str(mkdocs), "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+
+    assert built.returncode == 0, built.stderr
+    for page in tmp_path.rglob("*.html"):
+        assert re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()) == []

@@ -1,0 +1,56 @@
+"""The blocks of Python in the documents that run an engine: pasted as they stand, they hold a conversation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT, blocks
+from server_process import ServerProcess
+from tiny_models import build
+
+from gpu_worker.plan import Method, RestorePlan
+
+DEFAULT_TARGET = "127.0.0.1:7420"
+
+
+class Tokenizer:
+    """Stands in for a tokenizer: a token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return [ord(letter) % 60 + 3 for letter in text]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Its letters, which a model's description digests."""
+        return {chr(code): code % 60 + 3 for code in range(32, 127)}
+
+    def decode(self, token_ids: list[int]) -> str:
+        """A text of token ids."""
+        return " ".join(map(str, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("document", "block"), [("README.md", 1), ("docs/engines.md", 0)], ids=["README.md", "docs/engines.md"]
+)
+def test_the_block_runs_and_its_second_turn_restores(
+    document: str, block: int, server: ServerProcess
+) -> None:
+    """The first turn computes everything, the second finds what the first has saved."""
+    model = build("llama")
+    names: dict[str, Any] = {
+        "model": model,
+        "tokenizer": Tokenizer(),
+        "plan": RestorePlan.uniform(Method.KV, model.config.num_hidden_layers),
+        "new_ids": list(range(5, 75)),
+    }
+    name = f"documented-{Path(document).stem}"
+    source = blocks(ROOT / document, "python")[block].replace(DEFAULT_TARGET, server.target)
+    code = compile(source.replace('"alice"', f'"{name}"'), document, "exec")
+
+    exec(code, names)  # noqa: S102  the project's own document
+    first = names["turn"]
+    exec(code, names)  # noqa: S102
+
+    assert first.reused_token_count == 0
+    assert names["turn"].reused_token_count > 0
+    assert names["turn"].miss_reason == ""
