@@ -14,6 +14,7 @@ RUN python -m venv /opt/ctxcache
 COPY pyproject.toml README.md LICENSE ./
 COPY ctxcache ctxcache
 COPY gpu_worker gpu_worker
+COPY proto proto
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/ctxcache/bin/pip install --no-cache-dir --no-compile .
 

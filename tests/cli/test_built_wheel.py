@@ -1,5 +1,6 @@
 """The wheel: what it holds, and what its commands say that need the lab."""
 
+import email
 import json
 import os
 import subprocess
@@ -61,6 +62,42 @@ def test_it_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
 
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ctxcache", "gpu_worker"}
     assert len(tops) == 3
+
+
+def test_it_holds_the_contract_and_says_that_it_is_typed(wheel: Path) -> None:
+    """Every `.proto` lies where its own imports look for it, and type checkers take both packages' types."""
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+    protos = {str(path.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto")}
+
+    assert len(protos) > 5
+    assert protos | {"ctxcache/py.typed", "gpu_worker/py.typed"} <= names
+
+
+def test_its_metadata_is_whole(wheel: Path) -> None:
+    """An index can show what it is, for what, under which licence and where its documents are."""
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(file.read(name))
+
+    classifiers = metadata.get_all("Classifier", [])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(classifiers)
+    assert {url.partition(",")[0] for url in metadata.get_all("Project-URL", [])} == {
+        "Changelog",
+        "Documentation",
+        "Source",
+    }
+    assert str(metadata.get_payload()).startswith("# ctxcache")
+
+
+def test_it_tells_its_version(wheel: Path, environment: dict[str, str]) -> None:
+    """The option and the command say the version of the wheel's own name."""
+    version = wheel.name.split("-")[1]
+    option, command = run(environment, "--version"), run(environment, "version")
+
+    assert (option.returncode, option.stdout) == (ExitCode.OK, f"ctxcache {version}\n")
+    assert command.stdout == option.stdout
 
 
 @pytest.mark.parametrize(("words", "extra"), [("bench", "[bench]"), ("demo", "[demo]"), ("trace replay", "")])
