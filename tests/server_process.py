@@ -1,4 +1,6 @@
-"""A real server in a process of its own, as an operator starts it: `ctxcache serve`.
+"""A real server in a process of its own: `ctxcache serve`.
+
+The process is forked by a nursery, which saves the imports of each start, or started anew as an operator does.
 
 Worst case: it does not start, which is a ServerDidNotStart with its exit code and what it said.
 """
@@ -14,11 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self, TextIO
 
+from tests.nursery import Entry, Nursery, shared, without_settings
+
 ARENA_SIZE_BYTES = 64 << 20
 SSD_SIZE_BYTES = 64 << 20
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 60
 COMMAND_LINE = (sys.executable, "-m", "ctxcache.cli.main")
+"""The program as an operator starts it."""
+FORKED = Entry()
+"""The same, forked by a nursery."""
 
 
 class ServerDidNotStart(Exception):
@@ -61,7 +68,8 @@ class ServerProcess:
 
     `options` are added to the command line and win over the defaults given here. As a context
     manager it starts on entry; on exit it is killed if it still runs, and its arena removed. `program`
-    is what runs in the place of `ctxcache`, under `wrapper`.
+    is what runs in the place of `ctxcache`: a command that is started anew, or what `nursery` forks, by default
+    the nursery of this test process. Under a `wrapper`, such as `prlimit`, the program is started anew.
     """
 
     def __init__(
@@ -70,7 +78,8 @@ class ServerProcess:
         *options: str,
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
-        program: Sequence[str] = COMMAND_LINE,
+        program: Sequence[str] | Entry = FORKED,
+        nursery: Nursery | None = None,
     ) -> None:
         self.data_directory = data_directory
         self.stderr_path = data_directory.with_name(data_directory.name + ".stderr")
@@ -78,7 +87,8 @@ class ServerProcess:
         self._options = options
         self._environment = without_settings(os.environ) | dict(environment or {})
         self._wrapper = wrapper
-        self._program = program
+        self._program = COMMAND_LINE if wrapper and program is FORKED else program
+        self._nursery = nursery
         self._listen = "127.0.0.1:0"
         self._process: Process | None = None
 
@@ -154,11 +164,15 @@ class ServerProcess:
         self.close()
 
     def _spawn(self, stderr: TextIO) -> Process:
+        if isinstance(self._program, Entry):
+            nursery = self._nursery or shared()
+            return nursery.start(self._program, self._arguments(), self._environment, stderr=stderr.fileno())
+        command = [*self._wrapper, *self._program, *self._arguments()]
         return subprocess.Popen(
-            self._command(), env=self._environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=stderr, text=True
         )
 
-    def _command(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         defaults = {
             "--data-directory": str(self.data_directory),
             "--listen": self._listen,
@@ -171,7 +185,7 @@ class ServerProcess:
         given = [
             part for flag, value in defaults.items() if flag not in self._options for part in (flag, value)
         ]
-        return [*self._wrapper, *self._program, "serve", *given, *self._options]
+        return ["serve", *given, *self._options]
 
     def _read_ready_line(self) -> dict[str, Any]:
         process = self._running()
@@ -190,8 +204,3 @@ class ServerProcess:
         if self._process is None:
             raise RuntimeError("the server was never started")
         return self._process
-
-
-def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without CTXCACHE_ variables, which would be settings."""
-    return {name: value for name, value in environment.items() if not name.startswith("CTXCACHE_")}

@@ -1,55 +1,36 @@
-"""What every online command shares: where the server is, how long to wait, how to print.
+"""Commands that ask a server. Such a command takes a `Call` first.
 
-A command takes a `Call` first; `online` gives it the options --target, --output and --timeout in
-its place. The same options before the command's name are defaults for it.
+`online` gives a command the options --target, --output and --timeout in place of that parameter. `watched`
+adds --watch, which runs the command again and again; `of_tenant` adds --tenant.
 """
 
 import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 
 import typer
+from google.protobuf.message import Message
 
-from ctxcache.cli.credentials import NO_CREDENTIALS, Credentials
-from ctxcache.cli.output import Output
+from ctxcache.cli.documents import Output
+from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, TENANT, Credentials, Shared, TenantOption, shared_of
+from ctxcache.cli.printers import print_list, print_message
 from ctxcache.cli.signature import option, with_signature
+from ctxcache.client import Client
+from ctxcache.client.tls import ClientTls
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from google.protobuf.message import Message
-
-    from ctxcache.cli.plain import Plain
-    from ctxcache.client import Client
-
-DEFAULT_TARGET = "127.0.0.1:7420"
-DEFAULT_TIMEOUT_S = 30.0
 WATCH_INTERVAL_S = 2.0
-WHOSE = "whose"
-"""The parameter behind --tenant, where that says for whom an operator calls."""
 CLEAR = "\x1b[H\x1b[2J"
 """What empties a terminal."""
+SYSTEM = "system"
+"""The machine's own authorities, as --tls-ca names them."""
 
-
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        help="Server, host:port or unix:PATH; also CTXCACHE_TARGET.",
-        show_default="127.0.0.1:7420",
-        metavar="TARGET",
-    ),
-]
-OutputOption = Annotated[Output | None, typer.Option("--output", "-o", help="How to print.")]
-TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout", help="Longest wait for an answer, in seconds.", min=0.001)
-]
 WatchOption = Annotated[
     bool | None, typer.Option("--watch", help="Show it again and again, until Ctrl-C.", show_default=False)
 ]
@@ -63,84 +44,43 @@ IntervalOption = Annotated[
         show_default=f"{WATCH_INTERVAL_S:g}",
     ),
 ]
-TenantOption = Annotated[
-    str | None,
-    typer.Option("--tenant", metavar="TENANT", help="Whose; for operators.", show_default="yours"),
-]
 WATCHING = (option("watch", WatchOption), option("interval", IntervalOption))
-SHARED_OPTIONS = (
-    option("target", TargetOption),
-    option("output", OutputOption),
-    option("timeout", TimeoutOption),
-)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The shared options of one command, resolved."""
-
-    target: str = DEFAULT_TARGET
-    output: Output = Output.TABLE
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    credentials: Credentials = NO_CREDENTIALS
-    tenant: str = ""
-
-    def but(self, target: str | None, output: Output | None, timeout_s: float | None) -> "Call":
-        """Return this with those options changed that are given."""
-        changed = replace(self, target=target or self.target, output=output or self.output)
-        return changed if timeout_s is None else replace(changed, timeout_s=timeout_s)
+class Call(Shared):
+    """The shared options of a command that asks a server, and what it does with them."""
 
     @contextmanager
-    def client(self, *, moves_rows: bool = False) -> Iterator["Client"]:
+    def client(self, *, moves_rows: bool = False) -> Iterator[Client]:
         """Open a client; one that moves no rows maps no memory."""
-        from ctxcache.client import Client  # noqa: PLC0415  grpc is half the start time of --help
-
         with Client(
             self.target,
             timeout_s=self.timeout_s,
             access="auto" if moves_rows else "remote",
-            tls=self.credentials.tls(),
+            tls=_tls(self.credentials),
             token_file=self.credentials.token_file,
             tenant=self.tenant,
         ) as client:
             yield client
 
-    def show(self, message: "Message") -> None:
+    def show(self, message: Message) -> None:
         """Print one message."""
-        from ctxcache.cli.printers import print_message  # noqa: PLC0415  --help prints no tables
-
         print_message(message, self.output)
 
-    def show_list(self, noun: str, messages: "Iterable[Message]", limit: int | None) -> None:
+    def show_list(self, noun: str, messages: Iterable[Message], limit: int | None) -> None:
         """Print at most `limit` messages under `noun`; None is all."""
-        from ctxcache.cli.printers import print_list  # noqa: PLC0415  --help prints no tables
-
         shown = list(islice(messages, limit if limit is None else limit + 1))
         has_more = limit is not None and len(shown) > limit
         print_list(noun, shown[:limit], has_more=has_more, output=self.output)
 
-    def show_facts(self, facts: "Mapping[str, Plain]", text: str, *, to_stderr: bool = False) -> None:
-        """Print facts for scripts, or `text` for people."""
-        from ctxcache.cli.documents import as_json, as_yaml  # noqa: PLC0415  it imports protobuf
-
-        match self.output:
-            case Output.JSON:
-                typer.echo(as_json(facts), err=to_stderr)
-            case Output.YAML:
-                typer.echo(as_yaml(facts), err=to_stderr)
-            case Output.TABLE:
-                typer.echo(text, err=to_stderr)
-
 
 P = ParamSpec("P")
-CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
 def call_of(context: typer.Context, given: dict[str, Any]) -> Call:
-    """Take the shared options out of what a command was given; those before its name fill the gaps."""
-    shared: Call = context.obj or Call()
-    call = shared.but(given.pop("target", None), given.pop("output", None), given.pop("timeout", None))
-    return replace(call, tenant=given.pop(WHOSE, None) or "")
+    """Take the shared options out of what a command was given, see `shared_of`."""
+    shared = shared_of(context, given)
+    return Call(**{field.name: getattr(shared, field.name) for field in fields(shared)})
 
 
 def online(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
@@ -155,12 +95,20 @@ def watched(function: Callable[Concatenate[Call, P], None]) -> Callable[..., Non
 
 def of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
     """As `online`, and --tenant."""
-    return _with_options(function, (option(WHOSE, TenantOption),))
+    return _with_options(function, (option(TENANT, TenantOption),))
 
 
 def watched_of_tenant(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:
     """As `watched`, and --tenant."""
-    return _with_options(_repeated(function), (option(WHOSE, TenantOption), *WATCHING))
+    return _with_options(_repeated(function), (option(TENANT, TenantOption), *WATCHING))
+
+
+def _tls(credentials: Credentials) -> ClientTls | None:
+    """What the client takes; None for plaintext."""
+    if credentials.ca is None and credentials.certificate is None:
+        return None
+    ca = None if credentials.ca in (None, SYSTEM) else Path(credentials.ca)
+    return ClientTls(ca, credentials.certificate, credentials.key)
 
 
 def _repeated(function: Callable[Concatenate[Call, P], None]) -> Callable[..., None]:

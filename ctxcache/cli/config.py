@@ -1,74 +1,65 @@
 """`ctxcache config`: the server's settings before it runs, and while it does."""
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.call import CONTEXT, Call, OutputOption, call_of, online
+from ctxcache.cli.call import Call, online
+from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
-from ctxcache.cli.settings import setting_options, settings_of
-from ctxcache.cli.signature import option, with_signature
-
-if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
-    from ctxcache.settings.config import Settings
+from ctxcache.cli.options import shared_of
+from ctxcache.cli.settings import settings_of, taking_settings
+from ctxcache.cli.signature import option
+from ctxcache.settings.config import Settings
+from ctxcache.settings.knobs.reference import toml
 
 EffectiveOption = Annotated[
     bool | None, typer.Option("--effective", help="Those at their default, too.", show_default=False)
 ]
+app = typer.Typer()
+settings_app = typer.Typer(no_args_is_help=True, help="Look at settings, and change them.")
+app.add_typer(settings_app, name="config")
 
 
-def config_app() -> typer.Typer:
-    """Return the commands."""
-    app = typer.Typer(no_args_is_help=True, help="Look at settings, and change them.")
-    app.command("check", epilog=examples("ctxcache config check --config ctxcache.toml"))(
-        _with_settings(check)
-    )
-    app.command("show", epilog=examples("ctxcache config show", "ctxcache config show --effective"))(
-        _with_settings(show, option("effective", EffectiveOption))
-    )
-    app.command("reference", epilog=examples("ctxcache config reference"))(reference)
-    app.command("running", epilog=examples("ctxcache config running --output yaml"))(running)
-    app.command("reload", epilog=examples("ctxcache config reload"))(reload)
-    return app
-
-
+@settings_app.command("check", epilog=examples("ctxcache config check --config ctxcache.toml"))
+@taking_settings()
 def check(context: typer.Context, **given: Any) -> None:
     """Say whether a server would start with these settings, as `serve` takes them.
 
     Looks at the settings alone; `ctxcache doctor` looks at the machine too.
     """
-    call = call_of(context, given)
+    shared = shared_of(context, given)
     settings, sources = settings_of(given)
     changed = sum(source != "default" for source in sources.values())
     found: list[Plain] = [*doubts(settings)]
     text = "\n".join(
         [*(f"warning: {doubt}" for doubt in found), f"ok: {changed} of {len(sources)} settings are given"]
     )
-    call.show_facts({"is_valid": True, "given_count": changed, "warnings": found}, text)
+    shared.show_facts({"is_valid": True, "given_count": changed, "warnings": found}, text)
 
 
+@settings_app.command("show", epilog=examples("ctxcache config show", "ctxcache config show --effective"))
+@taking_settings(option("effective", EffectiveOption))
 def show(context: typer.Context, *, effective: bool | None, **given: Any) -> None:
     """Show the settings that are given, and where each comes from."""
-    call = call_of(context, given)
+    shared = shared_of(context, given)
     settings, sources = settings_of(given)
     plain: dict[str, Plain] = json.loads(settings.model_dump_json())
     shown = [name for name, source in sources.items() if effective or source != "default"]
     facts: dict[str, Plain] = {name: {"value": plain[name], "source": sources[name]} for name in shown}
     width = max(map(len, shown), default=0)
     lines = (f"{name:{width}} = {json.dumps(plain[name])}  # {sources[name]}" for name in shown)
-    call.show_facts(facts, "\n".join(lines) or "every setting is at its default")
+    shared.show_facts(facts, "\n".join(lines) or "every setting is at its default")
 
 
+@settings_app.command("reference", epilog=examples("ctxcache config reference"))
 def reference() -> None:
     """Print a TOML file of all settings, with what each means, to start from."""
-    from ctxcache.settings.knobs.reference import toml  # noqa: PLC0415  only this command needs it
-
     typer.echo(toml(), nl=False)
 
 
+@settings_app.command("running", epilog=examples("ctxcache config running --output yaml"))
 @online
 def running(call: Call) -> None:
     """Show the settings that a running server has; those marked live change while it runs."""
@@ -82,6 +73,7 @@ def running(call: Call) -> None:
     call.show_facts(facts, "\n".join(lines))
 
 
+@settings_app.command("reload", epilog=examples("ctxcache config reload"))
 @online
 def reload(call: Call) -> None:
     """Have a running server read its settings again, all or nothing, and say what has changed."""
@@ -95,12 +87,7 @@ def reload(call: Call) -> None:
     call.show_facts(facts, "\n".join(lines) or "nothing has changed")
 
 
-def _with_settings(function: Callable[..., None], *own: Any) -> Callable[..., None]:
-    parameters = [CONTEXT, *own, *setting_options(), option("output", OutputOption)]
-    return with_signature(function, parameters, name=function.__name__, doc=function.__doc__)
-
-
-def doubts(settings: "Settings") -> list[str]:
+def doubts(settings: Settings) -> list[str]:
     """What is allowed and seldom meant."""
     found = []
     if settings.insecure_listen:

@@ -1,19 +1,32 @@
-"""Documents for scripts: JSON on one line, or YAML.
+"""How commands print for scripts: JSON on one line, or YAML. Knows no protobuf.
 
-The YAML is block style with every string in JSON's quotes, which every YAML reader takes for what they are: no name turns
-into a date, a number or a boolean. That little needs no library.
+`printers` makes messages plain.
+
+The YAML is block style with every string in JSON's quotes, which every YAML reader takes for what they are:
+no name turns into a date, a number or a boolean. That little needs no library.
 """
 
+import enum
 import json
 import re
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
-from ctxcache.cli.plain import Plain
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+"""What JSON has."""
 
 INDENT = "  "
 NO_NAMES = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
 """What some YAML readers take for something else, in any case."""
 _PAIR = re.compile(r"\\u(d[89ab]..)\\u(d[c-f]..)")
+
+
+class Output(enum.StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
 
 
 def as_json(document: Mapping[str, Plain]) -> str:

@@ -1,21 +1,34 @@
-"""What went wrong, as a document for scripts: of a server, of a file, of the words of the command itself.
+"""Failures of a server, of a file or of a command's words: one sentence for people, a document for scripts.
 
-It goes to standard error: on standard output is what was asked for, and nothing else. Worst case: words that cannot be
-read, for which how to print is looked for among them all the same.
+Both go to standard error: standard output has what was asked for, and nothing else. Worst case: words that
+cannot be read. The option that says how to print is looked for among them all the same.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from ctxcache import errors
+from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
 from ctxcache.cli.exit_codes import ExitCode, exit_code_of
-from ctxcache.cli.output import Output
-from ctxcache.cli.sentences import ADVICE, fact
+from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError
 
-if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
+ADVICE: dict[type[CacheError], str] = {
+    errors.Unavailable: "is a server running there? `ctxcache serve` starts one",
+    errors.TlsFailed: "see --tls-ca, --tls-client-certificate and --tls-client-key",
+    errors.DeadlineExceeded: "--timeout allows more",
+    errors.GenerationMismatch: "look at it again before you change it",
+    errors.WriteInProgress: "try again when its writer has finished",
+    errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that "
+    "is",
+    errors.FormatTooNew: "install the version that wrote it, or a newer one",
+    errors.FileAlreadyExists: "choose another name; only `export --force` replaces a file",
+    errors.Unauthenticated: "--token-file or --tls-client-certificate say who you are",
+    errors.PermissionDenied: "docs/operations.md says under Security whom a server lets in as what",
+    errors.AddressUnusable: "choose another with --listen or --unix-socket",
+}
 
 # Of click, or of typer, which has its own click since a version.
 UsageFailure: type[Exception] = next(
@@ -25,7 +38,7 @@ _OPTIONS = ("-o", "--output")
 
 
 def asked_output(words: Sequence[str]) -> Output:
-    """How a command is to print, whether or not its other words can be read: the last that says it."""
+    """How a command is to print: the last word that says it, whether or not the others can be read."""
     found = Output.TABLE
     for before, word in zip(("", *words), words, strict=False):
         if word == "--":
@@ -39,9 +52,34 @@ def asked_output(words: Sequence[str]) -> Output:
     return found
 
 
+def sentence(error: CacheError) -> str:
+    """Return one line: what happened, what to do, and the stable reason in parentheses."""
+    advice = ADVICE.get(type(error))
+    text = " ".join(fact(error).split())
+    return f"{text}{f'; {advice}' if advice else ''} ({error.reason})"
+
+
+def fact(error: CacheError) -> str:
+    """What happened, without what to do."""
+    if (
+        isinstance(error, errors.CapacityExceeded)
+        and {"tier", "needed_bytes", "free_bytes"} <= error.facts.keys()
+    ):
+        needed, free = (human_size(int(error.facts[name])) for name in ("needed_bytes", "free_bytes"))
+        return f"no room in {error.tier}: {needed} needed, {free} free"
+    if isinstance(error, errors.Unavailable) and {"target", "problem"} <= error.facts.keys():
+        if isinstance(error, errors.TlsFailed):
+            return f"no TLS with {error.target}: {error.problem}"
+        problem = str(error.problem)
+        # gRPC names the address three times, and the cause last.
+        return f"no answer from {error.target}: {problem.rpartition(': ')[2]}"
+    return str(error)
+
+
 def error_document(error: CacheError, output: Output) -> str:
-    """An error of ours."""
-    from ctxcache.wire.status import code_of  # noqa: PLC0415  grpc is half the start time of --help
+    """The document of an error of ours."""
+    # gRPC takes half a second to import, and only such a document needs it.
+    from ctxcache.wire.status import code_of  # noqa: PLC0415
 
     facts = {name: value for name, value in error.facts.items() if name not in ("field", "source", "problem")}
     return _document(
@@ -57,7 +95,7 @@ def error_document(error: CacheError, output: Output) -> str:
 
 
 def usage_document(error: Any, output: Output) -> str:
-    """What typer has against the words of a command."""
+    """The document of typer's refusal of a command's words."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "ctxcache"
     is_empty = type(error).__name__ == "NoArgsIsHelpError"
@@ -82,9 +120,7 @@ def _field(error: Any) -> str:
     return "" if not named else str(named if isinstance(named, str) else named[0]).strip("'")
 
 
-def _document(output: Output, *, facts: Mapping[str, object], **values: "Plain") -> str:
-    from ctxcache.cli.documents import as_json, as_yaml  # noqa: PLC0415  it imports protobuf
-
+def _document(output: Output, *, facts: Mapping[str, object], **values: Plain) -> str:
     plain: dict[str, Plain] = {
         name: value if isinstance(value, int) else str(value) for name, value in facts.items()
     }

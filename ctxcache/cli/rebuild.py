@@ -4,44 +4,42 @@ Takes the options of `serve`, to speak of the same directories. Worst case: ther
 from, which is one sentence and an exit code; what was there stays beside the new in any case.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.call import CONTEXT, OutputOption, call_of
-from ctxcache.cli.settings import load_settings, setting_options
-from ctxcache.cli.signature import option, with_signature
+from ctxcache.cli.documents import Plain
+from ctxcache.cli.examples import examples
+from ctxcache.cli.options import shared_of
+from ctxcache.cli.settings import load_settings, taking_settings
+from ctxcache.cli.signature import option
 from ctxcache.cli.units import human_size
 from ctxcache.runtime.files import keep_private
-
-if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
-    from ctxcache.storage.rebuild import Rebuilt
+from ctxcache.storage.opening import ssd_directories_of
+from ctxcache.storage.rebuild import Rebuilt
+from ctxcache.storage.rebuild import rebuild as make_anew
 
 _DRY_RUN = Annotated[bool | None, typer.Option("--dry-run", help="Say what would come back; change nothing.")]
 
 
-def rebuild_command() -> Callable[..., None]:
-    """Return `rebuild` with an option for every setting."""
-    parameters = [CONTEXT, option("dry_run", _DRY_RUN), *setting_options()]
-    parameters.append(option("output", OutputOption))
-    return with_signature(rebuild, parameters, name="rebuild", doc=rebuild.__doc__)
+app = typer.Typer()
 
 
+@app.command(
+    "rebuild",
+    epilog=examples("ctxcache rebuild --dry-run", "ctxcache rebuild --data-directory /var/lib/ctxcache"),
+)
+@taking_settings(option("dry_run", _DRY_RUN))
 def rebuild(context: typer.Context, **given: Any) -> None:
     """Make damaged or deleted metadata anew from the SSD directories, while no server runs.
 
     The old metadata is kept beside it. Exits with 0 also when some sessions end earlier than they did.
     """
-    from ctxcache.storage.opening import ssd_directories_of  # noqa: PLC0415  as above
-    from ctxcache.storage.rebuild import rebuild as make_anew  # noqa: PLC0415  it imports RocksDB
-
     is_dry_run = bool(given.pop("dry_run"))
     settings = load_settings(given)
-    call = call_of(context, given)
+    shared = shared_of(context, given)
     keep_private()
     found = make_anew(
         settings.data_directory,
@@ -50,10 +48,10 @@ def rebuild(context: typer.Context, **given: Any) -> None:
         is_dry_run=is_dry_run,
     )
     facts: dict[str, Plain] = {**asdict(found), "is_complete": found.is_complete, "is_dry_run": is_dry_run}
-    call.show_facts(facts, _text(found, is_dry_run=is_dry_run))
+    shared.show_facts(facts, _text(found, is_dry_run=is_dry_run))
 
 
-def _text(found: "Rebuilt", *, is_dry_run: bool) -> str:
+def _text(found: Rebuilt, *, is_dry_run: bool) -> str:
     verb = "would bring" if is_dry_run else "brought"
     kept = f"{found.token_count} tokens in {found.segment_count} segments"
     lines = [

@@ -1,8 +1,8 @@
 """`ctxcache serve`: settings in, a running server out, until a signal ends it.
 
-The one command that builds a server; it imports what that takes only when it runs. Once the server listens,
-it says so: facts for people, or the same facts as one line of JSON, whose names docs/operations.md has and
-scripts wait for. Worst case: the server cannot start, which `main` turns into one sentence and an exit code.
+The one command that builds a server. Once the server listens, the command says so: facts for people, or the
+same facts as one line of JSON. docs/operations.md has the names of that line, for which scripts wait. Worst
+case: the server cannot start, which `main` turns into one sentence and an exit code.
 """
 
 import asyncio
@@ -11,25 +11,26 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from ctxcache.cli.call import CONTEXT, OutputOption, call_of
+from ctxcache.cli.documents import Output
+from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.output import Output
-from ctxcache.cli.settings import load_settings, setting_options
-from ctxcache.cli.signature import option, with_signature
+from ctxcache.cli.options import shared_of
+from ctxcache.cli.settings import load_settings, taking_settings
 from ctxcache.cli.units import human_size
 from ctxcache.runtime.files import keep_private
 from ctxcache.runtime.logs import log_to
 from ctxcache.runtime.memory import check_address_space, keep_freed_memory, look_seldom_at_what_stays
 from ctxcache.runtime.sockets import raise_limit
 from ctxcache.runtime.threads import shorten_time_slices
+from ctxcache.server import lifecycle
+from ctxcache.server.server import Server
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A server that listens. `listen_addresses` are gRPC targets, `bulk_addresses` where the bulk channel is."""
+    """A server that listens.
+
+    `listen_addresses` are gRPC targets, `bulk_addresses` where the bulk channel is.
+    """
 
     version: str
     pid: int
@@ -81,18 +85,12 @@ class Ready:
         return f"http://{self.metrics_address}/metrics" if self.metrics_address else "none"
 
 
-if TYPE_CHECKING:
-    from ctxcache.server.server import Server
-
 GRPC_LOGGER = "grpc._cython.cygrpc"
+app = typer.Typer()
 
 
-def serve_command() -> Callable[..., None]:
-    """Return `serve` with an option for every setting."""
-    parameters = [CONTEXT, *setting_options(), option("output", OutputOption)]
-    return with_signature(serve, parameters, name="serve", doc=serve.__doc__)
-
-
+@app.command("serve", epilog=examples("ctxcache serve", "ctxcache serve --config ctxcache.toml"))
+@taking_settings()
 def serve(context: typer.Context, **given: Any) -> None:
     """Run the server until SIGTERM or Ctrl-C.
 
@@ -102,7 +100,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     settings = load_settings(given)
     keep_private()
     check_address_space(settings.arena_size_bytes)
-    output = call_of(context, given).output
+    output = shared_of(context, given).output
     log_to(sys.stderr, level=settings.log_level, is_json=settings.log_format == "json")
     logging.getLogger(GRPC_LOGGER).addFilter(_is_no_vanished_peer)
     keep_freed_memory()
@@ -110,8 +108,6 @@ def serve(context: typer.Context, **given: Any) -> None:
     look_seldom_at_what_stays()
     # Before any thread is begun.
     shorten_time_slices()
-    from ctxcache.server import lifecycle  # noqa: PLC0415  see the module's docstring
-
     asyncio.run(
         lifecycle.serve(
             settings,
@@ -130,7 +126,7 @@ def _is_no_vanished_peer(record: logging.LogRecord) -> bool:
     return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
-def _announce(server: "Server", output: Output) -> None:
+def _announce(server: Server, output: Output) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # On top of the loop's own handler, not in its place: that one is called through its wakeup
@@ -142,12 +138,12 @@ def _announce(server: "Server", output: Output) -> None:
     sys.stdout.flush()
 
 
-def _end_unfinished(server: "Server") -> None:
+def _end_unfinished(server: Server) -> None:
     """Give up a flush that does not end: a process that neither serves nor goes is of no use to anybody."""
     settings = server.settings
     _say(
-        f"the end took longer than {settings.drain_timeout_s:g} + {settings.flush_timeout_s:g} s; what was not"
-        " on disk by then is lost (TIER_FAILURE)"
+        f"the end took longer than {settings.drain_timeout_s:g} + {settings.flush_timeout_s:g} s; what was "
+        "not on disk by then is lost (TIER_FAILURE)"
     )
     server.storage.arena.unlink()
     os._exit(ExitCode.DEVICE)
@@ -161,7 +157,7 @@ def _end_start() -> None:
         os._exit(ExitCode.OK)
 
 
-def _facts(server: "Server") -> Ready:
+def _facts(server: Server) -> Ready:
     storage = server.storage
     arena, ssd = storage.arena, storage.ssd
     return Ready(

@@ -1,30 +1,43 @@
-"""`ctxcache session`: what an operator asks of and does to sessions.
+"""`ctxcache session`, `model` and `hint`: what operators ask of sessions and models, and do to sessions.
 
-Each command is one call to the server, `delete` one per name; the server decides what is allowed.
-Every command prints the session as it is afterwards. A NAME is `ID` or `sessions/ID`.
+Each command is one call to the server, `delete` one per name; the server decides what is allowed. A command
+that changes a session prints the session as it is afterwards. A NAME is `ID` or `sessions/ID`. Engines
+register models; operators only look at them, and have those forgotten that no session uses. A hint is what
+engines say, said by hand.
 """
 
+import enum
 import sys
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ctxcache.cli.call import Call, of_tenant, watched_of_tenant
+from ctxcache.cli.call import Call, of_tenant, watched, watched_of_tenant
 from ctxcache.cli.completion import model_names, session_names
+from ctxcache.cli.documents import Output
 from ctxcache.cli.examples import examples
-from ctxcache.cli.names import check_one_of, model_name, parse_size_bytes, parsed, session_name
-from ctxcache.cli.output import Output
-from ctxcache.cli.units import parse_duration_s, parse_instant, parse_range
+from ctxcache.cli.units import (
+    check_one_of,
+    model_name,
+    parse_duration_s,
+    parse_instant,
+    parse_range,
+    parsed,
+    session_name,
+)
+from ctxcache.client import Client
+from ctxcache.settings.knobs.knob import parse_size_bytes
+from ctxcache.v1.hints_pb2 import HintResult
+from ctxcache.v1.session_pb2 import Session
 
-if TYPE_CHECKING:
-    from ctxcache.v1.session_pb2 import Session
-
-app = typer.Typer(no_args_is_help=True, help="Look at sessions and change them.")
+app = typer.Typer()
+sessions = typer.Typer(no_args_is_help=True, help="Look at sessions and change them.")
+app.add_typer(sessions, name="session")
 
 LIST_LIMIT = 50
-# Before any server's present, however far its clock is from ours.
 LONG_AGO = datetime(1970, 1, 2, tzinfo=UTC)
+"""Before the present of any server, however far its clock is from ours."""
 
 Name = Annotated[
     str,
@@ -38,7 +51,7 @@ IfGeneration = Annotated[
 ]
 
 
-@app.command(
+@sessions.command(
     "list",
     epilog=examples(
         "ctxcache session list",
@@ -71,7 +84,7 @@ def list_sessions(
     larger_bytes = 0 if larger == "0" else parsed(parse_size_bytes, larger, "--larger")
     idle_since = datetime.now(UTC) - timedelta(seconds=parsed(parse_duration_s, idle, "--idle"))
 
-    def is_wanted(session: "Session") -> bool:
+    def is_wanted(session: Session) -> bool:
         return (
             session.name.startswith(session_name(prefix))
             and session.access_time.ToDatetime(tzinfo=UTC) <= idle_since
@@ -86,7 +99,7 @@ def list_sessions(
         call.show_list("sessions", (one for one in found if is_wanted(one)), None if all_ else limit)
 
 
-@app.command("show", epilog=examples("ctxcache session show chat-17"))
+@sessions.command("show", epilog=examples("ctxcache session show chat-17"))
 @watched_of_tenant
 def show_session(call: Call, name: Name) -> None:
     """Show one session."""
@@ -94,7 +107,7 @@ def show_session(call: Call, name: Name) -> None:
         call.show(client.get_session(session_name(name)))
 
 
-@app.command(
+@sessions.command(
     "truncate",
     epilog=examples(
         "ctxcache session truncate chat-17 --keep-recent 64",
@@ -144,7 +157,7 @@ def truncate_session(
     call.show(session)
 
 
-@app.command("fork", epilog=examples("ctxcache session fork chat-17 --as chat-18 --tokens 8"))
+@sessions.command("fork", epilog=examples("ctxcache session fork chat-17 --as chat-18 --tokens 8"))
 @of_tenant
 def fork_session(
     call: Call,
@@ -168,7 +181,7 @@ def fork_session(
         )
 
 
-@app.command("pin", epilog=examples("ctxcache session pin chat-17"))
+@sessions.command("pin", epilog=examples("ctxcache session pin chat-17"))
 @of_tenant
 def pin_session(call: Call, name: Name) -> None:
     """Hold a session against eviction. It expires all the same."""
@@ -176,7 +189,7 @@ def pin_session(call: Call, name: Name) -> None:
         call.show(client.update_session(session_name(name), is_pinned=True))
 
 
-@app.command("unpin", epilog=examples("ctxcache session unpin chat-17"))
+@sessions.command("unpin", epilog=examples("ctxcache session unpin chat-17"))
 @of_tenant
 def unpin_session(call: Call, name: Name) -> None:
     """Let a session be evicted again."""
@@ -184,7 +197,7 @@ def unpin_session(call: Call, name: Name) -> None:
         call.show(client.update_session(session_name(name), is_pinned=False))
 
 
-@app.command("touch", epilog=examples("ctxcache session touch chat-17"))
+@sessions.command("touch", epilog=examples("ctxcache session touch chat-17"))
 @of_tenant
 def touch_session(call: Call, name: Name) -> None:
     """Count an access: a sliding expiry begins anew, and the session is the last to leave."""
@@ -192,7 +205,7 @@ def touch_session(call: Call, name: Name) -> None:
         call.show(client.update_session(session_name(name)))
 
 
-@app.command("evict", epilog=examples("ctxcache session evict chat-17"))
+@sessions.command("evict", epilog=examples("ctxcache session evict chat-17"))
 @of_tenant
 def evict_session(call: Call, name: Name) -> None:
     """Give up a session as if its room were needed: it is gone, pinned or not, and `why-miss` says so."""
@@ -202,7 +215,7 @@ def evict_session(call: Call, name: Name) -> None:
     call.show_facts({"evicted": [target]}, f"evicted {target}")
 
 
-@app.command(
+@sessions.command(
     "expire",
     epilog=examples(
         "ctxcache session expire chat-17 --ttl 2h",
@@ -232,7 +245,7 @@ def expire_session(
         )
 
 
-@app.command("flush", epilog=examples("ctxcache session flush chat-17"))
+@sessions.command("flush", epilog=examples("ctxcache session flush chat-17"))
 @of_tenant
 def flush_session(call: Call, name: Name) -> None:
     """Make every token of a session durable on disk."""
@@ -240,7 +253,7 @@ def flush_session(call: Call, name: Name) -> None:
         call.show(client.flush_session(session_name(name)))
 
 
-@app.command("demote", epilog=examples("ctxcache session demote chat-17"))
+@sessions.command("demote", epilog=examples("ctxcache session demote chat-17"))
 @of_tenant
 def demote_session(call: Call, name: Name) -> None:
     """Make a session durable and take it out of memory; the next reader brings it back."""
@@ -248,7 +261,7 @@ def demote_session(call: Call, name: Name) -> None:
         call.show(client.demote_session(session_name(name)))
 
 
-@app.command("delete", epilog=examples("ctxcache session delete chat-17 --yes"))
+@sessions.command("delete", epilog=examples("ctxcache session delete chat-17 --yes"))
 @of_tenant
 def delete_sessions(
     call: Call,
@@ -268,6 +281,108 @@ def delete_sessions(
                 client.delete_session(target)
                 deleted.append(target)
     finally:
-        # Said also when a later one failed: these are gone.
+        # Printed also when a later one failed: these sessions are gone.
         if deleted or call.output is not Output.TABLE:
             call.show_facts({"deleted": list(deleted)}, "\n".join(f"deleted {target}" for target in deleted))
+
+
+models = typer.Typer(no_args_is_help=True, help="Look at registered models.")
+app.add_typer(models, name="model")
+ModelName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="ID or models/ID.", show_default=False, autocompletion=model_names),
+]
+
+
+@models.command("list", epilog=examples("ctxcache model list", "ctxcache model list --output yaml"))
+@watched_of_tenant
+def list_models(call: Call) -> None:
+    """List models by name."""
+    with call.client() as client:
+        call.show_list("models", client.list_models(), None)
+
+
+@models.command("show", epilog=examples("ctxcache model show llama"))
+@watched_of_tenant
+def show_model(call: Call, name: ModelName) -> None:
+    """Show one model."""
+    with call.client() as client:
+        call.show(client.get_model(model_name(name)))
+
+
+@models.command("delete", epilog=examples("ctxcache model delete llama"))
+@of_tenant
+def delete_model(call: Call, name: ModelName) -> None:
+    """Forget a model that no session is of."""
+    target = model_name(name)
+    with call.client() as client:
+        client.delete_model(target)
+    call.show_facts({"deleted": [target]}, f"deleted {target}")
+
+
+hints = typer.Typer(no_args_is_help=True, help="Give hints, and look at engines' queues.")
+app.add_typer(hints, name="hint")
+
+
+class Hint(enum.StrEnum):
+    """What can be said of a session."""
+
+    SHARE = "share"
+    PREFETCH = "prefetch"
+    DEMOTE = "demote"
+    PIN = "pin"
+    RETAIN = "retain"
+    RELEASE = "release"
+    EXPECT = "expect"
+
+
+TTL_KINDS = (Hint.PIN, Hint.RETAIN)
+
+
+@hints.command(
+    "send",
+    epilog=examples(
+        "ctxcache hint send prefetch chat-17",
+        "ctxcache hint send pin chat-17 --ttl 10min",
+        "ctxcache hint send expect chat-17 --ttl 5min",
+    ),
+)
+@of_tenant
+def send_hint(
+    call: Call,
+    kind: Annotated[Hint, typer.Argument(help="What to say.", show_default=False)],
+    name: Name,
+    ttl: Annotated[
+        str | None, typer.Option("--ttl", metavar="TIME", help="For how long; `expect`: when it returns.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", min=0, help="Of `share`, `prefetch`: the first N.")
+    ] = None,
+) -> None:
+    """Say what is to come of a session. The server may take less, or nothing: it answers what came of it."""
+    if kind in TTL_KINDS and ttl is None:
+        raise typer.BadParameter(f"{kind} needs --ttl")
+    ttl_s = None if ttl is None else parsed(parse_duration_s, ttl, "--ttl")
+    with call.client() as client:
+        call.show_list("hints", [_send(client, kind, session_name(name), ttl_s, tokens)], None)
+
+
+@hints.command("queues", epilog=examples("ctxcache hint queues"))
+@watched
+def list_queues(call: Call) -> None:
+    """List the engines that say what waits."""
+    with call.client() as client:
+        call.show_list("engines", client.list_engines(), None)
+
+
+def _send(client: Client, kind: Hint, name: str, ttl_s: float | None, tokens: int | None) -> HintResult:
+    sent = {
+        Hint.SHARE: lambda: client.share(name, token_count=tokens),
+        Hint.PREFETCH: lambda: client.prefetch(name, token_count=tokens, ttl_s=ttl_s),
+        Hint.DEMOTE: lambda: client.demote(name),
+        Hint.PIN: lambda: client.pin(name, ttl_s=ttl_s or 0),
+        Hint.RETAIN: lambda: client.retain(name, ttl_s=ttl_s or 0),
+        Hint.RELEASE: lambda: client.release(name),
+        Hint.EXPECT: lambda: client.expect(name, ttl_s),
+    }
+    return sent[kind]()

@@ -1,21 +1,19 @@
-"""The options of `serve` and `doctor`: one per knob, and the file.
+"""Commands that take a server's settings: an option per knob, and the file.
 
-Texts only: `config.load` reads them, as it reads the environment and the file.
+Options are texts; `settings.config` reads them, as it reads the environment and the file.
 """
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.signature import option
+from ctxcache.cli.options import CONTEXT, OutputOption
+from ctxcache.cli.signature import option, with_signature
+from ctxcache.settings.config import Settings, Source, load_with_sources
 from ctxcache.settings.knobs import KNOBS, Kind, Knob
-
-if TYPE_CHECKING:
-    from ctxcache.settings.config import Settings, Source
-
 
 _CONFIG = Annotated[
     Path | None,
@@ -31,15 +29,28 @@ def setting_options(shown: Collection[str] = KNOBS.keys()) -> list[inspect.Param
     return [option("config", _CONFIG), *knobs]
 
 
-def load_settings(given: dict[str, Any]) -> "Settings":
+def taking_settings(
+    *own: inspect.Parameter, shared: Sequence[inspect.Parameter] = (option("output", OutputOption),)
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command that takes its context, options of its own, every setting, and shared options."""
+
+    def decorated(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = [CONTEXT, *own, *setting_options(), *shared]
+        return with_signature(function, parameters, name=function.__name__, doc=function.__doc__)
+
+    return decorated
+
+
+def load_settings(given: dict[str, Any]) -> Settings:
     """Take the settings out of what a command was given. Raises InvalidConfiguration."""
     return settings_of(given)[0]
 
 
-def settings_of(given: dict[str, Any]) -> "tuple[Settings, dict[str, Source]]":
-    """Take the settings out of what a command was given, and where each comes from. Raises InvalidConfiguration."""
-    from ctxcache.settings.config import load_with_sources  # noqa: PLC0415  pydantic takes longer than all of --help
+def settings_of(given: dict[str, Any]) -> tuple[Settings, dict[str, Source]]:
+    """Take the settings out of what a command was given, and where each comes from.
 
+    Raises InvalidConfiguration.
+    """
     file = given.pop("config")
     # An option that may be repeated and was not is an empty list.
     arguments = {name: None if (value := given.pop(name)) == [] else value for name in KNOBS}

@@ -33,12 +33,12 @@ def with_signature(
     return command
 
 
-def taking(kind: type[Options], function: Callable[[Options], None]) -> Callable[..., None]:
-    """Return `function` as a command whose parameters are the fields of `kind`, a dataclass of Annotated."""
+def taking(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Decorate a command whose parameters are the fields of `kind`, a dataclass of Annotated."""
     if not dataclasses.is_dataclass(kind):
         raise TypeError(kind)
     hints = get_type_hints(kind, include_extras=True)
-    fields = (
+    fields = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -46,7 +46,11 @@ def taking(kind: type[Options], function: Callable[[Options], None]) -> Callable
             annotation=hints[field.name],
         )
         for field in dataclasses.fields(kind)
-    )
-    return with_signature(
-        lambda **given: function(kind(**given)), fields, name=function.__name__, doc=function.__doc__
-    )
+    ]
+
+    def decorated(function: Callable[[Options], None]) -> Callable[..., None]:
+        return with_signature(
+            lambda **given: function(kind(**given)), fields, name=function.__name__, doc=function.__doc__
+        )
+
+    return decorated

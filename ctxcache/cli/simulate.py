@@ -1,49 +1,81 @@
 """`ctxcache simulate`: replays a trace through placement policies and prints what they reach.
 
-Thin: traces, the clock and the counts are `ctxcache.simulate`, imported when the command runs.
-Worst case: a line of the trace is wrong; the sentence names file, line and field.
+With --sweep it plays what a figure compares, prints the table and draws the picture. Thin: traces, the clock,
+the counts and the pictures are `ctxcache.simulate`. Worst case: a line of the trace is wrong; the sentence
+names file, line and field.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
+from ctxcache.cli.examples import examples
+from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.signature import taking
 from ctxcache.cli.simulate_options import Options
-from ctxcache.cli.simulate_sweep import run_sweep
 from ctxcache.cli.units import human_size
+from ctxcache.simulate.census import Census
+from ctxcache.simulate.load import Load
+from ctxcache.simulate.pace import PacedTrace
+from ctxcache.simulate.runs import play, prepare
+from ctxcache.simulate.study import ALL_POLICIES, Outcome, study
+from ctxcache.simulate.sweep import Row, Sweep
+from ctxcache.simulate.sweeps import SWEEPS
+from ctxcache.simulate.trace import Trace
 
-if TYPE_CHECKING:
-    from ctxcache.simulate.study import Outcome
-
+SUFFIXES = (".png", ".svg")
+Draw = Callable[[Sweep, Sequence[Row], Census], None]
+_NEEDS_PLOT = "ctxcache: --plot needs matplotlib, which is not installed; pip install 'ctxcache[plot]'\n"
 TITLES = (
-    "policy", "capacity", ">hit rate", ">in DRAM", ">on SSD", ">by tokens", ">promoted", ">SSD writes/day",
-    ">prefetched", ">in time",
-)  # fmt: skip
+    "policy",
+    "capacity",
+    ">hit rate",
+    ">in DRAM",
+    ">on SSD",
+    ">by tokens",
+    ">promoted",
+    ">SSD writes/day",
+    ">prefetched",
+    ">in time",
+)
 COST_TITLES = (
-    "policy", "capacity", ">hit rate", ">regret", ">GPU saved", ">money saved", ">of", ">TTFT p50", ">p95",
-    ">drive writes/day", ">write lag", ">prefetches late",
-)  # fmt: skip
+    "policy",
+    "capacity",
+    ">hit rate",
+    ">regret",
+    ">GPU saved",
+    ">money saved",
+    ">of",
+    ">TTFT p50",
+    ">p95",
+    ">drive writes/day",
+    ">write lag",
+    ">prefetches late",
+)
+
+app = typer.Typer()
 
 
-def simulate_command() -> Callable[..., None]:
-    """Return the command; its parameters are the fields of `Options`."""
-    return taking(Options, simulate)
-
-
+@app.command(
+    "simulate",
+    epilog=examples(
+        "ctxcache simulate trace.csv --policies lru,belady --footprint 0.5,1",
+        "ctxcache simulate trace.csv --dram 64GiB --ssd 1TiB --costs",
+    ),
+)
+@taking(Options)
 def simulate(options: Options) -> None:
     """Replay a trace of sessions through placement policies on a virtual clock, and say what each keeps.
 
     Hit rates are over turns of sessions that had one before. `belady` knows the future; no store can have it.
     """
-    from ctxcache.simulate.load import Load  # noqa: PLC0415  --help needs none of it
-    from ctxcache.simulate.study import ALL_POLICIES, study  # noqa: PLC0415  as above
-    from ctxcache.simulate.trace import Trace  # noqa: PLC0415  as above
-
     if options.sweep is not None:
         run_sweep(options)
         return
@@ -61,10 +93,7 @@ def simulate(options: Options) -> None:
         _show(outcomes, are_costs=options.costs)
 
 
-def _show(outcomes: "Sequence[Outcome]", *, are_costs: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415  --help prints no tables
-    from rich.table import Table  # noqa: PLC0415
-
+def _show(outcomes: Sequence[Outcome], *, are_costs: bool) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in COST_TITLES if are_costs else TITLES:
         table.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left")
@@ -73,27 +102,40 @@ def _show(outcomes: "Sequence[Outcome]", *, are_costs: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
-def _cells(outcome: "Outcome") -> tuple[str, ...]:
+def _cells(outcome: Outcome) -> tuple[str, ...]:
     figures = outcome.tally.figures()
     rates = (figures[name] for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
     in_time = f"{figures['prefetch_in_time_share']:.1%}" if outcome.tally.prefetches else "-"
     return (
-        outcome.policy, _capacity(outcome), *(f"{rate:.1%}" for rate in rates), human_size(figures["promoted_bytes"]),
-        human_size(figures["ssd_written_bytes_per_day"]), str(outcome.tally.prefetches), in_time,
-    )  # fmt: skip
+        outcome.policy,
+        _capacity(outcome),
+        *(f"{rate:.1%}" for rate in rates),
+        human_size(figures["promoted_bytes"]),
+        human_size(figures["ssd_written_bytes_per_day"]),
+        str(outcome.tally.prefetches),
+        in_time,
+    )
 
 
-def _cost_cells(outcome: "Outcome") -> tuple[str, ...]:
+def _cost_cells(outcome: Outcome) -> tuple[str, ...]:
     figures, costs = outcome.tally.figures(), outcome.tally.costs(outcome.load)
     return (
-        outcome.policy, _capacity(outcome), f"{figures['hit_rate']:.1%}", f"{figures['regret_rate']:.1%}",
-        f"{costs['gpu_saved_s'] / 3600:.2f} h", f"{costs['cost_saved']:,.2f} $",
-        f"{costs['cost_without']:,.2f} $", f"{figures['ttft_p50_s']:.3g} s", f"{figures['ttft_p95_s']:.3g} s",
-        f"{costs['drive_writes_per_day']:.3g}", f"{figures['most_write_lag_s']:.3g} s", str(outcome.tally.prefetches_late),
-    )  # fmt: skip
+        outcome.policy,
+        _capacity(outcome),
+        f"{figures['hit_rate']:.1%}",
+        f"{figures['regret_rate']:.1%}",
+        f"{costs['gpu_saved_s'] / 3600:.2f} h",
+        f"{costs['cost_saved']:,.2f} $",
+        f"{costs['cost_without']:,.2f} $",
+        f"{figures['ttft_p50_s']:.3g} s",
+        f"{figures['ttft_p95_s']:.3g} s",
+        f"{costs['drive_writes_per_day']:.3g}",
+        f"{figures['most_write_lag_s']:.3g} s",
+        str(outcome.tally.prefetches_late),
+    )
 
 
-def _capacity(outcome: "Outcome") -> str:
+def _capacity(outcome: Outcome) -> str:
     sizes = f"{human_size(outcome.load.dram_bytes)} + {human_size(outcome.load.ssd_bytes)}"
     return sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
 
@@ -101,9 +143,6 @@ def _capacity(outcome: "Outcome") -> str:
 @contextmanager
 def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
     """Draw on stderr where a person is looking: a bar over the replays, and the turns of this one."""
-    from rich.console import Console  # noqa: PLC0415  --help draws no bars
-    from rich.progress import Progress  # noqa: PLC0415
-
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         task = bars.add_task("replays", total=run_count)
         state = {"runs": 0, "turns": 0}
@@ -116,3 +155,113 @@ def _progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
             bars.update(task, description=f"{what}, {done} turns", completed=state["runs"])
 
         yield step
+
+
+def run_sweep(options: Options) -> None:
+    """Play the sweep that was named."""
+    sweep = _named(options.sweep or "")
+    draw = _drawer(options.plot)
+    load, policies = options.load(sweep.preset), options.chosen(ALL_POLICIES, sweep.policies)
+    trace = PacedTrace(options.trace, arrivals_times=options.arrivals(), pace=options.pace())
+    rows = []
+    with _sweep_progress() as bar:
+        census, runs = prepare(sweep, trace, load, policies, live_bytes=options.live_bytes(), step=bar.step)
+        bar.begin(len(runs))
+        for row in play(trace, runs, job_count=options.jobs, step=bar.step, done=bar.done):
+            rows.append(row)
+            if options.as_json:
+                typer.echo(json.dumps(row.to_dict(sweep, census)))
+    if not options.as_json:
+        _show_sweep(sweep, rows, census)
+    if draw is not None:
+        draw(sweep, rows, census)
+
+
+def _named(name: str) -> Sweep:
+    if name not in SWEEPS:
+        raise typer.BadParameter(
+            f"no sweep is named {name!r}; there are {', '.join(SWEEPS)}", param_hint="--sweep"
+        )
+    return SWEEPS[name]
+
+
+def _drawer(path: Path | None) -> Draw | None:
+    """Find matplotlib before anything is replayed."""
+    if path is None:
+        return None
+    if path.suffix not in SUFFIXES:
+        raise typer.BadParameter(f"{path.name!r} ends in neither .png nor .svg", param_hint="--plot")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {path.parent}", param_hint="--plot")
+    try:
+        from ctxcache.simulate.plot import plot  # noqa: PLC0415  matplotlib is optional
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        sys.stderr.write(_NEEDS_PLOT)
+        raise typer.Exit(ExitCode.USAGE) from error
+    return lambda sweep, rows, census: plot(sweep, rows, census, path)
+
+
+def _show_sweep(sweep: Sweep, rows: Sequence[Row], census: Census) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in (sweep.x_title, "series"):
+        table.add_column(title)
+    titles = (
+        "of all turns",
+        "the paper's",
+        "of later turns",
+        "in DRAM",
+        "on SSD",
+        "by tokens",
+        "SSD writes/day",
+        "DRAM",
+        "SSD",
+    )
+    for title in titles:
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*_sweep_cells(row))
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    console.print(f"{sweep.title}" + (f" (the paper's {sweep.source})" if sweep.source else ""))
+    console.print(table)
+    console.print(census.sentence())
+
+
+def _sweep_cells(row: Row) -> tuple[str, ...]:
+    rates = (row.number(name) for name in ("hit_rate", "dram_hit_rate", "ssd_hit_rate", "token_hit_rate"))
+    load, known = row.run.load, row.run.paper.get("all_hit_rate", row.run.paper.get("hit_rate"))
+    return (
+        f"{row.run.x:g}" if isinstance(row.run.x, (int, float)) else row.run.x,
+        row.run.series,
+        f"{row.number('all_hit_rate'):.1%}",
+        "" if known is None else f"{known:.1%}",
+        *(f"{rate:.1%}" for rate in rates),
+        human_size(row.number("ssd_written_bytes_per_day")),
+        human_size(load.dram_bytes),
+        human_size(load.ssd_bytes),
+    )
+
+
+class _Bar:
+    """The runs that are done, and what the one that is being played has come to."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("reading", total=None)
+
+    def begin(self, run_count: int) -> None:
+        self._progress.update(self._task, total=run_count, description="replays", completed=0)
+
+    def step(self, what: str, turn_count: int) -> None:
+        self._progress.update(self._task, description=f"{what}, {turn_count} turns")
+
+    def done(self) -> None:
+        self._progress.advance(self._task)
+
+
+@contextmanager
+def _sweep_progress() -> Iterator[_Bar]:
+    """Draw on stderr where a person is looking."""
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+        yield _Bar(bars)

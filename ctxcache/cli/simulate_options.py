@@ -7,24 +7,85 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ctxcache.cli.simulate_machine import Machine
 from ctxcache.cli.units import parse_duration_s
+from ctxcache.settings.config import parse_size
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
+from ctxcache.simulate.lies import Lie
+from ctxcache.simulate.load import Hint, Load, Overflow
+from ctxcache.simulate.models import MODELS
+from ctxcache.simulate.study import Capacity
+from ctxcache.simulate.trace import Pace
 
-if TYPE_CHECKING:
-    from ctxcache.simulate.lies import Lie
-    from ctxcache.simulate.load import Hint, Load
-    from ctxcache.simulate.study import Capacity
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may say, in the order in which --help lists it. A preset decides what is not said."""
 
-@dataclass(frozen=True)
-class Options(Machine):
-    """What a user may say, in the order in which --help lists it."""
-
+    model: Annotated[
+        str | None,
+        typer.Option(help="Bytes a token, window, GPUs and prefill of a model by name.", metavar="NAME"),
+    ] = None
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of the context window.", min=1, show_default="no bound")
+    ] = None
+    overflow: Annotated[
+        str | None,
+        typer.Option(
+            help="State whose window overflows: decoupled (what is left is valid) or invalidate.",
+            metavar="HOW",
+            show_default="decoupled",
+        ),
+    ] = None
+    segment: Annotated[
+        int | None, typer.Option(help="State is kept in segments of so many tokens.", min=1, show_default="1")
+    ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers of a history that come one behind another, SSD read, copy and prefill at once.",
+            min=1,
+            show_default="one stage after the other",
+        ),
+    ] = None
+    resident_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="How many of them DRAM has of a session; with --inclusive.", min=1, show_default="all"
+        ),
+    ] = None
+    inclusive: Annotated[
+        bool, typer.Option("--inclusive", help="DRAM is a cache of SSD, which is as large as both.")
+    ] = False
+    timed: Annotated[
+        bool, typer.Option("--timed", help="Turns take time, but wait for no slot; not with --slots.")
+    ] = False
+    ssd_write: Annotated[
+        str | None,
+        typer.Option(help="SSD writes a second.", metavar="SIZE", show_default="writes take no time"),
+    ] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs that prefill together.", min=1, show_default="1")] = (
+        None
+    )
+    gpu_price: Annotated[
+        float | None, typer.Option(help="US dollars a GPU and hour.", min=0, show_default="5")
+    ] = None
+    dram_price: Annotated[
+        float | None, typer.Option(help="US dollars a GB of DRAM and hour.", min=0, show_default="0.0088")
+    ] = None
+    ssd_price: Annotated[
+        float | None, typer.Option(help="US dollars a GB of SSD and hour.", min=0, show_default="0.000082")
+    ] = None
+    session_rate: Annotated[
+        float | None,
+        typer.Option(help="Sessions that begin a second, for a trace of lengths alone.", min=1e-6),
+    ] = None
+    think: Annotated[
+        str, typer.Option(help="Time between a session's turns, for such a trace.", metavar="TIME")
+    ] = "30s"
     trace: Annotated[
         Path,
         typer.Argument(
@@ -92,8 +153,8 @@ class Options(Machine):
     lies: Annotated[
         str,
         typer.Option(
-            help="What is false of it: order (a job's place), phantom (a job that never comes), missing (one that is"
-            " not told), hint.",
+            help="What is false of it: order (a job's place), phantom (a job that never comes), missing "
+            "(one that is not told), hint.",
             metavar="LIE,...",
         ),
     ] = "order,hint"
@@ -104,8 +165,8 @@ class Options(Machine):
     sweep: Annotated[
         str | None,
         typer.Option(
-            help="Replay what a figure compares: models, policies, overflow, capacity, tiers, arrivals, reads, footprint;"
-            " docs/capacity.md.",
+            help="Replay what a figure compares: models, policies, overflow, capacity, tiers, arrivals, "
+            "reads, footprint; docs/capacity.md.",
             metavar="NAME",
         ),
     ] = None
@@ -125,24 +186,30 @@ class Options(Machine):
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per replay.")] = False
 
-    def load(self, preset: "Load") -> "Load":
+    def load(self, preset: Load) -> Load:
         """The machine, the model, the scheduler and the hints; what was not said is the preset's."""
         said: dict[str, Any] = {  # replace checks the names, mypy none of the values
-            "token_bytes": self.token_bytes, "slot_count": self.slots, "warm_up_count": self.warm_up,
+            "token_bytes": self.token_bytes,
+            "slot_count": self.slots,
+            "warm_up_count": self.warm_up,
             "ssd_bytes": None if self.ssd is None else _size(self.ssd, "--ssd"),
             "ttl_s": None if self.ttl is None else _duration(self.ttl),
             "prefill_tokens_per_s": None if self.prefill is None else _rate(self.prefill, "--prefill"),
             "decode_tokens_per_s": None if self.decode is None else _rate(self.decode, "--decode"),
-        }  # fmt: skip
+        }
         ssd_write = None if self.ssd_write is None else _size_rate(self.ssd_write, "--ssd-write")
         load = replace(
-            self.of_model(preset), dram_bytes=_size(self.dram, "--dram"), buffer_share=self.buffer_share,
+            self._of_model(preset),
+            dram_bytes=_size(self.dram, "--dram"),
+            buffer_share=self.buffer_share,
             ssd_read_bytes_per_s=_size_rate(self.ssd_read, "--ssd-read"),
             dram_bytes_per_s=_size_rate(self.dram_read, "--dram-read"),
-            hints=_hints(self.hints), wrong_hint_share=self.wrong_hints, lies=_lies(self.lies),
+            hints=_hints(self.hints),
+            wrong_hint_share=self.wrong_hints,
+            lies=_lies(self.lies),
             **{name: value for name, value in said.items() if value is not None},
-        )  # fmt: skip
-        return self.on_machine(load, ssd_write)
+        )
+        return self._on_machine(load, ssd_write)
 
     def refuse_those_of_sweeps(self) -> None:
         """Raise BadParameter where an option would change nothing, as no sweep was asked for."""
@@ -167,10 +234,8 @@ class Options(Machine):
                 raise typer.BadParameter(problem, param_hint="--policies")
         return chosen
 
-    def capacities(self) -> "list[Capacity]":
+    def capacities(self) -> list[Capacity]:
         """The load's own, or each multiple of the live footprint."""
-        from ctxcache.simulate.study import Capacity  # noqa: PLC0415  as above
-
         if not self.footprint:
             return [Capacity()]
         try:
@@ -182,19 +247,76 @@ class Options(Machine):
             raise typer.BadParameter(problem, param_hint="--footprint")
         return [Capacity(value, self.dram_share) for value in values]
 
+    def _of_model(self, load: Load) -> Load:
+        """The load with the model that was named. Raises BadParameter."""
+        if self.model is None:
+            return load
+        if self.model not in MODELS:
+            problem = f"no model is named {self.model!r}; there are {', '.join(MODELS)}"
+            raise typer.BadParameter(problem, param_hint="--model")
+        return MODELS[self.model].served(load)
 
-def _hints(names: str) -> "frozenset[Hint]":
-    from ctxcache.simulate.load import Hint  # noqa: PLC0415  as above
+    def _on_machine(self, load: Load, ssd_write_bytes_per_s: int | None) -> Load:
+        """The load with everything else that was said. Raises BadParameter."""
+        said: dict[str, Any] = {  # replace checks the names, mypy none of the values
+            "context_tokens": self.context,
+            "segment_tokens": self.segment,
+            "gpu_count": self.gpus,
+            "ssd_write_bytes_per_s": ssd_write_bytes_per_s,
+            "layer_count": self.layers,
+            "resident_layer_count": self.resident_layers,
+        }
+        prices = {
+            "gpu_hour": _price(self.gpu_price, "--gpu-price"),
+            "dram_gb_hour": _price(self.dram_price, "--dram-price"),
+            "ssd_gb_hour": _price(self.ssd_price, "--ssd-price"),
+        }
+        if self.timed and load.slot_count is not None:
+            raise typer.BadParameter("turns that have slots take time anyway", param_hint="--timed")
+        if self.resident_layers is not None and not (
+            self.inclusive and self.resident_layers <= (self.layers or 0)
+        ):
+            problem = "needs --inclusive, and --layers of at least as many"
+            raise typer.BadParameter(problem, param_hint="--resident-layers")
+        return replace(
+            load,
+            overflow=self._overflow(load),
+            is_inclusive=self.inclusive or load.is_inclusive,
+            is_timed=self.timed or load.is_timed,
+            prices=replace(load.prices, **{k: v for k, v in prices.items() if v is not None}),
+            **{name: value for name, value in said.items() if value is not None},
+        )
 
+    def pace(self) -> Pace | None:
+        """How sessions of a trace without arrivals come; None where that was not said."""
+        if self.session_rate is None:
+            return None
+        if not math.isfinite(self.session_rate):
+            raise typer.BadParameter(f"{self.session_rate} is no rate", param_hint="--session-rate")
+        try:
+            return Pace(self.session_rate, parse_duration_s(self.think))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--think") from error
+
+    def _overflow(self, load: Load) -> Overflow:
+
+        if self.overflow is None:
+            return load.overflow
+        try:
+            return Overflow(self.overflow)
+        except ValueError as error:
+            problem = f"{self.overflow!r} is none of decoupled, invalidate"
+            raise typer.BadParameter(problem, param_hint="--overflow") from error
+
+
+def _hints(names: str) -> frozenset[Hint]:
     try:
         return frozenset(Hint(name) for name in names.split(",") if names)
     except ValueError as error:
         raise typer.BadParameter(f"{error}; there are ends, returns", param_hint="--hints") from error
 
 
-def _lies(names: str) -> "frozenset[Lie]":
-    from ctxcache.simulate.lies import Lie  # noqa: PLC0415  as above
-
+def _lies(names: str) -> frozenset[Lie]:
     try:
         return frozenset(Lie(name) for name in names.split(",") if names)
     except ValueError as error:
@@ -210,8 +332,6 @@ def _rate(value: float, option: str) -> float:
 
 
 def _size(text: str, option: str) -> int:
-    from ctxcache.settings.config import parse_size  # noqa: PLC0415  pydantic
-
     try:
         size_bytes = parse_size(text)
     except ValueError as error:
@@ -233,3 +353,9 @@ def _duration(text: str) -> float:
         return parse_duration_s(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ttl") from error
+
+
+def _price(value: float | None, option: str) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no price", param_hint=option)
+    return value

@@ -1,5 +1,9 @@
-"""Messages as tables for people: human sizes, times relative to now. Not stable; scripts use JSON."""
+"""Messages as tables for people: human sizes, times relative to now. Not stable; scripts use JSON.
 
+`why-miss` is a sentence, and a table of what happened to the session.
+"""
+
+import errno
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -11,11 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxcache.cli.units import human_duration, human_size, human_time
-from ctxcache.v1.admin_pb2 import PathState, Stats, TenantUse
+from ctxcache.v1.admin_pb2 import MissEvent, PathState, Stats, TenantUse, TierStats, WhyMissResponse
+from ctxcache.v1.faults_pb2 import Fault, FaultKind
+from ctxcache.v1.hints_pb2 import HintOutcome, HintResult
 from ctxcache.v1.model_pb2 import Dtype, Model, StateKind, StreamRange
+from ctxcache.v1.operations_pb2 import DrainStatus, EngineUse, HeldLease
 from ctxcache.v1.session_pb2 import Session, Tier
 
 FINGERPRINT_DIGITS = 12
+REASONS = {
+    MissEvent.MISS_EVENT_EVICTED: "was evicted",
+    MissEvent.MISS_EVENT_EXPIRED: "has expired",
+    MissEvent.MISS_EVENT_DELETED: "was deleted",
+}
 
 
 def session_grid(session: Session) -> RenderableType:
@@ -43,9 +55,16 @@ def sessions_table(sessions: Sequence[Session]) -> RenderableType:
     rows = table("NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD")
     for s in sessions:
         rows.add_row(
-            s.name, s.model, str(s.token_count), str(s.durable_token_count), when(s.access_time),
-            when(s.expire_time), _yes(s.is_pinned), human_size(s.dram_bytes), human_size(s.ssd_bytes),
-        )  # fmt: skip
+            s.name,
+            s.model,
+            str(s.token_count),
+            str(s.durable_token_count),
+            when(s.access_time),
+            when(s.expire_time),
+            _yes(s.is_pinned),
+            human_size(s.dram_bytes),
+            human_size(s.ssd_bytes),
+        )
     return rows
 
 
@@ -64,7 +83,7 @@ def model_grid(model: Model) -> RenderableType:
         ("rope", model.rope or "-"),
         ("created", when(model.create_time)),
         ("fingerprint", model.fingerprint.hex()),
-    )  # fmt: skip
+    )
 
 
 def models_table(models: Sequence[Model]) -> RenderableType:
@@ -72,9 +91,14 @@ def models_table(models: Sequence[Model]) -> RenderableType:
     rows = table("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
     for model in models:
         rows.add_row(
-            model.name, model.architecture, str(model.layer_count), _word(Dtype.Name(model.dtype)),
-            str(sum(_count(spec.streams) for spec in model.streams)), when(model.create_time), model.fingerprint.hex()[:FINGERPRINT_DIGITS],
-        )  # fmt: skip
+            model.name,
+            model.architecture,
+            str(model.layer_count),
+            _word(Dtype.Name(model.dtype)),
+            str(sum(_count(spec.streams) for spec in model.streams)),
+            when(model.create_time),
+            model.fingerprint.hex()[:FINGERPRINT_DIGITS],
+        )
     return rows
 
 
@@ -85,13 +109,19 @@ def tenants_table(tenants: Sequence[TenantUse]) -> RenderableType:
     )
     for use in tenants:
         sizes = (
-            use.dram_bytes, use.guaranteed_dram_bytes, use.ssd_bytes, use.guaranteed_ssd_bytes,
-        )  # fmt: skip
+            use.dram_bytes,
+            use.guaranteed_dram_bytes,
+            use.ssd_bytes,
+            use.guaranteed_ssd_bytes,
+        )
         rows.add_row(
-            use.tenant, str(use.session_count), *map(human_size, sizes),
+            use.tenant,
+            str(use.session_count),
+            *map(human_size, sizes),
             human_size(use.limit_bytes) if use.HasField("limit_bytes") else "-",
-            human_size(use.retained_bytes), human_size(use.pinned_bytes),
-        )  # fmt: skip
+            human_size(use.retained_bytes),
+            human_size(use.pinned_bytes),
+        )
     return rows
 
 
@@ -109,15 +139,136 @@ def stats_view(stats: Stats) -> RenderableType:
         ("appended", f"{stats.appended_token_count} tokens"),
         ("read", f"{stats.read_token_count} tokens, {_share(stats)} from DRAM"),
         ("ended", _ended(stats)),
-    )  # fmt: skip
+    )
     tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
     for tier in stats.tiers:
         tiers.add_row(
-            Tier.Name(tier.tier).removeprefix("TIER_"), human_size(tier.used_bytes),
-            human_size(tier.capacity_bytes), str(tier.segment_count), _word(PathState.Name(tier.state)),
+            Tier.Name(tier.tier).removeprefix("TIER_"),
+            human_size(tier.used_bytes),
+            human_size(tier.capacity_bytes),
+            str(tier.segment_count),
+            _word(PathState.Name(tier.state)),
             tier.path,
-        )  # fmt: skip
+        )
     return Group(head, Text(), tiers)
+
+
+def paths_table(tiers: Sequence[TierStats]) -> RenderableType:
+    """Where bytes lie, one place per line."""
+    rows = table("TIER", ">USED", ">CAPACITY", ">FULL", ">FRAGMENTED", ">SEGMENTS", "STATE", "PATH", "WHY")
+    for tier in tiers:
+        rows.add_row(
+            Tier.Name(tier.tier).removeprefix("TIER_"),
+            human_size(tier.used_bytes),
+            human_size(tier.capacity_bytes),
+            f"{tier.used_bytes / max(tier.capacity_bytes, 1):.0%}",
+            f"{fragmented(tier):.0%}",
+            str(tier.segment_count),
+            PathState.Name(tier.state).removeprefix("PATH_STATE_").lower(),
+            tier.path,
+            tier.problem or "-",
+        )
+    return rows
+
+
+def fragmented(tier: TierStats) -> float:
+    """Which part of what is free is not in the largest run of it."""
+    free_bytes = tier.capacity_bytes - tier.used_bytes
+    return 1 - tier.largest_free_bytes / free_bytes if free_bytes > 0 else 0.0
+
+
+def leases_table(leases: Sequence[HeldLease]) -> RenderableType:
+    """Leases, one per line."""
+    rows = table(">LEASE", "TENANT", "SESSION", "TOKENS", ">HOLDS", "READER", ">AGE", "EXPIRES")
+    for lease in leases:
+        rows.add_row(
+            str(lease.lease_id),
+            lease.tenant,
+            lease.session,
+            f"{lease.token_begin}:{lease.token_end}",
+            human_size(lease.pinned_bytes),
+            _reader(lease),
+            duration(lease.age),
+            _expires(lease),
+        )
+    return rows
+
+
+def lease_grid(lease: HeldLease) -> RenderableType:
+    """One lease, a line per fact."""
+    return grid(
+        ("lease", str(lease.lease_id)),
+        ("tenant", lease.tenant),
+        ("session", lease.session),
+        ("tokens", f"{lease.token_begin} to {lease.token_end}, the end excluded"),
+        ("holds", f"{human_size(lease.pinned_bytes)} in DRAM"),
+        ("reader", _reader(lease)),
+        ("age", duration(lease.age)),
+        ("expires", _expires(lease)),
+    )
+
+
+def engines_table(engines: Sequence[EngineUse]) -> RenderableType:
+    """Engines' queues, one per line."""
+    rows = table("ENGINE", "TENANT", ">WAITING", ">SESSIONS", "CONNECTED")
+    for engine in engines:
+        connected = "yes" if engine.is_connected else "no"
+        rows.add_row(
+            engine.engine, engine.tenant, str(engine.waiting_count), str(engine.session_count), connected
+        )
+    return rows
+
+
+def hints_table(results: Sequence[HintResult]) -> RenderableType:
+    """What came of hints."""
+    rows = table("OUTCOME", ">BYTES", "UNTIL", "WHY")
+    for result in results:
+        until = when(result.valid_until) if result.HasField("valid_until") else "-"
+        outcome = HintOutcome.Name(result.outcome).removeprefix("HINT_OUTCOME_").lower()
+        rows.add_row(outcome, human_size(result.granted_bytes), until, result.reason or "-")
+    return rows
+
+
+def faults_table(faults: Sequence[Fault]) -> RenderableType:
+    """Faults that may strike yet, one per line."""
+    rows = table(">FAULT", "KIND", "PATH", "HOW", ">TIMES", ">FOR")
+    for fault in faults:
+        kind = FaultKind.Name(fault.kind).removeprefix("FAULT_KIND_").lower()
+        rows.add_row(
+            str(fault.fault_id),
+            kind,
+            fault.path or "-",
+            _how(fault),
+            str(fault.left_count),
+            duration(fault.left_duration),
+        )
+    return rows
+
+
+def drain_line(status: DrainStatus) -> str:
+    """How far a drain is, in a sentence."""
+    if status.is_done:
+        return f"drained: no client is left, everything is on SSD{_spared(status)}"
+    left = (
+        f"{status.running_rpc_count} rpcs, {status.local_client_count} local clients, {status.lease_count} "
+        f"leases, {status.reservation_count} reservations, {human_size(status.dirty_bytes)} to be written"
+    )
+    return f"draining: {left}" + (f"; {status.problem}" if status.problem else "")
+
+
+def why_miss_view(answer: WhyMissResponse) -> RenderableType:
+    """One session that somebody missed, or what a request missed and the last session of that."""
+    if answer.trace_id and not answer.misses:
+        return Text(
+            f"no miss of {answer.trace_id} by tenant {answer.tenant} is remembered: it missed nothing, did "
+            "not send its trace, or did so before the server began to remember "
+            f"({when(answer.remembered_since)}) or long ago."
+        )
+    parts: list[RenderableType] = [_misses(answer), Text()] if answer.trace_id else []
+    parts.append(Text(_sentence(answer)))
+    if answer.happenings:
+        parts += [Text(), _happenings(answer)]
+    return Group(*parts)
 
 
 def grid(*facts: tuple[str, str]) -> Table:
@@ -210,3 +361,73 @@ def duration(time: Duration) -> str:
 
 def _yes(fact: bool) -> str:  # noqa: FBT001  it is the value itself
     return "yes" if fact else "no"
+
+
+def _spared(status: DrainStatus) -> str:
+    return (
+        f", but {human_size(status.spared_bytes)} not worth their place there" if status.spared_bytes else ""
+    )
+
+
+def _how(fault: Fault) -> str:
+    if fault.HasField("delay"):
+        return f"{fault.delay.ToNanoseconds() / 10**9:g} s"
+    return errno.errorcode.get(fault.error_number, "-")
+
+
+def _reader(lease: HeldLease) -> str:
+    return f"local client {lease.client}" if lease.HasField("client") else "stream"
+
+
+def _expires(lease: HeldLease) -> str:
+    return when(lease.expire_time) if lease.HasField("expire_time") else "on its way"
+
+
+def _misses(answer: WhyMissResponse) -> Table:
+    rows = _history("LAST", "TIMES", "SESSION", "ASKED BY", "FOUND")
+    for one in answer.misses:
+        found = one.result.replace("_", " ")
+        rows.add_row(when(one.time), str(one.count), one.session, one.access, found)
+    return rows
+
+
+def _happenings(answer: WhyMissResponse) -> Table:
+    rows = _history("LAST", "FIRST", "TIMES", "EVENT", "TOKENS", "BY", "IN TRACE")
+    for one in answer.happenings:
+        event = MissEvent.Name(one.event).removeprefix("MISS_EVENT_").lower().replace("_", " ")
+        rows.add_row(
+            when(one.last_time),
+            when(one.first_time),
+            str(one.count),
+            event,
+            str(one.token_count or "-"),
+            one.detail,
+            one.trace_id or "-",
+        )
+    return rows
+
+
+def _history(*columns: str) -> Table:
+    rows = Table(box=None, pad_edge=False)
+    for column in columns:
+        rows.add_column(column, no_wrap=True, justify="right" if column in ("TIMES", "TOKENS") else "left")
+    return rows
+
+
+def _sentence(answer: WhyMissResponse) -> str:
+    whose = f"{answer.name} of tenant {answer.tenant}"
+    if answer.is_there:
+        kept = f"{answer.token_count} tokens, of which {answer.durable_token_count} are durable"
+        if answer.withheld_token_count:
+            paths = ", ".join(answer.lost_paths)
+            return (
+                f"{whose} is there: {kept}. {answer.withheld_token_count} more are lost, until this is "
+                f"back: {paths}."
+            )
+        return f"{whose} is there: {kept}." + ("" if answer.happenings else " Nothing was taken from it.")
+    if answer.reason in REASONS:
+        return f"{whose} is not there: it {REASONS[answer.reason]}."
+    since = when(answer.remembered_since)
+    return (
+        f"{whose} was never stored, or ended before the server began to remember ({since}), or very long ago."
+    )

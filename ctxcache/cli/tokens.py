@@ -1,4 +1,7 @@
-"""`ctxcache token`: makes tokens, and writes down for a server what it has to know of them. Asks no server."""
+"""`ctxcache token`: makes tokens, and writes down for a server what it has to know of them.
+
+Asks no server.
+"""
 
 import os
 from pathlib import Path
@@ -11,15 +14,17 @@ from ctxcache.errors import InvalidConfiguration
 from ctxcache.identity.grants import Grant, Role, is_tenant
 from ctxcache.identity.tokens import Token, digest_of, new_secret, read_tokens
 
-app = typer.Typer(no_args_is_help=True, help="Make tokens for clients.")
+app = typer.Typer()
+tokens = typer.Typer(no_args_is_help=True, help="Make tokens for clients.")
+app.add_typer(tokens, name="token")
 
 
-@app.callback()
-def tokens() -> None:
+@tokens.callback()
+def _group() -> None:
     """Make tokens for clients."""
 
 
-@app.command(
+@tokens.command(
     "new",
     epilog=examples(
         "ctxcache token new engine-1 --hashes tokens --tenant chat --shared-memory",
@@ -41,7 +46,10 @@ def new(
         bool, typer.Option("--write-in-place", help="It may write all over the arena, too.")
     ] = False,
 ) -> None:
-    """Make a token, print it, and add its hash to the server's file. It is printed this once, and nowhere kept."""
+    """Make a token, print it, and add its hash to the server's file.
+
+    It is printed this once, and nowhere kept.
+    """
     if not is_tenant(tenant):
         raise typer.BadParameter(f"{tenant!r} is no name of a tenant", param_hint="--tenant")
     if not name.isprintable() or " " in name or not name or name.startswith("#"):

@@ -1,29 +1,407 @@
-"""`ctxcache top`: a server as it runs, looked at again and again. Asks `GetStats` and `GetActivity`, nothing else.
+"""`ctxcache top`: a server as it runs, looked at again and again.
 
-Worst case: the server does not answer, which is said until it does.
+Asks `GetStats` and `GetActivity`, nothing else.
+
+    Look ──┐
+           ├── Rates (what happened in between) ──► frame (a picture)
+    Look ──┘
+
+Rates and frames are pure. Worst case: the server does not answer, which is said until it does.
 """
 
+import math
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from datetime import UTC
+from pathlib import PurePath
+from typing import Annotated
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from ctxcache.cli.call import Call, online
+from ctxcache.cli.documents import Output
 from ctxcache.cli.examples import examples
-from ctxcache.cli.output import Output
-from ctxcache.cli.sentences import sentence
+from ctxcache.cli.failures import sentence
+from ctxcache.cli.printers import to_plain
+from ctxcache.cli.tables import duration, fragmented
+from ctxcache.cli.units import human_duration, human_size
+from ctxcache.client import Client
 from ctxcache.errors import Unavailable
+from ctxcache.v1.admin_pb2 import PathState, Stats, TierStats
+from ctxcache.v1.operations_pb2 import Activity, MethodActivity
+from ctxcache.v1.session_pb2 import Tier
 
-if TYPE_CHECKING:
-    from ctxcache.cli.top_rates import Look
-    from ctxcache.client import Client
-
+UNCOUNTED = ("Access", "Schedule", "GetStats", "GetActivity", "Verify", "Drain")
+"""Rpcs that stay open, or are our own looking."""
 PIPE_WIDTH = 120
-EXAMPLES = examples("ctxcache top --once", "ctxcache top --once --output json")
+app = typer.Typer()
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A server at one moment."""
+
+    stats: Stats
+    activity: Activity
+
+    @property
+    def time_s(self) -> float:
+        """When, by the server's clock."""
+        return self.activity.time.ToNanoseconds() / 1e9
+
+    @property
+    def up_s(self) -> float:
+        """Since when it runs."""
+        return max(self.time_s - self.stats.start_time.ToNanoseconds() / 1e9, 0.001)
+
+    @property
+    def clock(self) -> str:
+        """When, for people."""
+        return self.activity.time.ToDatetime(tzinfo=UTC).astimezone().strftime("%H:%M:%S")
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """One method: calls a second, failed ones a second, and how long they take.
+
+    None where that is not known.
+    """
+
+    method: str
+    rate: float
+    failed_rate: float
+    p50_s: float | None
+    p99_s: float | None
+
+
+class Rates:
+    """What happened between two looks; without an earlier one, since the server's start."""
+
+    def __init__(self, now: Look, before: Look | None) -> None:
+        # One that was started anew counts from nothing.
+        if before is not None and before.stats.start_time != now.stats.start_time:
+            before = None
+        self._now, self._before = now, before
+        self.seconds = now.up_s if before is None else max(now.time_s - before.time_s, 0.001)
+
+    def stat(self, name: str) -> float:
+        """A counter of GetStats, a second."""
+        return self._per_s(self._grown("stats", name))
+
+    def hit_rate(self) -> float | None:
+        """Part of reads and look-ups that found the session; None when there were none."""
+        hits, misses = self._grown("activity", "hit_count"), self._grown("activity", "miss_count")
+        return hits / (hits + misses) if hits + misses else None
+
+    def dram_rate(self) -> float | None:
+        """Part of what was read that was in DRAM already; None when nothing was."""
+        read = self._grown("stats", "read_token_count")
+        return self._grown("stats", "dram_hit_token_count") / read if read else None
+
+    def refused(self) -> float:
+        """Rpcs refused, a second."""
+        return self._per_s(self._grown("activity", "refused_rpc_count"))
+
+    def calls(self) -> list[Calls]:
+        """Methods that were called, the busiest first."""
+        before = {} if self._before is None else {one.method: one for one in self._before.activity.methods}
+        found = [self._calls(one, before.get(one.method)) for one in self._now.activity.methods]
+        shown = [one for one in found if one.rate and one.method.rpartition("/")[2] not in UNCOUNTED]
+        return sorted(shown, key=lambda one: -one.rate)
+
+    def accesses(self, kind: str, name: str) -> float:
+        """A session's or a tenant's accesses a second.
+
+        Since a moment unknown when it was not among the busiest before.
+        """
+        now = _accesses(self._now.activity, kind).get(name, 0)
+        before = {} if self._before is None else _accesses(self._before.activity, kind)
+        return self._per_s(max(now - before.get(name, now if self._before else 0), 0))
+
+    def _calls(self, now: MethodActivity, before: MethodActivity | None) -> Calls:
+        earlier = before or MethodActivity(bucket_counts=[0] * len(now.bucket_counts))
+        buckets = [a - b for a, b in zip(now.bucket_counts, earlier.bucket_counts, strict=True)]
+        return Calls(
+            now.method,
+            self._per_s(now.count - earlier.count),
+            self._per_s(now.failed_count - earlier.failed_count),
+            quantile(now.bounds_seconds, buckets, 0.5),
+            quantile(now.bounds_seconds, buckets, 0.99),
+        )
+
+    def _grown(self, of: str, name: str) -> int:
+        before = 0 if self._before is None else getattr(getattr(self._before, of), name)
+        return int(getattr(getattr(self._now, of), name) - before)
+
+    def _per_s(self, count: float) -> float:
+        return count / self.seconds
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> float | None:
+    """The upper bound of the bucket in which so large a part of the values lies below.
+
+    None without values.
+    """
+    left = part * sum(counts)
+    if not left:
+        return None
+    for bound, count in zip(bounds, counts, strict=False):
+        left -= count
+        if left <= 0:
+            return bound
+    return float("inf")
+
+
+def _accesses(activity: Activity, kind: str) -> dict[str, int]:
+    if kind == "tenant":
+        return {one.tenant: one.access_count for one in activity.tenants}
+    return {f"{one.tenant}/{one.name}": one.access_count for one in activity.sessions}
+
+
+WIDE = 110
+ROWS = 6
+NARROW_ROWS = 4
+FULL, NEARLY = 0.95, 0.8
+
+
+def frame(now: Look, before: Look | None, target: str, width: int) -> RenderableType:
+    """Everything, for a terminal of so many columns."""
+    rates = Rates(now, before)
+    rows = ROWS if width >= WIDE else NARROW_ROWS
+    parts = [
+        _head(now, target, since_start=before is None),
+        _problems(now.activity.problems),
+        _panel("Tiers", _tiers(now, width)),
+        _pair(
+            _panel("Reads and writes", _traffic(now, rates)),
+            _panel("Held and owed", _held(now, rates)),
+            width,
+        ),
+        _panel("Calls", _calls(rates, rows)),
+        _pair(
+            _panel("Sessions", _sessions(now, rates, rows)),
+            _panel("Tenants", _tenants(now, rates, rows)),
+            width,
+        ),
+    ]
+    return Group(*parts)
+
+
+def _head(now: Look, target: str, *, since_start: bool) -> RenderableType:
+    line = Table.grid(expand=True)
+    line.add_column(no_wrap=True, overflow="ellipsis")
+    line.add_column(justify="right", no_wrap=True)
+    state = ("ready", "bold green") if now.activity.is_ready else ("draining", "bold yellow")
+    left = Text.assemble(
+        ("ctxcache ", "bold"),
+        now.stats.version,
+        "  ",
+        target,
+        "  ",
+        state,
+        f"  up {human_duration(now.up_s)}",
+    )
+    right = "since its start" if since_start else now.clock
+    line.add_row(left, Text(right, style="dim"))
+    return line
+
+
+def _tiers(now: Look, width: int) -> RenderableType:
+    rows = _rows("", "", ">used", ">of", ">free in one", ">segments", "state", "where")
+    # Only the path gives way.
+    rows.columns[-1].ratio = 1
+    for tier in now.stats.tiers:
+        part = tier.used_bytes / max(tier.capacity_bytes, 1)
+        rows.add_row(
+            Tier.Name(tier.tier).removeprefix("TIER_"),
+            _bar(part, 24 if width >= WIDE else 10),
+            human_size(tier.used_bytes),
+            human_size(tier.capacity_bytes),
+            f"{1 - fragmented(tier):.0%}",
+            f"{tier.segment_count:,}",
+            _state(tier),
+            Text(_place(tier, width), style="dim"),
+        )
+    return rows
+
+
+def _traffic(now: Look, rates: Rates) -> RenderableType:
+    hit, in_dram = rates.hit_rate(), rates.dram_rate()
+    facts = _facts()
+    facts.add_row("found", _part(hit), _part_bar(hit))
+    facts.add_row("read from DRAM", _part(in_dram), _part_bar(in_dram))
+    facts.add_row("read", f"{_count(rates.stat('read_token_count'))} tokens/s", "")
+    facts.add_row("appended", f"{_count(rates.stat('appended_token_count'))} tokens/s", "")
+    ended = rates.stat("evicted_session_count"), rates.stat("expired_session_count")
+    facts.add_row("evicted, expired", f"{_count(ended[0])}, {_count(ended[1])} /s", "")
+    facts.add_row("sessions", f"{now.stats.session_count:,}, models {now.stats.model_count:,}", "")
+    return facts
+
+
+def _held(now: Look, rates: Rates) -> RenderableType:
+    activity, stats, facts = now.activity, now.stats, _facts()
+    leased = activity.leased_bytes / max(activity.leased_limit_bytes, 1)
+    dirty = stats.dirty_bytes / max(activity.dirty_limit_bytes, 1)
+    facts.add_row("leased", human_size(activity.leased_bytes), _bar(leased, 10))
+    oldest = f", oldest {duration(activity.oldest_lease_age)}" if stats.lease_count else ""
+    facts.add_row("leases", f"{stats.lease_count}{oldest}", "")
+    facts.add_row("not on SSD yet", human_size(stats.dirty_bytes), _bar(dirty, 10))
+    waits = activity.HasField("oldest_dirty_age")
+    facts.add_row("since", duration(activity.oldest_dirty_age) if waits else "-", "")
+    facts.add_row("flushed, promoted", _segments(rates), "")
+    delayed, refused = rates.stat("delayed_write_count"), rates.refused()
+    text = f"{_count(delayed)}, {_count(refused)} /s"
+    facts.add_row("delayed, refused", Text(text, style="yellow" if delayed or refused else ""), "")
+    return facts
+
+
+def _segments(rates: Rates) -> str:
+    flushed, promoted = rates.stat("flushed_segment_count"), rates.stat("promoted_segment_count")
+    return f"{_count(flushed)}, {_count(promoted)} /s"
+
+
+def _calls(rates: Rates, limit: int) -> RenderableType:
+    rows = _rows("method", ">per s", ">failed", ">half within", ">99 % within")
+    calls = rates.calls()
+    for one in calls[:limit]:
+        failed = Text(_count(one.failed_rate), style="red" if one.failed_rate else "dim")
+        rows.add_row(one.method, _count(one.rate), failed, _time(one.p50_s), _time(one.p99_s))
+    return rows if calls else _nothing("no calls")
+
+
+def _sessions(now: Look, rates: Rates, limit: int) -> RenderableType:
+    rows = _rows("session", ">uses/s", ">tokens", ">DRAM", ">SSD")
+    for one in now.activity.sessions[:limit]:
+        rows.add_row(
+            Text(one.name.removeprefix("sessions/"), overflow="ellipsis", no_wrap=True),
+            _count(rates.accesses("session", f"{one.tenant}/{one.name}")),
+            f"{one.token_count:,}",
+            human_size(one.dram_bytes),
+            human_size(one.ssd_bytes),
+        )
+    return rows if now.activity.sessions else _nothing("no session was used")
+
+
+def _tenants(now: Look, rates: Rates, limit: int) -> RenderableType:
+    rows = _rows("tenant", ">uses/s", ">sessions", ">DRAM", ">SSD")
+    for one in now.activity.tenants[:limit]:
+        rows.add_row(
+            Text(one.tenant, overflow="ellipsis", no_wrap=True),
+            _count(rates.accesses("tenant", one.tenant)),
+            f"{one.session_count:,}",
+            human_size(one.dram_bytes),
+            human_size(one.ssd_bytes),
+        )
+    return rows if now.activity.tenants else _nothing("no tenant was here")
+
+
+def _problems(problems: Sequence[str]) -> RenderableType:
+    if not problems:
+        return Text(" nothing needs a look", style="green")
+    return Panel(
+        Text("\n".join(problems), style="yellow"), title="Look at", title_align="left", border_style="yellow"
+    )
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+def _panel(title: str, inner: RenderableType) -> Panel:
+    return Panel(inner, title=title, title_align="left", border_style="bright_black", padding=(0, 1))
+
+
+def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
+    """Beside each other where there is room."""
+    if width < WIDE:
+        return Group(left, right)
+    both = Table.grid(expand=True)
+    both.add_column(ratio=1)
+    both.add_column(ratio=1)
+    both.add_row(left, right)
+    return both
+
+
+def _rows(*titles: str) -> Table:
+    rows = Table(box=None, expand=True, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for title in titles:
+        is_number = title.startswith(">")
+        rows.add_column(title.lstrip(">"), justify="right" if is_number else "left", no_wrap=True)
+    return rows
+
+
+def _facts() -> Table:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(no_wrap=True)
+    facts.add_column()
+    return facts
+
+
+def _bar(part: float, width: int) -> Text:
+    filled = min(max(round(part * width), 1 if part > 0 else 0), width)
+    colour = "red" if part >= FULL else "yellow" if part >= NEARLY else "cyan"
+    return Text.assemble(("█" * filled, colour), ("░" * (width - filled), "bright_black"), f" {part:4.0%}")
+
+
+def _part_bar(part: float | None) -> Text:
+    filled = round((part or 0) * 10)
+    return (
+        Text.assemble(("█" * filled, "green"), ("░" * (10 - filled), "bright_black"))
+        if part is not None
+        else Text()
+    )
+
+
+def _part(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"
+
+
+def _state(tier: TierStats) -> Text:
+    word = PathState.Name(tier.state).removeprefix("PATH_STATE_").lower()
+    return Text(word, style={"open": "green", "resting": "yellow"}.get(word, "red"))
+
+
+def _place(tier: TierStats, width: int) -> str:
+    path = PurePath(tier.path)
+    return str(path) if width >= WIDE else path.parent.name or str(path)
+
+
+def _count(number: float) -> str:
+    if number >= 10_000:
+        return f"{number / 1000:.0f} k" if number < 1e6 else f"{number / 1e6:.1f} M"
+    return (
+        "0"
+        if not number
+        else f"{number:,.0f}"
+        if number >= 100
+        else f"{number:.1f}"
+        if number >= 0.1
+        else "<0.1"
+    )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None or math.isinf(seconds):
+        return "-" if seconds is None else "> 30 s"
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
+
+
+def _nothing(text: str) -> Text:
+    return Text(text, style="dim")
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@app.command("top", epilog=examples("ctxcache top --once", "ctxcache top --once --output json"))
 @online
 def top(
     call: Call,
@@ -53,34 +431,20 @@ def top(
                 _live(client, call.target, interval, width)
 
 
-def _look(client: "Client") -> "Look":
-    from ctxcache.cli.top_rates import Look  # noqa: PLC0415  it imports protobuf
-
+def _look(client: Client) -> Look:
     return Look(client.stats(), client.activity())
 
 
-def _document(call: Call, look: "Look") -> None:
-    from ctxcache.cli.plain import to_plain  # noqa: PLC0415  as above
-
+def _document(call: Call, look: Look) -> None:
     call.show_facts({"stats": to_plain(look.stats), "activity": to_plain(look.activity)}, "")
 
 
-def _print(look: "Look", target: str, width: int | None) -> None:
-    from rich.console import Console  # noqa: PLC0415  --help draws nothing
-
-    from ctxcache.cli.top_view import frame  # noqa: PLC0415  as above
-
+def _print(look: Look, target: str, width: int | None) -> None:
     console = Console(highlight=False, width=width or (None if sys.stdout.isatty() else PIPE_WIDTH))
     console.print(frame(look, None, target, console.width))
 
 
-def _live(client: "Client", target: str, interval_s: float, width: int | None) -> None:
-    from rich.console import Console  # noqa: PLC0415  as above
-    from rich.live import Live  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    from ctxcache.cli.top_view import frame  # noqa: PLC0415
-
+def _live(client: Client, target: str, interval_s: float, width: int | None) -> None:
     console = Console(highlight=False, width=width)
     before: Look | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -1,7 +1,8 @@
 """`ctxcache trace`: what a live store is asked, without content: recorded, and made a trace of.
 
-Thin: files and counts are `ctxcache.recordings`, imported when a command runs. The lab adds `replay`. Worst case: the file's device
-is full or the server goes away; what is recorded up to then stays, and says that it is not whole.
+Thin: `ctxcache.recordings` has the files and the counts. The lab adds `replay`. Worst case: the file's device
+is full, or the server goes away. Calls that were recorded up to then stay, and the file says that it is not
+whole.
 """
 
 import json
@@ -9,20 +10,21 @@ import sys
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ctxcache.cli.call import Call, online
+from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
-from ctxcache.cli.names import parsed
-from ctxcache.cli.units import human_duration, parse_duration_s
+from ctxcache.cli.units import human_duration, parse_duration_s, parsed
+from ctxcache.recordings.reading import contents
+from ctxcache.recordings.writing import Written, created, write
+from ctxcache.simulate.trace import Trace
 
-if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
-    from ctxcache.recordings.writing import Written
-
-app = typer.Typer(no_args_is_help=True, help="Record what a store is asked, and ask it of another.")
+app = typer.Typer()
+traces = typer.Typer(no_args_is_help=True, help="Record what a store is asked, and ask it of another.")
+app.add_typer(traces, name="trace")
 FileArgument = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="A recording, .gz too.", show_default=False),
@@ -33,7 +35,7 @@ NewFileArgument = Annotated[
 ]
 
 
-@app.command(
+@traces.command(
     "record",
     epilog=examples("ctxcache trace record hour.jsonl.gz --duration 1h"),
 )
@@ -49,46 +51,45 @@ def record(
 
     What is read too slowly is lost, counted, and noted in the file; the server never waits.
     """
-    from ctxcache.recordings.writing import Written, created, write  # noqa: PLC0415  it imports protobuf
-
     duration_s = parsed(parse_duration_s, duration, "--duration")
     written = Written()
     _check_name(file)
     with call.client() as client, closing(client.record(duration_s)) as parts:
-        # Nobody wants the file of a recording that was refused.
+        # A recording that was refused leaves no file.
         first = next(parts)
         with created(file) as lines, suppress(KeyboardInterrupt):
             for written in write(chain((first,), parts), lines):
                 _report(written)
     facts: dict[str, Plain] = {
-        "file": str(file), "calls": written.call_count, "lost_calls": written.lost_count,
+        "file": str(file),
+        "calls": written.call_count,
+        "lost_calls": written.lost_count,
         "elapsed_s": round(written.elapsed_s, 3),
-    }  # fmt: skip
+    }
     lost = f", {written.lost_count} lost" if written.lost_count else ""
     call.show_facts(facts, f"{file}: {written.call_count} calls in {human_duration(written.elapsed_s)}{lost}")
 
 
-@app.command("convert", epilog=examples("ctxcache trace convert calls.jsonl turns.jsonl"))
+@traces.command("convert", epilog=examples("ctxcache trace convert calls.jsonl turns.jsonl"))
 @online
 def convert(call: Call, file: FileArgument, trace: NewFileArgument) -> None:
     """Make a trace for `ctxcache simulate` out of a recording, which takes recordings, too.
 
     It says with which options simulate has that store's sizes.
     """
-    from ctxcache.recordings.reading import contents  # noqa: PLC0415  --help needs none of it
-    from ctxcache.recordings.writing import created  # noqa: PLC0415
-    from ctxcache.simulate.trace import Trace  # noqa: PLC0415
-
     _check_name(trace)
     found, turn_count = contents(file), 0
     with created(trace) as lines:
         for turn in Trace(file):
             turn_count += 1
             values = {
-                "session_id": turn.session.decode(), "arrival_ms": round(turn.arrival_s * 1000, 3),
-                "new_input_tokens": turn.input_tokens, "output_tokens": turn.output_tokens,
-                "history_tokens": turn.history_tokens, "turn": turn.number,
-            }  # fmt: skip
+                "session_id": turn.session.decode(),
+                "arrival_ms": round(turn.arrival_s * 1000, 3),
+                "new_input_tokens": turn.input_tokens,
+                "output_tokens": turn.output_tokens,
+                "history_tokens": turn.history_tokens,
+                "turn": turn.number,
+            }
             lines.write(json.dumps(values, separators=(",", ":")) + "\n")
     options = found.simulate_options()
     facts: dict[str, Plain] = {
@@ -106,8 +107,8 @@ def _check_name(path: Path) -> None:
         raise typer.BadParameter(f"{path}: its name does not end in .jsonl or .jsonl.gz", param_hint="NEW")
 
 
-def _report(written: "Written") -> None:
-    """For whom waits at a terminal."""
+def _report(written: Written) -> None:
+    """Tell a person who waits at a terminal."""
     if sys.stderr.isatty():
         lost = f", {written.lost_count} lost" if written.lost_count else ""
         line = f"{human_duration(written.elapsed_s)}: {written.call_count} calls{lost}; Ctrl-C ends it"

@@ -1,31 +1,63 @@
-"""The parts that `export` and `import` share: a bar of progress, and the report of each session.
+"""`ctxcache export` and `import`: sessions into an archive and out of it, docs/archive_format.md.
 
-Worst case: some sessions failed. Each is reported, and the first gives the sentence and the exit code.
+Worst case of an export: there is no file of that name, and the sentence says why. Worst case of an import:
+some sessions come in and others do not. Each is reported, the first failure gives the sentence and the exit
+code, and no session is there in part. A server does not start on a new store that is not whole.
 """
 
+import inspect
+import secrets
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-from ctxcache.archive.outcomes import Outcome, Status
-from ctxcache.cli.call import Call
-from ctxcache.cli.units import human_size
-from ctxcache.errors import CacheError
+from ctxcache.archive.contents import ArchivedSession
+from ctxcache.archive.exporting import Exporter, receive
+from ctxcache.archive.files import destination, source
+from ctxcache.archive.frames import FILE_ID_BYTES, FrameWriter
+from ctxcache.archive.importing import Importer, present
+from ctxcache.archive.laying_out import Restored, lay_out, look
+from ctxcache.archive.outcomes import OnConflict, Outcome, Status, Wishes
+from ctxcache.archive.reader import ArchiveReader, survey
+from ctxcache.cli.call import CONTEXT, SHARED_OPTIONS, Call, call_of, online
+from ctxcache.cli.completion import session_names
+from ctxcache.cli.documents import Plain
+from ctxcache.cli.examples import examples
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.settings import load_settings, setting_options
+from ctxcache.cli.signature import with_signature
+from ctxcache.cli.units import human_size, human_time, parse_duration_s, parsed, session_name
+from ctxcache.client import Client
+from ctxcache.errors import CacheError, SessionAlreadyExists
+from ctxcache.runtime.files import keep_private
+from ctxcache.settings.knobs.knob import parse_size_bytes
+from ctxcache.storage.opening import ssd_directories_of
+from ctxcache.v1.operations_pb2 import BackupResponse
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from ctxcache.cli.plain import Plain
 PIPE = "-"
+app = typer.Typer()
 
 
 class Bar:
     """A bar of one task after the other; draws nothing where standard error is no terminal."""
 
-    def __init__(self, bars: "Progress") -> None:
+    def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._task: TaskID | None = None
         self._size_bytes = 0
@@ -51,15 +83,6 @@ class Bar:
 @contextmanager
 def bar() -> Iterator[Bar]:
     """Draw on standard error, if that is a terminal, until the block ends."""
-    from rich.console import Console  # noqa: PLC0415  --help draws no bars
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -107,7 +130,7 @@ def no_terminal(stream_name: str) -> typer.BadParameter:
     return typer.BadParameter(f"{stream_name} is a terminal: give a file, or a pipe")
 
 
-def _plain(one: "Outcome") -> "Plain":
+def _plain(one: Outcome) -> Plain:
     return {
         "session": one.session,
         "target": one.target,
@@ -119,7 +142,7 @@ def _plain(one: "Outcome") -> "Plain":
     }
 
 
-def _line(one: "Outcome") -> str:
+def _line(one: Outcome) -> str:
     name = one.session if one.target == one.session else f"{one.session} as {one.target}"
     if one.error:
         return f"{one.status:9} {name}: {' '.join(str(one.error).split())} ({one.error.reason})"
@@ -134,3 +157,339 @@ def _sum(path: str, outcomes: Sequence[Outcome]) -> str:
     size = human_size(sum(one.size_bytes for one in outcomes))
     told = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no sessions"
     return f"{path}: {told}, {size}"
+
+
+@app.command(
+    "export",
+    epilog=examples(
+        "ctxcache export chat-17 --to chat-17.ctxarchive --force",
+        "ctxcache export --all --to all.ctxarchive --force",
+        "ctxcache export --store --to monday.ctxarchive --rate-limit 100MiB",
+    ),
+)
+@online
+def export(
+    call: Call,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...", help="IDs or sessions/IDs.", show_default=False, autocompletion=session_names
+        ),
+    ] = None,
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to; - for standard output.")],
+    all_: Annotated[
+        bool, typer.Option("--all", help="Every session of yours; one that goes meanwhile is left out.")
+    ] = False,
+    store: Annotated[
+        bool, typer.Option("--store", help="A backup: what SSD has, of all tenants; for operators.")
+    ] = False,
+    rate_limit: Annotated[
+        str,
+        typer.Option("--rate-limit", metavar="SIZE", help="With --store: most bytes a second, as 100MiB."),
+    ] = "0",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write sessions to a file that `import` reads, for this store or another.
+
+    The file has its name when it is whole, and not before. With --store, exits with 4 when sessions changed
+    too fast to be copied; the others are in the file.
+    """
+    if bool(names) + all_ + store != 1:
+        raise typer.BadParameter("give names, or --all, or --store")
+    rate = parsed(parse_size_bytes, rate_limit, "--rate-limit")
+    if rate and not store:
+        raise typer.BadParameter("--rate-limit goes with --store")
+    if to == PIPE and sys.stdout.isatty():
+        raise no_terminal("standard output")
+    if store:
+        _export_store(call, to, rate, is_forced=force)
+        return
+    with call.client(moves_rows=True) as client, bar() as progress:
+        wanted = _wanted(client, [session_name(name) for name in names or ()], progress)
+        outcomes = _export(client, wanted, to, progress, is_forced=force, skips_gone=all_)
+    show_outcomes(call, to, outcomes, to_stderr=to == PIPE)
+    raise_first(outcomes)
+
+
+def _wanted(client: Client, names: list[str], progress: Bar) -> list[str]:
+    """Their names, each once, all where none are given. Raises SessionNotFound."""
+    sessions = map(client.get_session, names) if names else client.list_sessions(page_size=1000)
+    found = {session.name: session.token_count for session in sessions}
+    progress.begin("exporting", sum(found.values()))
+    return list(found)
+
+
+def _export(
+    client: Client, names: list[str], to: str, progress: Bar, *, is_forced: bool, skips_gone: bool
+) -> list[Outcome]:
+    with destination(to, is_forced=is_forced) as fd:
+        writer = FrameWriter(fd, to, secrets.token_bytes(FILE_ID_BYTES), time.time_ns())
+        outcomes = list(Exporter(client, writer, progress.step, skips_gone=skips_gone).export(names))
+        if outcomes and all(one.status is Status.FAILED for one in outcomes):
+            # A file without any of them would be in the way of the next attempt.
+            raise_first(outcomes)
+    return outcomes
+
+
+def _export_store(call: Call, to: str, rate: int, *, is_forced: bool) -> None:
+    began_s = time.monotonic()
+    with call.client() as client, bar() as progress, destination(to, is_forced=is_forced) as fd:
+        progress.begin("exporting", None)
+        answers = _Answers(client.backup(bytes_per_second=rate), progress.at)
+        size_bytes = receive(answers, fd, to)
+    facts: dict[str, Plain] = {
+        "file": to,
+        "size_bytes": size_bytes,
+        "duration_s": round(time.monotonic() - began_s, 3),
+        **answers.counts(),
+    }
+    call.show_facts(facts, _store_text(facts), to_stderr=to == PIPE)
+    if facts["left_out_session_count"]:
+        raise typer.Exit(ExitCode.CONFLICT)
+
+
+class _Answers(Iterable[bytes]):
+    """A backup's bytes as they come. The counts of the last answer are kept."""
+
+    def __init__(self, answers: Iterable[BackupResponse], at: Callable[[str, int, int], None]) -> None:
+        self._answers, self._at = answers, at
+        self._last: BackupResponse | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        for answer in self._answers:
+            yield answer.data
+            self._at("exporting", answer.copied_bytes, answer.total_bytes)
+            answer.ClearField("data")
+            self._last = answer
+
+    def counts(self) -> dict[str, int]:
+        """The counts of the whole."""
+        names = ("session", "segment", "token", "unwritten_token", "left_out_session")
+        return {f"{name}_count": int(getattr(self._last, f"{name}_count", 0)) for name in names}
+
+
+def _store_text(facts: dict[str, Plain]) -> str:
+    size, duration_s = int(str(facts["size_bytes"])), float(str(facts["duration_s"]))
+    counts = (int(str(facts[f"{name}_count"])) for name in ("session", "token", "segment"))
+    rate = human_size(size / max(duration_s, 0.001))
+    lines = [counted(*counts), f"  {facts['file']}: {human_size(size)} in {duration_s:.1f} s, {rate}/s"]
+    if facts["unwritten_token_count"]:
+        lines.append(f"  {facts['unwritten_token_count']} tokens that only memory had are not in it")
+    if facts["left_out_session_count"]:
+        lines.append(f"  {facts['left_out_session_count']} sessions changed too fast and are not in it")
+    return "\n".join(lines)
+
+
+SHOWN_SETTINGS = ("data_directory", "ssd_directories", "ssd_size_bytes")
+"""Settings that --help shows; a new store may be given all others that `serve` will get."""
+
+
+def import_sessions(
+    call: Call,
+    settings: dict[str, Any],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="From where; - for standard input.", show_default=False)
+    ],
+    on_conflict: Annotated[
+        OnConflict, typer.Option("--on-conflict", help="What to do where a session of that name is there.")
+    ] = OnConflict.FAIL,
+    rename: Annotated[
+        list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Import one by another name.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this one; repeat for more.")
+    ] = None,
+    from_tenant: Annotated[
+        str | None,
+        typer.Option("--from-tenant", metavar="TENANT", help="Whose, of a file with those of several."),
+    ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option("--ttl", metavar="TIME", help="How long all of them live after an access: 2h, 7d."),
+    ] = None,
+    *,
+    pins: Annotated[bool, typer.Option("--pins", help="Pin those that were pinned; for operators.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Verify the file and list what is in it; asks no server.")
+    ] = False,
+    new_store: Annotated[
+        bool,
+        typer.Option(
+            "--new-store",
+            help="Make a new store of the file, for `ctxcache serve` with the same settings; asks no server.",
+        ),
+    ] = False,
+) -> None:
+    """Bring in sessions that `export` wrote: each whole, or not at all.
+
+    A file is verified before anything of it is sent; from a pipe, sessions come in as they are verified.
+    """
+    wishes = Wishes(
+        on_conflict=on_conflict,
+        names=dict(_pair(text) for text in rename or ()),
+        only=frozenset(name.removeprefix("sessions/") for name in only or ()),
+        tenant=from_tenant,
+        ttl_s=None if ttl is None else parsed(parse_duration_s, ttl, "--ttl"),
+        keeps_pins=pins,
+    )
+    if file == PIPE and (check or new_store):
+        raise typer.BadParameter(f"--{'check' if check else 'new-store'} needs a file")
+    if new_store:
+        if wishes != Wishes():
+            raise typer.BadParameter("--new-store takes all of the file as it is")
+        _import_store(call, file, settings, is_check=check)
+        return
+    if given := [name for name, value in settings.items() if value and name != "config"]:
+        option = given[0].replace("_", "-")
+        raise typer.BadParameter(f"--{option} goes with --new-store")
+    if file == PIPE and sys.stdin.isatty():
+        raise no_terminal("standard input")
+    outcomes: list[Outcome] = []
+    try:
+        with bar() as progress:
+            found = [] if file == PIPE else _survey(file, wishes, progress)
+            if check:
+                outcomes = [_listed(one, wishes) for one in found]
+            else:
+                with call.client(moves_rows=True) as client:
+                    _import(client, file, found, wishes, progress, outcomes)
+    except BaseException:
+        # Ctrl-C, above all: these sessions are there.
+        if outcomes:
+            show_outcomes(call, file, outcomes)
+        raise
+    tried = {one.session for one in outcomes}
+    rest = (one for one in found if f"sessions/{one.session_id}" not in tried)
+    outcomes += [
+        replace(_listed(one, wishes), status=Status.UNTRIED, token_count=0, size_bytes=0) for one in rest
+    ]
+    show_outcomes(call, file, outcomes)
+    raise_first(outcomes)
+
+
+def _survey(file: str, wishes: Wishes, progress: Bar) -> list[ArchivedSession]:
+    """What of a file is wanted. Raises FileDamaged, FormatTooNew, FileUnusable, BadParameter."""
+    with source(file) as opened:
+        progress.begin("verifying", opened.size_bytes)
+        contents = survey(opened, lambda count: progress.step("verifying", count, count))
+    sessions = [one for one, _ in contents.sessions if wishes.tenant in (None, one.model.tenant)]
+    tenants = sorted({one.model.tenant for one in sessions})
+    if len(tenants) > 1:
+        raise typer.BadParameter(f"{file} has sessions of {', '.join(tenants)}: --from-tenant says whose")
+    ids = {one.session_id for one in sessions}
+    for name in (*wishes.names, *sorted(wishes.only)):
+        if name not in ids:
+            raise typer.BadParameter(f"{name} is not in {file}")
+    wanted = [one for one in sessions if wishes.wants(one.model.tenant, one.session_id)]
+    if len({wishes.target(one.session_id) for one in wanted}) < len(wanted):
+        raise typer.BadParameter("--rename gives two sessions one name")
+    return wanted
+
+
+def _import(
+    client: Client,
+    file: str,
+    found: list[ArchivedSession],
+    wishes: Wishes,
+    progress: Bar,
+    outcomes: list[Outcome],
+) -> None:
+    if wishes.on_conflict is OnConflict.FAIL:
+        for target in (wishes.target(one.session_id) for one in found):
+            if present(client, target) is not None:
+                raise SessionAlreadyExists(session=f"sessions/{target}")
+    progress.begin("importing", sum(one.token_count for one in found) or None)
+    with source(file) as opened:
+        reader = ArchiveReader(opened)
+        outcomes.extend(Importer(client, wishes, reader.begin_time_ns, progress.step).take(reader.sessions()))
+
+
+def _import_store(call: Call, file: str, given: dict[str, Any], *, is_check: bool) -> None:
+    settings = load_settings(given)
+    keep_private()
+    with source(file) as opened, bar() as progress:
+        progress.begin("checking", opened.size_bytes)
+        if is_check:
+            found = look(opened, now_ns=time.time_ns(), step=progress.at)
+        else:
+            found = lay_out(
+                opened,
+                settings.data_directory,
+                ssd_directories_of(settings),
+                ssd_size_bytes=settings.ssd_size_bytes,
+                now_ns=time.time_ns(),
+                created_by=f"ctxcache {version('ctxcache')}",
+                step=progress.at,
+            )
+    place = None if is_check else str(settings.data_directory)
+    call.show_facts(_new_store_facts(found, place), _new_store_text(found, place))
+
+
+def _new_store_facts(found: Restored, place: str | None) -> dict[str, Plain]:
+    facts: dict[str, Plain] = asdict(found)
+    created = datetime.fromtimestamp(found.create_time_ns / 10**9, UTC)
+    del facts["create_time_ns"]
+    return {"data_directory": place, **facts, "create_time": created.isoformat().replace("+00:00", "Z")}
+
+
+def _new_store_text(found: Restored, place: str | None) -> str:
+    created = datetime.fromtimestamp(found.create_time_ns / 10**9, UTC)
+    told = counted(found.session_count, found.token_count, found.segment_count)
+    lines = [
+        f"{told} ({human_size(found.segment_bytes)}) in {place or 'it'}",
+        (
+            f"  as of {created:%Y-%m-%d %H:%M:%S} UTC, {human_time(created, datetime.now(UTC))}, by "
+            f"{found.created_by}"
+        ),
+    ]
+    if found.expired_session_count:
+        lines.append(f"  {found.expired_session_count} sessions have expired since")
+    return "\n".join(lines)
+
+
+def _listed(one: ArchivedSession, wishes: Wishes) -> Outcome:
+    source, target = f"sessions/{one.session_id}", f"sessions/{wishes.target(one.session_id)}"
+    return Outcome(source, target, Status.WHOLE, one.token_count, one.size_bytes)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals and new):
+        raise typer.BadParameter(f"--rename: {text!r} is not OLD=NEW")
+    return old.removeprefix("sessions/"), new.removeprefix("sessions/")
+
+
+def _import_command() -> Callable[..., None]:
+    """`import`, with an option for every setting beside its own."""
+    own = list(inspect.signature(import_sessions).parameters.values())[2:]
+    settings = setting_options(SHOWN_SETTINGS)
+    names = {one.name for one in settings}
+
+    def command(context: typer.Context, **given: Any) -> None:
+        call = call_of(context, given)
+        import_sessions(call, {name: given.pop(name) for name in names}, **given)
+
+    return with_signature(
+        command,
+        [
+            CONTEXT,
+            *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
+            *settings,
+            *SHARED_OPTIONS,
+        ],
+        name="import",
+        doc=import_sessions.__doc__,
+        hints=get_type_hints(import_sessions, include_extras=True),
+    )
+
+
+app.command(
+    "import",
+    epilog=examples(
+        "ctxcache import chat-17.ctxarchive --on-conflict skip",
+        "ctxcache import chat-17.ctxarchive --rename chat-17=chat-18 --ttl 2h",
+        "ctxcache import all.ctxarchive --check",
+        "ctxcache import monday.ctxarchive --new-store --data-directory /new",
+    ),
+)(_import_command())

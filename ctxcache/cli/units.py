@@ -1,7 +1,18 @@
-"""Sizes and times as people read and write them. Pure: the present is an argument."""
+"""Names, sizes and times as people read and write them. Pure: the present is an argument.
+
+`parsed` turns the ValueError of a text that cannot be read into typer's usage error, which exits with 2.
+"""
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import TypeVar
+
+import typer
+
+from ctxcache.runtime.spans import trace_id_of
+
+Value = TypeVar("Value")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEPS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -58,3 +69,36 @@ def parse_range(text: str) -> tuple[int, int]:
     if not match or int(match[1]) > int(match[2]):
         raise ValueError(f"{text!r} is not a token range such as 10:20, its end excluded")
     return int(match[1]), int(match[2])
+
+
+def session_name(text: str) -> str:
+    """`sessions/ID` for `ID` or `sessions/ID`."""
+    return text if text.startswith("sessions/") else f"sessions/{text}"
+
+
+def model_name(text: str) -> str:
+    """`models/ID` for `ID` or `models/ID`."""
+    return text if text.startswith("models/") else f"models/{text}"
+
+
+def parsed(parse: Callable[[str], Value], text: str, option: str) -> Value:
+    """Parse an option's text. A ValueError's sentence becomes the usage error's."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
+
+
+def parse_trace(text: str) -> str:
+    """The trace's id in a `traceparent`, or in itself. Raises ValueError."""
+    found = trace_id_of(text.lower())
+    if not found:
+        raise ValueError(f"{text!r} is neither a trace's id, 32 hex digits, nor a traceparent")
+    return found
+
+
+def check_one_of(**given: bool) -> None:
+    """Refuse none and several of the options that exclude each other."""
+    if sum(given.values()) != 1:
+        flags = [f"--{name.replace('_', '-')}" for name in given]
+        raise typer.BadParameter(f"give one of {', '.join(flags)}")

@@ -7,26 +7,34 @@ import asyncio
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from ctxcache.cli.call import Call, online
+from ctxcache.cli.documents import Plain
+from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.names import parse_size_bytes, parsed
-from ctxcache.cli.units import human_size
+from ctxcache.cli.printers import to_plain
+from ctxcache.cli.units import human_size, parsed
 from ctxcache.runtime.files import keep_private
+from ctxcache.server.lifecycle import verify_directory
+from ctxcache.service.admin import verify_message
+from ctxcache.settings.config import load
+from ctxcache.settings.knobs.knob import parse_size_bytes
+from ctxcache.v1.admin_pb2 import BadSegment, VerifyResponse
 
-if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
-    from ctxcache.v1.admin_pb2 import BadSegment, VerifyResponse
+app = typer.Typer()
 
 
 @dataclass(slots=True)
 class Sum:
-    """What is bad of a session: how much, between which positions of a log, and what is wrong with the first of it."""
+    """What is bad of a session.
+
+    How much, between which positions of a log, and what is wrong with the first of it.
+    """
 
     bad_segment_count: int = 0
     mended_segment_count: int = 0
@@ -35,7 +43,7 @@ class Sum:
     position_end: int = 0
     problem: str = ""
 
-    def add(self, found: "BadSegment", copy: str) -> None:
+    def add(self, found: BadSegment, copy: str) -> None:
         """Count a segment, of which that copy is bad."""
         if not self.bad_segment_count or found.position_begin < self.position_begin:
             self.position_begin, self.problem = found.position_begin, f"{copy}: {found.problem}"
@@ -45,6 +53,12 @@ class Sum:
         self.bad_token_count += found.position_end - found.position_begin
 
 
+@app.command(
+    "verify",
+    epilog=examples(
+        "ctxcache verify --rate-limit 100MiB", "ctxcache verify --data-directory /var/lib/ctxcache"
+    ),
+)
 @online
 def verify(
     call: Call,
@@ -64,7 +78,8 @@ def verify(
 ) -> None:
     """Verify every record and every segment, in memory as on SSD; sessions end before what is bad.
 
-    What was bad in memory alone has SSD's bytes again. Exits with 0 when nothing is lost, with 8 when something is.
+    What was bad in memory alone has SSD's bytes again. Exits with 0 when nothing is lost, with 8 when
+    something is.
     """
     rate = parsed(parse_size_bytes, rate_limit, "--rate-limit")
     if data_directory:
@@ -77,11 +92,7 @@ def verify(
         raise typer.Exit(ExitCode.DATA_LOSS)
 
 
-def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> "Iterator[VerifyResponse]":
-    from ctxcache.server.lifecycle import verify_directory  # noqa: PLC0415
-    from ctxcache.service.admin import verify_message  # noqa: PLC0415
-    from ctxcache.settings.config import load  # noqa: PLC0415  it builds a server's parts
-
+def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iterator[VerifyResponse]:
     keep_private()
     settings = load({"data_directory": data_directory, "ssd_directories": tuple(ssd_directories) or None})
     with asyncio.Runner() as runner:
@@ -90,9 +101,7 @@ def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> "Ite
             yield verify_message(report)
 
 
-def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain]":
-    from ctxcache.cli.plain import to_plain  # noqa: PLC0415  it imports protobuf
-
+def _follow(reports: Iterable[VerifyResponse], call: Call) -> dict[str, Plain]:
     bad: list[Plain] = []
     lost_count = 0
     sums: dict[tuple[str, str], Sum] = {}
@@ -125,7 +134,7 @@ def _follow(reports: "Iterable[VerifyResponse]", call: Call) -> "dict[str, Plain
     return facts
 
 
-def _text(facts: "dict[str, Plain]", sums: dict[tuple[str, str], Sum], bad_count: int) -> str:
+def _text(facts: dict[str, Plain], sums: dict[tuple[str, str], Sum], bad_count: int) -> str:
     size = human_size(int(str(facts["checked_bytes"])))
     counts = f"{facts['record_count']} records and {facts['checked_segment_count']} segments ({size})"
     lines = [f"{counts} verified, {bad_count} bad, {facts['lost_segment_count']} of them lost"]

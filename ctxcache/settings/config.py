@@ -7,10 +7,8 @@ Unknown names are errors.
 import difflib
 import json
 import os
-import re
 import tomllib
 from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +19,7 @@ from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.identity.grants import Rule, parse_rules
 from ctxcache.settings.knobs import KNOBS
+from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 
 GIB = 1 << 30
@@ -31,20 +30,11 @@ PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]
 OTHERS = ("CONFIG", "TARGET", "MALLOC", "TOKEN_FILE", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY")
 """What else has that prefix, for clients and commands."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_UNITS = {"": 1, "B": 1} | {
-    f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
-}
 
 
 def parse_size(value: object) -> object:
-    """`512MiB`, `8 GiB`, `1.5GB` or a number of bytes. Raises ValueError."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if not match:
-        raise ValueError(f"{value!r} is not a size such as 512MiB or 8GiB")
-    return int(Decimal(match[1]) * _UNITS[(match[2] or "").upper()])
+    """The bytes of a text such as `512MiB`; anything else as it is. Raises ValueError."""
+    return parse_size_bytes(value) if isinstance(value, str) else value
 
 
 def split_paths(value: object) -> object:

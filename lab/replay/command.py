@@ -12,7 +12,7 @@ from ctxcache.cli.call import Call, online
 from ctxcache.cli.examples import examples
 
 if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
+    from ctxcache.cli.documents import Plain
 
 ASKED = (("lookups", "look-ups"), ("reads", "reads"))
 RESULTS = (

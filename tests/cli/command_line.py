@@ -1,19 +1,20 @@
-"""The command line as a user meets it: a process with arguments, output and an exit code."""
+"""The command line as a user meets it: a process with arguments, output and an exit code.
+
+The process is forked by a nursery, which saves the imports of each start. Tests of entry points, imports, signals
+and broken pipes start processes anew, as `COMMAND_LINE` says.
+"""
 
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server_process import COMMAND_LINE, without_settings
-from typer.testing import CliRunner
+from server_process import COMMAND_LINE, FORKED
 
-from ctxcache.cli.exit_codes import exit_code_of
-from ctxcache.cli.main import app
-from ctxcache.cli.sentences import sentence
-from ctxcache.errors import CacheError
+from tests.nursery import shared, without_settings
 
 TIMEOUT_S = 60
 
@@ -41,7 +42,21 @@ class Ran:
 
 
 def ctxcache(*arguments: str, environment: Mapping[str, str] | None = None) -> Ran:
-    """Run a command with nobody at the terminal."""
+    """Run a command; there is no terminal, and standard input is empty."""
+    given = without_settings(os.environ) | dict(environment or {})
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = shared().start(FORKED, arguments, given, stdout=stdout.fileno(), stderr=stderr.fileno())
+        try:
+            exit_code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+        stdout.seek(0)
+        stderr.seek(0)
+        return Ran(exit_code, stdout.read(), stderr.read())
+
+
+def started_anew(*arguments: str, environment: Mapping[str, str] | None = None) -> Ran:
+    """As `ctxcache`, by a new interpreter, for what an environment changes of one."""
     process = subprocess.run(
         [*COMMAND_LINE, *arguments],
         env=without_settings(os.environ) | dict(environment or {}),
@@ -63,10 +78,5 @@ def ctxcache_json(target: str, *arguments: str) -> dict[str, Any]:
 
 
 def asked(target: str, *arguments: str) -> Ran:
-    """As `ctxcache_json`, which may fail, within this process: a tenth of the time, and not the entry point."""
-    ran = CliRunner().invoke(app, ["--target", target, "--output", "json", *arguments])
-    if isinstance(ran.exception, CacheError):
-        return Ran(exit_code_of(ran.exception), ran.stdout, f"ctxcache: {sentence(ran.exception)}")
-    if ran.exception and not isinstance(ran.exception, SystemExit):
-        raise ran.exception
-    return Ran(ran.exit_code, ran.stdout, ran.stderr)
+    """As `ctxcache_json`, which may fail."""
+    return ctxcache("--target", target, "--output", "json", *arguments)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Ran, ctxcache
+from command_line import Ran, ctxcache, started_anew
 from failing_places import small_filesystem
 from metadata_contract import make_model
 from server_process import ServerProcess
@@ -228,5 +228,5 @@ def test_the_path_from_ssd_to_gpu_is_the_one_a_worker_takes(tmp_path: Path, kvik
 def examine(place: Path, environment: dict[str, str]) -> dict[str, dict[str, str]]:
     """Run the doctor in an environment; return its findings by their first word."""
     given = ("--data-directory", str(place / "data"), *SMALL, "--target", "127.0.0.1:1")
-    ran = ctxcache("doctor", "-o", "json", *given, environment=environment)
+    ran = started_anew("doctor", "-o", "json", *given, environment=environment)
     return {finding["name"].partition(" ")[0]: finding for finding in ran.document["findings"]}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ctxcache.cli.doctor import health
+from ctxcache.cli.doctor import disks
 from ctxcache.cli.doctor.finding import Finding, Status
 
 PASSED: dict[str, Any] = {"smart_status": {"passed": True}}
@@ -27,7 +27,7 @@ def blocks(tmp_path: Path) -> Path:
 
 
 def _asked(blocks: Path, **documents: dict[str, Any]) -> Finding:
-    return health.health(blocks, blocks, lambda name: documents[name])
+    return disks.health(blocks, blocks, lambda name: documents[name])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_who_says_nothing_is_unknown(blocks: Path, tmp_path: Path) -> None:
 
     assert _asked(blocks, sda=message).found == "unknown: sda does not say: Permission denied"
     assert _asked(blocks, sda={}).found == "unknown: sda does not say: it has no SMART"
-    assert "no block device" in health.health(blocks, tmp_path / "none").found
+    assert "no block device" in disks.health(blocks, tmp_path / "none").found
 
 
 def test_smartctl_is_run_where_it_is_installed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,11 @@ def test_smartctl_is_run_where_it_is_installed(blocks: Path, monkeypatch: pytest
     )
     smartctl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    there = health.health(blocks, blocks)
+    there = disks.health(blocks, blocks)
     smartctl.write_text("#!/bin/sh\necho nonsense\n")
-    broken = health.health(blocks, blocks)
+    broken = disks.health(blocks, blocks)
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    absent = health.health(blocks, blocks)
+    absent = disks.health(blocks, blocks)
 
     assert there.found == "sda passes its own test"
     assert broken.found.startswith("unknown: sda does not say: ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.cli.doctor import machine, memory
+from ctxcache.cli.doctor import disks, machine
 from ctxcache.cli.doctor.finding import Status
 from ctxcache.runtime.clock import BOOT_ID, boot_ns
 from ctxcache.runtime.files import write_facts
@@ -62,11 +62,11 @@ def test_a_disk_that_rotates_has_advice(tmp_path: Path) -> None:
     (disk / "sda1").mkdir()
     (tmp_path / f"{os.major(device)}:{os.minor(device)}").symlink_to(disk / "sda1")
     (disk / "queue" / "rotational").write_text("1\n")
-    rotating = machine.disk_kind(tmp_path, tmp_path)
+    rotating = disks.disk_kind(tmp_path, tmp_path)
     (disk / "queue" / "rotational").write_text("0\n")
 
-    assert (rotating.status, machine.disk_kind(tmp_path, tmp_path).status) == (Status.DEGRADED, Status.OK)
-    assert "unknown" in machine.disk_kind(tmp_path, tmp_path / "none").found
+    assert (rotating.status, disks.disk_kind(tmp_path, tmp_path).status) == (Status.DEGRADED, Status.OK)
+    assert "unknown" in disks.disk_kind(tmp_path, tmp_path / "none").found
 
 
 def test_too_few_open_files_have_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +93,12 @@ def test_a_memlock_limit_matters_where_there_is_rdma(tmp_path: Path, monkeypatch
     """Without such a device, or without a limit, nobody needs more."""
     (tmp_path / "with" / "mlx5_0").mkdir(parents=True)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
-    limited, plain = memory.locked_memory(tmp_path / "with"), memory.locked_memory(tmp_path / "without")
+    limited, plain = machine.locked_memory(tmp_path / "with"), machine.locked_memory(tmp_path / "without")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     assert (limited.status, plain.status) == (Status.DEGRADED, Status.OK)
     assert "memlock=-1" in limited.advice
-    assert memory.locked_memory(tmp_path / "with").found == "unlimited"
+    assert machine.locked_memory(tmp_path / "with").found == "unlimited"
 
 
 def test_a_wall_clock_that_was_set_is_told(tmp_path: Path) -> None:

@@ -1,25 +1,26 @@
-"""The examples that help ends with: each is run as it stands. Every verb is run by the real program somewhere."""
+"""The examples that help ends with: each is run as it stands, in a process of its own."""
 
-import ast
 import os
 import shlex
-import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-from command_line import TIMEOUT_S
+from command_line import TIMEOUT_S, ctxcache
 from operated import SESSION, operated_server, prepare
-from server_process import COMMAND_LINE, ServerProcess, without_settings
+from server_process import FORKED, ServerProcess
 from stored import store_session
 from stored_model import stored_model
-from typer.testing import CliRunner
 
+from ctxcache.cli.commands import COMMANDS as LISTED
+from ctxcache.cli.commands import imported
 from ctxcache.cli.examples import TITLE
 from ctxcache.cli.main import app
 from ctxcache.client import Client
+from tests.nursery import shared, without_settings
 
 PLUGINS = {("bench",), ("demo",), ("trace", "replay"), ("worker",)}
 """What the lab and gpu_worker bring: tests/lab and tests/gpu_worker/test_worker_command.py run these."""
@@ -40,41 +41,25 @@ Path_ = tuple[str, ...]
 
 
 def _commands(command: Any, path: Path_) -> Iterator[tuple[Path_, str]]:
-    """Every command that has no others below it, the program itself, and what its help ends with."""
+    """Every command that has no others below it, and what its help ends with."""
     below = getattr(command, "commands", None)
-    if below is None or path == ("ctxcache",):
+    if below is None:
         yield path, command.epilog or ""
     for name, one in (below or {}).items():
         if (*path, name)[1:] not in PLUGINS:
             yield from _commands(one, (*path, name))
 
 
-COMMANDS = dict(_commands(typer.main.get_command(app), ("ctxcache",)))
+PROGRAM: Any = typer.main.get_command(app)
+COMMANDS = {("ctxcache",): PROGRAM.epilog or ""} | {
+    path: epilog for name in LISTED for path, epilog in _commands(imported(name), ("ctxcache", name))
+}
 EXAMPLES = [
     (path, line)
     for path, epilog in COMMANDS.items()
     if epilog.startswith(TITLE)
     for line in epilog.split("\n\n")[1:]
 ]
-
-
-def _really_run() -> Iterator[Path_]:
-    """The commands that tests beside this one run in a process of their own, by the words they give it."""
-    for file in Path(__file__).parent.glob("test_*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-                continue
-            if node.func.id in {"ctxcache", "ctxcache_json"}:
-                given = tuple(a.value for a in node.args if isinstance(a, ast.Constant))
-                ends = range(1, len(given) + 1)
-                yield from (
-                    path
-                    for path in COMMANDS
-                    if path[1:] and any(given[:i][1 - len(path) :] == path[1:] for i in ends)
-                )
-
-
-REALLY_RUN = frozenset(_really_run())
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +92,7 @@ def test_an_example_works(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends well and says something, on a server with one session; /ssd is one of the server's paths.
-
-    By the real program where no other test does that, else in this process, which is quicker.
-    """
+    """It ends well and says something, on a server with one session; /ssd is one of the server's paths."""
     prepare(server.target)
     line = line.replace("/ssd", str(server.data_directory.parent / "ssd"))
     line = line.replace("/var/lib/ctxcache", str(place / "state" / "ctxcache"))
@@ -121,53 +103,45 @@ def test_an_example_works(
     }  # fmt: skip
     monkeypatch.chdir(place)
     for file in ("chat-17.ctxarchive", "all.ctxarchive") if path == ("ctxcache", "import") else ():
-        CliRunner().invoke(app, ["export", SESSION, "--to", file, "--force"], env=environment)
+        ctxcache("export", SESSION, "--to", file, "--force", environment=environment)
     if "import" in line and "monday" in line:
-        CliRunner().invoke(
-            app, ["export", "--store", "--to", f"{tmp_path}/monday.ctxarchive"], env=environment
-        )
+        ctxcache("export", "--store", "--to", f"{tmp_path}/monday.ctxarchive", environment=environment)
     with Client(server.target, access="local") as reader:
         if line.startswith("ctxcache lease"):
             reader.read(f"sessions/{SESSION}", stored_model(reader, f"sessions/{SESSION}"))
             line = line.replace("17", str(next(reader.list_leases()).lease_id))
-        if path in REALLY_RUN - {("ctxcache", "serve")}:
-            ran = CliRunner().invoke(app, shlex.split(line)[1:], env=environment)
-            code, said = ran.exit_code, ran.output
+        if path == ("ctxcache", "serve"):
+            code, said = _served(line, environment)
         else:
-            code, said = _really(line, environment)
+            ran = ctxcache(*shlex.split(line)[1:], environment=environment)
+            code, said = ran.exit_code, ran.stdout + ran.stderr
 
     assert code == 0, said
     assert said
 
 
-def _really(line: str, environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a line in a shell, the program under its name; one that serves is asked to end as soon as it is ready."""
-    program = shlex.join(COMMAND_LINE)
-    is_server = line.startswith("ctxcache serve")
-    text = (
-        f"exec {program}{line.removeprefix('ctxcache')}"
-        if is_server
-        else f'ctxcache() {{ {program} "$@"; }}\n{line}'
-    )
-    with subprocess.Popen(
-        ["bash", "-c", text], env=without_settings(os.environ) | dict(environment), stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
+def _served(line: str, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a server, and ask it to end as soon as it is ready."""
+    given = without_settings(os.environ) | dict(environment)
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = shared().start(FORKED, shlex.split(line)[1:], given, stderr=stderr.fileno())
         assert process.stdout is not None
-        said = ""
-        if is_server:
+        try:
+            said = ""
             while " is ready " not in said:
                 line = process.stdout.readline()
                 assert line, said
                 said += line
             process.terminate()
-        rest, _ = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, said + rest
+            return process.wait(TIMEOUT_S), said + process.stdout.read()
+        finally:
+            process.kill()
+            process.stdout.close()
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_command_has_examples(path: Path_) -> None:
-    """Of its own, that begin as it is called; those that no other test really runs are run by them."""
+    """Of its own, that begin as it is called."""
     lines = COMMANDS[path].split("\n\n")
 
     assert lines[0] == TITLE
@@ -177,7 +151,13 @@ def test_every_command_has_examples(path: Path_) -> None:
 
 def test_the_plugins_are_those_that_are_tested_elsewhere() -> None:
     """None else escapes the tests above."""
-    commands = getattr(typer.main.get_command(app), "commands", {})
-    names = {(name,) for name in commands} | {("trace", name) for name in commands["trace"].commands}
+    names = {(name,) for name in PROGRAM.commands} | {("trace", name) for name in imported("trace").commands}
 
     assert names - {path[1 : 1 + count] for path in COMMANDS for count in (1, 2)} == PLUGINS
+
+
+def test_the_table_of_commands_says_what_each_command_says_of_itself() -> None:
+    """A command that is only listed is described by the first sentence of its own help."""
+    for name, listed in LISTED.items():
+        first = (imported(name).help or "").split("\n\n")[0]
+        assert " ".join(first.split()) == listed.help, name

@@ -10,7 +10,7 @@ from server_process import COMMAND_LINE, without_settings
 
 from ctxcache import errors
 from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
-from ctxcache.cli.sentences import sentence
+from ctxcache.cli.failures import sentence
 from ctxcache.errors import CacheError
 
 COMMANDS = Path(__file__).parents[2] / "docs" / "commands.md"

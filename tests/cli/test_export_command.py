@@ -75,7 +75,9 @@ def failing(target: str, *arguments: str) -> tuple[ExitCode, dict[str, Any], str
     """Run a command that must fail: its exit code, its document and its sentence."""
     ran = asked(target, *arguments)
     assert ran.exit_code
-    return ExitCode(ran.exit_code), json.loads(ran.stdout or "{}"), ran.sentence
+    error = json.loads(ran.sentence)["error"]
+    sentence = f"{error['message']} ({error['reason']})"
+    return ExitCode(ran.exit_code), json.loads(ran.stdout or "{}"), sentence
 
 
 def done(target: str, *arguments: str) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def test_what_fails_is_told_and_the_others_come_in(
     assert code is ExitCode.CONFLICT
     assert {one["reason"] for one in told["sessions"]} == {"MODEL_FINGERPRINT_MISMATCH"}
     assert set(statuses(told).values()) == {"failed"}
-    assert sentence.startswith("ctxcache: 4 of 4 sessions failed; sessions/every-kind: models/every-kind is")
+    assert sentence.startswith("4 of 4 sessions failed; sessions/every-kind: models/every-kind is")
     assert names(there.target) == []
 
 
@@ -267,7 +269,7 @@ def test_a_session_that_is_not_there_is_no_file(here: ServerProcess, tmp_path: P
     """Named, it is an error before anything is written; --all of an empty store is an empty file."""
     code, _, sentence = failing(here.target, "export", "nobody", "--to", str(tmp_path / "x"))
     assert (code, list(tmp_path.iterdir())) == (ExitCode.NOT_FOUND, [])
-    assert sentence == "ctxcache: sessions/nobody does not exist (SESSION_NOT_FOUND)"
+    assert sentence == "sessions/nobody does not exist (SESSION_NOT_FOUND)"
 
     assert done(here.target, "export", "--all", "--to", str(tmp_path / "x"))["sessions"] == []
     assert done(here.target, "import", str(tmp_path / "x"))["sessions"] == []

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ctxcache.cli import main
+from ctxcache.cli.documents import Output
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.failures import asked_output
-from ctxcache.cli.output import Output
 
 NOBODY = ("--target", "localhost:1")
 KEYS = ["status", "reason", "message", "field", "hint", "exit_code", "facts"]

@@ -2,7 +2,7 @@
 
 import math
 
-from ctxcache.cli.top_rates import Look, Rates, quantile
+from ctxcache.cli.top import Look, Rates, quantile
 from ctxcache.v1.admin_pb2 import Stats
 from ctxcache.v1.operations_pb2 import Activity, MethodActivity, SessionActivity
 

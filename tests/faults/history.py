@@ -29,13 +29,14 @@ from typing import Any
 from ctxcache.client import Client
 from ctxcache.client.client import Access
 from ctxcache.errors import SessionNotFound, Unavailable
+from tests.faults import planted
 from tests.faults.crash import ProcessGround
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.history_check import NEVER_NS, Op, Outcome, Runs, check, joined
 from tests.faults.history_client import MODEL, SHAPE, Log, Worker, lineage_of, work
-from tests.faults.nursery import Nursery, NurseryServer
 from tests.faults.power import PowerGround, check_supported
 from tests.faults.rounds import Ground
+from tests.nursery import Nursery
 from tests.server_process import ServerDidNotStart, ServerProcess
 
 CONTROLS = {
@@ -93,7 +94,7 @@ class Play:
         self._plants = ["checked_opening", *([options.control] if options.control else [])]
         self._is_shown = options.show
         self._blows = POWER_BLOWS if options.power else BLOWS
-        self._nursery = Nursery()
+        self._nursery = Nursery(planted.MODULES)
         self._stage: Stage | None = None
         self._writer_count = 0
 
@@ -142,7 +143,9 @@ class Play:
         options = [part for path in ssd_directories for part in ("--ssd-directories", str(path))]
         options += ["--arena-size-bytes", str(400 * SHAPE.slot_bytes)]
         options += ["--ssd-size-bytes", str(600 * SHAPE.slot_bytes), "--log-level", "error"]
-        server = NurseryServer(self._nursery, data_directory, *options, plants=self._plants)
+        server = ServerProcess(
+            data_directory, *options, program=planted.forked(self._plants), nursery=self._nursery
+        )
         self._stage = stage = Stage(self._ground, server)
         server.start()
         with Client(server.target, access="remote") as client:

@@ -20,8 +20,8 @@ from tests.faults.blows import Blow, Blows, Kind
 from tests.faults.expected import Expected
 from tests.faults.harness import Report
 from tests.faults.ledger import Ledger, Shape
-from tests.faults.nursery import Nursery, NurseryServer
 from tests.faults.workload import Terms, Worker
+from tests.nursery import Nursery
 from tests.server_process import ServerDidNotStart, ServerProcess
 
 ACCESSES: tuple[Access, ...] = ("local-grpc", "local-socket", "grpc", "bulk")
@@ -73,7 +73,7 @@ class Rounds:
         self, ground: Ground, report: Report, blows: Blows, rng: random.Random, *, plants: Sequence[str] = ()
     ) -> None:  # fmt: skip
         self.fresh_times, self.forked_times = Times(), Times()
-        self._nursery = Nursery()
+        self._nursery = Nursery(planted.MODULES)
         self._ground, self._report, self._blows, self._random = ground, report, blows, rng
         self._plants = ("checked_opening", *plants)
         self._epoch: Epoch | None = None
@@ -170,9 +170,10 @@ class Rounds:
         if self._random.random() < FRESH_RATIO:
             program = planted.command(plants)
             return ServerProcess(epoch.data_directory, *epoch.options, program=program), self.fresh_times
-        return NurseryServer(
-            self._nursery, epoch.data_directory, *epoch.options, plants=plants
-        ), self.forked_times
+        server = ServerProcess(
+            epoch.data_directory, *epoch.options, program=planted.forked(plants), nursery=self._nursery
+        )
+        return server, self.forked_times
 
     def _work(self, epoch: Epoch, server: ServerProcess, blow: Blow) -> None:
         workers = self._workers(epoch, server)

@@ -25,8 +25,8 @@ from tests.faults.endings import check_refusal, last_line, stop
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.interposed import FOR_EVER, Interposer
 from tests.faults.lifecycle import DEADLINE_S, Lifecycle
-from tests.faults.nursery import Nursery, NurseryServer
 from tests.faults.points import ALWAYS, Point, every_series
+from tests.nursery import Nursery
 from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
 
 SIZES = ("--arena-size-bytes", "8MiB", "--ssd-size-bytes", "4MiB")
@@ -50,9 +50,12 @@ class Run:
     def server(self, *, is_faulty: bool) -> ServerProcess:
         """A server on this run's directories, not started."""
         plants = [self._plants] if self._plants and is_faulty else []
-        environment = self.faults.environment
-        return NurseryServer(
-            self._nursery, self.data, *self._options(), plants=plants, environment=environment
+        return ServerProcess(
+            self.data,
+            *self._options(),
+            environment=self.faults.environment,
+            program=planted.forked(plants),
+            nursery=self._nursery,
         )
 
     def unforked_server(
@@ -102,7 +105,7 @@ def forge() -> Iterator[Forge]:
     """Servers with faults, for one run of the harness."""
     with tempfile.TemporaryDirectory(prefix="ctxcache-faults-") as directory:
         faults = Interposer(Path(directory) / "control")
-        with Nursery(faults.environment) as nursery:
+        with Nursery(planted.MODULES, faults.environment) as nursery:
             yield Forge(faults, nursery)
 
 

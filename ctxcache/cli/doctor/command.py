@@ -4,28 +4,28 @@ Takes the settings that `serve` takes, so that it speaks of the same directories
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import typer
 
-from ctxcache.cli.call import CONTEXT, SHARED_OPTIONS, Call, call_of
+from ctxcache.cli.call import SHARED_OPTIONS, Call, call_of
 from ctxcache.cli.config import doubts
+from ctxcache.cli.doctor import disks, gpu, machine
 from ctxcache.cli.doctor.finding import Finding
-from ctxcache.cli.settings import load_settings, setting_options
-from ctxcache.cli.signature import with_signature
+from ctxcache.cli.documents import Plain
+from ctxcache.cli.examples import examples
+from ctxcache.cli.settings import load_settings, taking_settings
+from ctxcache.settings.config import Settings
+from ctxcache.storage.opening import ssd_directories_of
 
-if TYPE_CHECKING:
-    from ctxcache.cli.plain import Plain
-    from ctxcache.settings.config import Settings
-
-
-def doctor_command() -> Callable[..., None]:
-    """Return `doctor` with an option for every setting."""
-    parameters = [CONTEXT, *setting_options(), *SHARED_OPTIONS]
-    return with_signature(doctor, parameters, name="doctor", doc=doctor.__doc__)
+app = typer.Typer()
 
 
+@app.command(
+    "doctor", epilog=examples("ctxcache doctor", "ctxcache doctor --config ctxcache.toml --output json")
+)
+@taking_settings(shared=SHARED_OPTIONS)
 def doctor(context: typer.Context, **given: Any) -> None:
     """Say what this machine offers a server, what is used instead of what is missing, and what to do.
 
@@ -41,21 +41,18 @@ def doctor(context: typer.Context, **given: Any) -> None:
         raise failures[0]
 
 
-def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
+def examine(settings: Settings, call: Call) -> Iterator[Finding]:
     """Ask every probe, in the order in which a server would meet what they look at."""
-    from ctxcache.cli.doctor import disk, gpu, health, machine, memory, network  # noqa: PLC0415  they import RocksDB
-    from ctxcache.storage.opening import ssd_directories_of  # noqa: PLC0415  as above
-
-    yield from disk.modes(settings)
-    yield disk.metadata(settings)
+    yield from disks.modes(settings)
+    yield disks.metadata(settings)
     for directory in ssd_directories_of(settings):
-        yield disk.space(settings, directory)
-        yield disk.direct_io(directory)
-        yield machine.disk_kind(directory)
-        yield health.health(directory)
-    yield memory.shared_memory(settings)
-    yield memory.huge_pages(settings)
-    yield memory.locked_memory()
+        yield disks.space(settings, directory)
+        yield disks.direct_io(directory)
+        yield disks.disk_kind(directory)
+        yield disks.health(directory)
+    yield machine.shared_memory(settings)
+    yield machine.huge_pages(settings)
+    yield machine.locked_memory()
     yield machine.swap()
     yield machine.memory_nodes()
     yield machine.open_files(settings)
@@ -63,14 +60,14 @@ def examine(settings: "Settings", call: Call) -> Iterator[Finding]:
     yield machine.store_time(settings)
     yield machine.odd_settings(doubts(settings))
     if settings.listen:
-        yield network.listen_address(settings)
-    yield network.server(call)
+        yield machine.listen_address(settings)
+    yield machine.server(call)
     yield gpu.gpu()
     yield gpu.reads_into_gpu()
     yield gpu.torch()
 
 
-def _facts(findings: list[Finding]) -> "dict[str, Plain]":
+def _facts(findings: list[Finding]) -> dict[str, Plain]:
     return {
         "can_serve": all(finding.failure is None for finding in findings),
         "findings": [

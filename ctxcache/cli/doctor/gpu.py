@@ -64,9 +64,11 @@ def reads_into_gpu() -> Finding:
             "GDS: from the disk straight into the GPU",
         )
     return degraded(
-        NAME_READS, f"kvikio {kvikio_version}, GDS is not available", "kvikio's compatibility mode: through the host's memory",
+        NAME_READS,
+        f"kvikio {kvikio_version}, GDS is not available",
+        "kvikio's compatibility mode: through the host's memory",
         "load nvidia-fs and use a filesystem that GDS supports",
-    )  # fmt: skip
+    )
 
 
 def torch() -> Finding:

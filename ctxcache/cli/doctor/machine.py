@@ -1,28 +1,161 @@
-"""The machine around the server: files it may open, memory nodes, swap, the clock, what kind of disk, odd settings.
+"""The machine.
 
-Reads what the kernel says. Worst case: a kernel that says nothing, which is reported as unknown and never as wrong.
+Shared memory, its pages, limits, clocks, swap, memory nodes, addresses, and the server that is there.
+
+Reads /proc and /sys, binds addresses for a moment, and changes nothing. Worst case: a file that is not there,
+which is reported as unknown.
 """
 
 import ctypes
 import os
 import resource
+import socket
 from pathlib import Path
 
-from ctxcache.cli.doctor.disk import existing
-from ctxcache.cli.doctor.finding import Finding, degraded, ok
+from ctxcache.cli.call import Call
+from ctxcache.cli.doctor.finding import Finding, degraded, fatal, missing, ok
+from ctxcache.cli.units import human_size
+from ctxcache.errors import CacheError, CapacityExceeded, TierFailure, Unavailable
+from ctxcache.format.layout import align
 from ctxcache.runtime.clock import StoreClock
+from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
+from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
 
+RDMA = Path("/sys/class/infiniband")
+ROOMY_HUGE = ("always", "within_size", "advise")
 NODES = Path("/sys/devices/system/node")
 SWAPS = Path("/proc/swaps")
 FAR_OFF_S = 60.0
 """Less than this is not worth a word."""
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-BLOCK = Path("/sys/dev/block")
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 TIMEX_BYTES, TIME_ERROR = 512, 5
 OWN_FILES = 512
 """RocksDB's, the SSD files', logs and sockets that listen, with room to spare."""
+ANSWER_TIMEOUT_S = 5.0
+
+
+def shared_memory(settings: Settings) -> Finding:
+    """Would the arena fit where it is to lie."""
+    name, directory = "shared memory", settings.arena_directory
+    try:
+        needed = align(settings.arena_size_bytes) or sizes.arena_bytes(directory)
+        free = _free_bytes(directory)
+    except OSError as error:
+        failure = TierFailure(path=str(directory), problem=error.strerror or str(error))
+        return fatal(name, failure, "choose a directory on a tmpfs with --arena-directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        failure = TierFailure(path=str(directory), problem="no permission to create files in it")
+        return fatal(name, failure, "choose a directory on a tmpfs with --arena-directory")
+    if needed > free:
+        lack = CapacityExceeded(
+            tier=f"DRAM {directory}", needed_bytes=needed, free_bytes=free, limit_bytes=free
+        )
+        return fatal(
+            name, lack, "choose a smaller --arena-size-bytes, or enlarge the tmpfs (containers: --shm-size)"
+        )
+    kind = filesystem(directory)
+    found = f"{directory} is {kind}, {human_size(free)} free; the arena takes {human_size(needed)}"
+    if kind != "tmpfs":
+        return degraded(
+            name, found, "a file on a disk", "choose a directory on a tmpfs with --arena-directory"
+        )
+    return ok(name, found, "an arena in shared memory, which workers on this host map")
+
+
+def huge_pages(settings: Settings) -> Finding:
+    """Which pages the arena would be made of."""
+    name, lines = "huge pages", _meminfo()
+    pool = f"{lines.get('HugePages_Total', '?')} of 2 MiB reserved, {human_size(free_huge_bytes())} free"
+    huge = _mount_option(settings.arena_directory, "huge")
+    found = f"{pool}; {settings.arena_directory} is mounted with huge={huge}"
+    needed = _arena_bytes(settings)
+    if settings.arena_huge_pages != "off" and needed % HUGE_PAGE_BYTES == 0 and needed <= free_huge_bytes():
+        return ok(name, found, f"2 MiB pages of the pool for the arena's {human_size(needed)}")
+    advice = (
+        f"reserve {-(-needed // HUGE_PAGE_BYTES)} pages (sysctl vm.nr_hugepages) and leave "
+        "--arena-huge-pages at auto: SSD reads into them are up to twice as fast"
+    )
+    if settings.arena_huge_pages == "on":
+        lack = CapacityExceeded(
+            tier="huge pages",
+            needed_bytes=needed,
+            free_bytes=free_huge_bytes(),
+            limit_bytes=free_huge_bytes(),
+        )
+        return fatal(name, lack, advice)
+    if huge in ROOMY_HUGE:
+        return ok(name, found, "transparent huge pages, where the kernel has them")
+    return degraded(name, found, "4 KiB pages", advice)
+
+
+def _arena_bytes(settings: Settings) -> int:
+    try:
+        return align(settings.arena_size_bytes) or sizes.arena_bytes(settings.arena_directory)
+    except OSError:
+        return sizes.LEAST_BYTES
+
+
+def locked_memory(rdma: Path = RDMA) -> Finding:
+    """How much memory may be locked, and who asks.
+
+    Not the store, and not CUDA's driver, which pins on its own account.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else human_size(soft)
+    used = (
+        "no locked memory: with swap on, the kernel may swap the arena out; workers' pinned staging is "
+        "CUDA's, which needs no limit"
+    )
+    if soft != resource.RLIM_INFINITY and rdma.is_dir() and any(rdma.iterdir()):
+        advice = (
+            "lift it for workers that read over RDMA, whose registered memory counts: "
+            "LimitMEMLOCK=infinity, in containers --ulimit memlock=-1"
+        )
+        return degraded("memlock limit", f"{limit}, and there are RDMA devices", used, advice)
+    return ok("memlock limit", limit, used)
+
+
+def filesystem(path: Path) -> str:
+    """Return the type of the filesystem that holds `path`."""
+    return _mount(path)[0]
+
+
+def _mount_option(path: Path, option: str) -> str:
+    options = dict(item.partition("=")[::2] for item in _mount(path)[1].split(","))
+    return options.get(option, "never")
+
+
+def _mount(path: Path) -> tuple[str, str]:
+    """Find type and options of the mount that holds `path`: the last of those with the longest path."""
+    best, found = -1, ("unknown", "")
+    target = path.resolve()
+    for line in _lines("/proc/self/mounts"):
+        _, point, kind, options, *_ = line.split(" ")
+        # Spaces are \040 there.
+        place = Path(point.encode().decode("unicode_escape"))
+        if target.is_relative_to(place) and len(place.parts) >= best:
+            best, found = len(place.parts), (kind, options)
+    return found
+
+
+def _free_bytes(directory: Path) -> int:
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize
+
+
+def _meminfo() -> dict[str, str]:
+    return {
+        name: value.strip() for name, _, value in (line.partition(":") for line in _lines("/proc/meminfo"))
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def open_files(settings: Settings) -> Finding:
@@ -35,7 +168,10 @@ def open_files(settings: Settings) -> Finding:
         f"{'unlimited' if hard == resource.RLIM_INFINITY else hard} may be open, {needed} are needed at most"
     )
     if hard != resource.RLIM_INFINITY and hard < needed:
-        advice = f"raise it to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections, --max-local-clients and --max-bulk-connections"
+        advice = (
+            f"raise it to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections, "
+            "--max-local-clients and --max-bulk-connections"
+        )
         return degraded("open files", found, "fewer connections than settings admit", advice)
     return ok("open files", found, "every connection that settings admit")
 
@@ -66,7 +202,10 @@ def store_time(settings: Settings) -> Finding:
     ahead_s = StoreClock.open(settings.data_directory).wall_ahead_ns() / 1e9
     if abs(ahead_s) < FAR_OFF_S:
         return ok("time of the store", "the wall clock's", "the time since boot")
-    found = f"the wall clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} it: it was set, or wrong"
+    found = (
+        f"the wall clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} it: it was "
+        "set, or wrong"
+    )
     return degraded(
         "time of the store",
         found,
@@ -88,24 +227,6 @@ def clock(source: Path = CLOCK_SOURCE) -> Finding:
     return ok("clock", found, "this clock")
 
 
-def disk_kind(directory: Path, root: Path = BLOCK) -> Finding:
-    """Is it a disk without moving parts."""
-    name = f"disk of {directory}"
-    try:
-        device = existing(directory).stat().st_dev
-        place = (root / f"{os.major(device)}:{os.minor(device)}").resolve()
-        # A partition's queue is its disk's.
-        queue = next(path / "queue" for path in (place, place.parent) if (path / "queue").is_dir())
-        is_rotational = (queue / "rotational").read_text().strip() == "1"
-    except (OSError, StopIteration):
-        return ok(name, "unknown: no block device of this machine's", "it as it is")
-    if is_rotational:
-        return degraded(
-            name, "it says that it rotates", "it as it is", "choose an SSD with --ssd-directories"
-        )
-    return ok(name, "no moving parts", "it as it is")
-
-
 def odd_settings(doubts: list[str]) -> Finding:
     """What is allowed and seldom meant."""
     if doubts:
@@ -123,3 +244,37 @@ def _is_synchronised() -> bool:
     # All zeros: nothing is set.
     state = libc.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
     return bool(state != TIME_ERROR)
+
+
+def server(call: Call) -> Finding:
+    """Does a server answer, and is it healthy."""
+    name = f"server at {call.target}"
+    try:
+        with call.but(None, None, min(call.timeout_s, ANSWER_TIMEOUT_S)).client() as client:
+            is_healthy, stats = client.health(), client.stats()
+    except Unavailable:
+        return missing(name, "no answer", "nothing", "start one with `ctxcache serve`")
+    except CacheError as error:
+        return degraded(name, f"it fails: {error}", "nothing", "see its log")
+    found = f"version {stats.version}, {stats.session_count} sessions, data in {stats.data_directory}"
+    if not is_healthy:
+        return degraded(name, f"{found}; it takes no work", "nothing", "it starts or drains: try again")
+    return ok(name, f"{found}; it takes work", "that server")
+
+
+def listen_address(settings: Settings) -> Finding:
+    """Say whether the TCP address is free. Taken is no failure: it may be the server itself."""
+    name = f"address {settings.listen}"
+    host, _, port = settings.listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return degraded(
+            name, error.strerror or str(error), "whoever listens there", "choose another with --listen"
+        )
+    return ok(name, "free", "this address, by the next server")

@@ -6,8 +6,15 @@ chart their texts.
 """
 
 import enum
+import re
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "B": 1} | {
+    f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
+}
 
 
 class Kind(enum.Enum):
@@ -39,11 +46,27 @@ class Kind(enum.Enum):
 
 
 _UNITS = {
-    Kind.DIRECTORY: "path", Kind.DIRECTORIES: "paths", Kind.FILE: "path", Kind.PATH: "path",
-    Kind.ADDRESS: "`host:port`", Kind.SIZE: "bytes", Kind.SHARE: "share", Kind.SECONDS: "seconds",
-    Kind.SWITCH: "true or false", Kind.WORD: "word", Kind.SHARES: "shares by tenant",
+    Kind.DIRECTORY: "path",
+    Kind.DIRECTORIES: "paths",
+    Kind.FILE: "path",
+    Kind.PATH: "path",
+    Kind.ADDRESS: "`host:port`",
+    Kind.SIZE: "bytes",
+    Kind.SHARE: "share",
+    Kind.SECONDS: "seconds",
+    Kind.SWITCH: "true or false",
+    Kind.WORD: "word",
+    Kind.SHARES: "shares by tenant",
     Kind.IDENTITIES: "rules",
-}  # fmt: skip
+}
+
+
+def parse_size_bytes(text: str) -> int:
+    """Bytes in `512MiB`, `8 GiB`, `1.5GB` or `4096`. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 8GiB")
+    return int(Decimal(match[1]) * _SIZE_UNITS[(match[2] or "").upper()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,28 @@
-"""Disks: would the SSD files fit, how would they be read, and does the data directory open.
+"""Disks.
 
-Writes only below a temporary directory of its own, which it removes, and opens a data directory only
-where one is and no server holds it. Worst case: a directory that refuses us, which is a finding.
+Whether the SSD files fit, how they would be read, whether the data directory opens, and how well disks are.
+
+The probe writes only below a temporary directory of its own, which it removes. It opens a data directory only
+where one is and no server holds it. Disks speak of their health by the kernel, and by smartctl where that is
+installed; smartctl has a time limit and changes nothing. Worst case: a directory that refuses us, or a disk
+that says nothing, or says it to root alone. Each is a finding, and a disk that says nothing is unknown, never
+well.
 """
 
 import errno
 import fcntl
+import json
 import mmap
 import os
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from ctxcache.cli.doctor.finding import Finding, degraded, fatal, ok
-from ctxcache.cli.doctor.memory import filesystem
+from ctxcache.cli.doctor.finding import Finding, degraded, fatal, missing, ok
+from ctxcache.cli.doctor.machine import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, align
@@ -32,6 +41,15 @@ from ctxcache.storage.tiers.ssd import FILE_NAME
 
 MOUNT = "mount what belongs there and start again"
 CHOOSE = "choose another with --data-directory or --ssd-directories"
+BLOCK = Path("/sys/dev/block")
+TIMEOUT_S = 10
+WORN_PERCENT = 90
+WELL_STATES = ("running", "live", "")
+SECTORS = {5: "reallocated", 197: "pending", 198: "uncorrectable"}
+"""Raw counts of an ATA disk's attributes that are 0 on one that is well."""
+REPLACE = "keep writes off it (`ctxcache tier rest PATH`), back up, replace it"
+Document = Mapping[str, Any]
+"""What `smartctl --json` prints; None where it cannot be run."""
 
 
 def space(settings: Settings, directory: Path) -> Finding:
@@ -220,3 +238,124 @@ def _present_bytes(directory: Path) -> int:
 
 def _unusable(directory: Path, error: OSError) -> DataDirectoryUnusable:
     return DataDirectoryUnusable(path=str(directory), problem=error.strerror or str(error))
+
+
+def disk_kind(directory: Path, root: Path = BLOCK) -> Finding:
+    """Is it a disk without moving parts."""
+    name = f"disk of {directory}"
+    try:
+        device = existing(directory).stat().st_dev
+        place = (root / f"{os.major(device)}:{os.minor(device)}").resolve()
+        # A partition's queue is its disk's.
+        queue = next(path / "queue" for path in (place, place.parent) if (path / "queue").is_dir())
+        is_rotational = (queue / "rotational").read_text().strip() == "1"
+    except (OSError, StopIteration):
+        return ok(name, "unknown: no block device of this machine's", "it as it is")
+    if is_rotational:
+        return degraded(
+            name, "it says that it rotates", "it as it is", "choose an SSD with --ssd-directories"
+        )
+    return ok(name, "no moving parts", "it as it is")
+
+
+def health(
+    directory: Path, root: Path = BLOCK, ask: Callable[[str], Document | None] | None = None
+) -> Finding:
+    """Do the disks under a directory say that they are well."""
+    name, used = f"health of {directory}", "it as it is"
+    disks = _disks(directory, root)
+    if not disks:
+        return ok(name, "unknown: no block device of this machine's", used)
+    problems = [f"{disk.name}: {problem}" for disk in disks for problem in _of_kernel(disk)]
+    told, unknown, documents = [], [], [(disk.name, (ask or _smartctl)(disk.name)) for disk in disks]
+    for disk_name, document in documents:
+        if document is None:
+            unknown.append("smartctl is not installed")
+            continue
+        problems += [f"{disk_name}: {problem}" for problem in problems_of(document)]
+        passed = document.get("smart_status", {}).get("passed")
+        if passed is None:
+            unknown.append(f"{disk_name} does not say: {_message(document)}")
+        elif passed:
+            told.append(f"{disk_name} passes its own test")
+    if problems:
+        return degraded(name, "; ".join(problems), used, REPLACE)
+    if None in (document for _, document in documents):
+        return missing(name, "; ".join(unknown), used, "install smartmontools, and run the doctor as root")
+    return ok(name, "; ".join([*told, *(f"unknown: {text}" for text in unknown)]), used)
+
+
+def problems_of(document: Document) -> Iterator[str]:
+    """What is wrong by the disk's own word; nothing where it gives none."""
+    if document.get("smart_status", {}).get("passed") is False:
+        yield "it fails its own test"
+    log = document.get("nvme_smart_health_information_log", {})
+    if log.get("critical_warning"):
+        yield f"critical warning {log['critical_warning']:#04x}"
+    if log.get("media_errors"):
+        yield f"{log['media_errors']} media errors"
+    if log.get("percentage_used", 0) >= WORN_PERCENT:
+        yield f"{log['percentage_used']} % of its writes are used up"
+    if log.get("available_spare", 100) < log.get("available_spare_threshold", 0):
+        yield f"{log['available_spare']} % of its spare blocks are left"
+    for row in document.get("ata_smart_attributes", {}).get("table", []):
+        count = row.get("raw", {}).get("value", 0)
+        if row.get("id") in SECTORS and count:
+            yield f"{count} {SECTORS[row['id']]} sectors"
+
+
+def _of_kernel(disk: Path) -> Iterator[str]:
+    state = _text(disk / "device" / "state")
+    if state not in WELL_STATES:
+        yield f"the kernel calls it {state}"
+    if _text(disk / "ro") == "1":
+        yield "the kernel takes no writes for it"
+
+
+def _disks(directory: Path, root: Path) -> list[Path]:
+    """Directories in /sys of the disks under a filesystem: of a mapped device or an array, those below it."""
+    try:
+        device = existing(directory).stat().st_dev
+        place = (root / f"{os.major(device)}:{os.minor(device)}").resolve(strict=True)
+    except OSError:
+        return []
+    return sorted(set(_below(place)))
+
+
+def _below(place: Path) -> Iterator[Path]:
+    # A partition is of its disk.
+    disk = place.parent if (place / "partition").exists() else place
+    slaves = list((disk / "slaves").glob("*"))
+    if not slaves:
+        yield disk
+    for slave in slaves:
+        yield from _below(slave.resolve())
+
+
+def _smartctl(disk_name: str) -> Document | None:
+    program = shutil.which(
+        "smartctl", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+    )
+    if program is None:
+        return None
+    command = [program, "--json", "-H", "-A", f"/dev/{disk_name}"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)  # noqa: S603  # our own words
+        document: Document = json.loads(ran.stdout)
+    except subprocess.TimeoutExpired:
+        return {"smartctl": {"messages": [{"string": f"no answer in {TIMEOUT_S} s"}]}}
+    except (OSError, ValueError) as error:
+        return {"smartctl": {"messages": [{"string": str(error)}]}}
+    return document if isinstance(document, dict) else {}
+
+
+def _message(document: Document) -> str:
+    messages = document.get("smartctl", {}).get("messages") or [{}]
+    return str(messages[0].get("string") or "it has no SMART")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,198 @@
+"""The command table: every command of `ctxcache`, what --help says of it, and the module that brings it.
+
+    ctxcache --help          lists the table, and imports no command
+    ctxcache session list    imports `ctxcache.cli.sessions`, and with it all that this command needs
+
+A command's module imports what it needs at its top, however heavy. Each such module has an `app` with its
+commands.
+
+Packages bring commands, too: functions, or Typer apps of several, under the entry point group
+`ctxcache.commands`. An entry point named `trace.replay` is the command `replay` of our group `trace`. Such a
+plugin is imported when it is called, since it may need torch. Worst case: a plugin needs what is not
+installed, and one sentence says what to install.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
+
+from ctxcache.cli.documents import Output
+from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.failures import UsageFailure, asked_output
+
+
+class Listed(NamedTuple):
+    """A command of ours before it is imported.
+
+    Its module in `ctxcache.cli`, and its help's first sentence.
+    """
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "session": Listed("sessions", "Look at sessions and change them."),
+    "model": Listed("sessions", "Look at registered models."),
+    "tier": Listed("operations", "Look at tiers, and take SSD paths out of use."),
+    "lease": Listed("operations", "Look at leases, which keep bytes in memory, and end them."),
+    "quota": Listed("operations", "Look at tenants' shares and change them."),
+    "hint": Listed("sessions", "Give hints, and look at engines' queues."),
+    "trace": Listed("trace", "Record what a store is asked, and ask it of another."),
+    "fault": Listed("operations", "Inject faults into a server for tests."),
+    "config": Listed("config", "Look at settings, and change them."),
+    "token": Listed("tokens", "Make tokens for clients."),
+    "serve": Listed("serve", "Run the server until SIGTERM or Ctrl-C."),
+    "rebuild": Listed(
+        "rebuild",
+        "Make damaged or deleted metadata anew from the SSD directories, while no server runs.",
+    ),
+    "verify": Listed(
+        "verify",
+        "Verify every record and every segment, in memory as on SSD; sessions end before what is bad.",
+    ),
+    "doctor": Listed(
+        "doctor.command",
+        "Say what this machine offers a server, what is used instead of what is missing, and what to do.",
+    ),
+    "simulate": Listed(
+        "simulate",
+        "Replay a trace of sessions through placement policies on a virtual clock, and say what each keeps.",
+    ),
+    "top": Listed(
+        "top",
+        "Show what goes on: tiers, hit rates, calls and how long they take, who is busy, what needs a look.",
+    ),
+    "drain": Listed("operations", "Take no more work, and write everything: before a node goes."),
+    "export": Listed("transfers", "Write sessions to a file that `import` reads, for this store or another."),
+    "import": Listed("transfers", "Bring in sessions that `export` wrote: each whole, or not at all."),
+    "stats": Listed("stats", "Show what the server holds and has done since it started."),
+    "tenants": Listed("stats", "Show what each tenant has, and what is its share."),
+    "why-miss": Listed(
+        "stats",
+        "Say why a session is not there, or has less than was stored; or what a request missed, and why.",
+    ),
+    "version": Listed("stats", "Show the version of this program, and of the server."),
+    "health": Listed(
+        "stats", "Say whether the server takes work, as probes ask it; exits with 6 where it does not."
+    ),
+}
+PLUGINS = "ctxcache.commands"
+OURS = ("ctxcache", "gpu_worker")
+"""Packages of this distribution: one of theirs that is missing is a bug, not something to install."""
+LAB = "ctxcache-lab"
+"""The distribution that measures and shows this one. A clone has it in `lab/`; no wheel of ours holds it."""
+LAB_COMMANDS = {"bench": "./lab[bench]", "demo": "./lab[demo]", "trace.replay": "./lab"}
+"""What LAB registers, and what to install for each.
+
+They are listed without it too, and then say how to get it.
+"""
+DESCRIPTIONS = {
+    "bench": "Measure each path beside the machine's limit and beside a peer.",
+    "demo": "Show on a small real model what the cache saves.",
+    "trace.replay": "Ask another store what was recorded, and compare.",
+    "worker": "Serve engines, plan restorations, and measure what plans are made from.",
+}
+
+
+class CommandGroup(TyperGroup):
+    """All commands by name: ours as the table lists them, each in its own form once it is called.
+
+    Then plugins.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        ours = {name: TyperCommand(name, help=listed.help) for name, listed in COMMANDS.items()}
+        # A plugin's name never hides one of ours, and --help lists it after them.
+        self.commands = ours | {name: one for name, one in plugins().items() if name not in ours}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that is called, or whose words a shell completes."""
+        if args[0] in COMMANDS:
+            self.commands[args[0]] = imported(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def imported(name: str) -> Any:
+    """One of our commands, with everything that it needs."""
+    command = get_group(import_module(f"ctxcache.cli.{COMMANDS[name].module}").app).commands[name]
+    if isinstance(command, TyperGroup):
+        command.commands |= plugins(name)
+    return command
+
+
+def plugins(group: str = "") -> dict[str, Any]:
+    """The commands that other packages bring to one of our groups, by name; unless given, beside our own."""
+    found = {each.name: _command(each) for each in entry_points(group=PLUGINS)}
+    absent = {name: _absent(needed) for name, needed in LAB_COMMANDS.items() if name not in found}
+    app = typer.Typer()
+    for name, command in sorted((found | absent).items()):
+        owner, _, last = name.rpartition(".")
+        # One that names a group that is not ours is a command of its own, by its whole name.
+        if group == (owner if owner in COMMANDS else ""):
+            app.command(
+                last if group else name,
+                help=DESCRIPTIONS.get(name, f"Plugin {name}."),
+                add_help_option=False,
+                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+            )(command)
+    return dict(get_group(app).commands) if app.registered_commands else {}
+
+
+def _command(entry_point: EntryPoint) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        try:
+            _run(entry_point, context)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if not missing or missing.partition(".")[0] in (*OURS, entry_point.module.partition(".")[0]):
+                raise
+            _refuse(
+                f"`{context.command_path}` needs {missing}, which is not installed; "
+                f"install it with pip install {_requirement(entry_point)}",
+                error,
+            )
+
+    return command
+
+
+def _run(entry_point: EntryPoint, context: typer.Context) -> None:
+    plugin = entry_point.load()
+    if not isinstance(plugin, typer.Typer):
+        plugin = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        plugin.command()(entry_point.load())
+    # Wrong words of the plugin's own command are reported as those of any other command.
+    code = plugin(args=context.args, prog_name=context.command_path, standalone_mode=False, obj=context.obj)
+    if isinstance(code, int) and code:
+        raise typer.Exit(code)
+
+
+def _requirement(entry_point: EntryPoint) -> str:
+    """What brings a plugin's needs: the extra of its name, of the distribution that registers it."""
+    distribution = entry_point.dist.name if entry_point.dist else "ctxcache"
+    extra = f"{distribution}[{entry_point.name}]"
+    return f"'{LAB_COMMANDS.get(entry_point.name, extra) if distribution == LAB else extra}'"
+
+
+def _absent(needed: str) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        _refuse(
+            f"`{context.command_path}` is part of {LAB}, which is not installed; "
+            f"in a clone of the project: pip install '{needed}'"
+        )
+
+    return command
+
+
+def _refuse(problem: str, cause: Exception | None = None) -> NoReturn:
+    if asked_output(sys.argv[1:]) is not Output.TABLE:
+        raise UsageFailure(problem) from cause
+    sys.stderr.write(f"ctxcache: {problem}\n")
+    raise typer.Exit(ExitCode.USAGE) from cause

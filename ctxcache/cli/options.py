@@ -1,0 +1,130 @@
+"""The options that commands share: which server, as whom, how long to wait, and how to print.
+
+    ctxcache --target A --output json session list --target B
+             └── before the command: defaults ──┘  └── after it: they win
+
+Imports neither gRPC nor protobuf, for `ctxcache --help` and commands that ask no server. Reads no file: the
+client reads tokens and certificates. Worst case: a file that cannot be used, which the client's error names.
+"""
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+
+from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
+from ctxcache.cli.signature import option
+
+DEFAULT_TARGET = "127.0.0.1:7420"
+DEFAULT_TIMEOUT_S = 30.0
+TENANT = "whose"
+"""The parameter behind --tenant, where that says for whom an operator calls."""
+
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Server, host:port or unix:PATH; also CTXCACHE_TARGET.",
+        show_default=DEFAULT_TARGET,
+        metavar="TARGET",
+    ),
+]
+OutputOption = Annotated[Output | None, typer.Option("--output", "-o", help="How to print.")]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", help="Longest wait for an answer, in seconds.", min=0.001)
+]
+TenantOption = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="TENANT", help="Whose; for operators.", show_default="yours"),
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", envvar="CTXCACHE_TOKEN_FILE", metavar="FILE", help="Token that says who calls."
+    ),
+]
+CaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-ca",
+        envvar="CTXCACHE_TLS_CA",
+        metavar="FILE",
+        help="TLS, with a server whose certificate these authorities signed; `system` for the machine's.",
+    ),
+]
+CertificateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-client-certificate",
+        envvar="CTXCACHE_TLS_CLIENT_CERTIFICATE",
+        metavar="FILE",
+        help="Certificate to show.",
+    ),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--tls-client-key", envvar="CTXCACHE_TLS_CLIENT_KEY", metavar="FILE", help="Its key."),
+]
+CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+SHARED_OPTIONS = (
+    option("target", TargetOption),
+    option("output", OutputOption),
+    option("timeout", TimeoutOption),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a command shows to the server, and which authorities it trusts."""
+
+    token_file: Path | None = None
+    ca: str | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The shared options of one command, resolved."""
+
+    target: str = DEFAULT_TARGET
+    output: Output = Output.TABLE
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    credentials: Credentials = Credentials()
+    tenant: str = ""
+
+    def but(self, target: str | None, output: Output | None, timeout_s: float | None) -> Self:
+        """Return this with those options changed that are given."""
+        changed = replace(self, target=target or self.target, output=output or self.output)
+        return changed if timeout_s is None else replace(changed, timeout_s=timeout_s)
+
+    def show_facts(self, facts: Mapping[str, Plain], text: str, *, to_stderr: bool = False) -> None:
+        """Print facts for scripts, or `text` for people."""
+        match self.output:
+            case Output.JSON:
+                typer.echo(as_json(facts), err=to_stderr)
+            case Output.YAML:
+                typer.echo(as_yaml(facts), err=to_stderr)
+            case Output.TABLE:
+                typer.echo(text, err=to_stderr)
+
+
+def before_the_command(
+    credentials: Credentials, target: str | None, output: Output | None, timeout_s: float | None
+) -> Shared:
+    """The options that were given before a command's name.
+
+    The environment names the target where they do not.
+    """
+    return Shared(credentials=credentials).but(target or os.environ.get("CTXCACHE_TARGET"), output, timeout_s)
+
+
+def shared_of(context: typer.Context, given: dict[str, Any]) -> Shared:
+    """Take the shared options out of what a command was given; those before its name fill the gaps."""
+    before: Shared = context.obj or Shared()
+    shared = before.but(given.pop("target", None), given.pop("output", None), given.pop("timeout", None))
+    return replace(shared, tenant=given.pop(TENANT, None) or "")
