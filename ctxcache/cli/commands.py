@@ -124,7 +124,7 @@ def imported(name: str) -> Any:
     """One of our commands, with everything that it needs."""
     command = get_group(import_module(f"ctxcache.cli.{COMMANDS[name].module}").app).commands[name]
     if isinstance(command, TyperGroup):
-        command.commands |= plugins(name)
+        command.commands.update(plugins(name))
     return command
 
 

@@ -35,11 +35,12 @@ from ctxcache.archive.importing import Importer, present
 from ctxcache.archive.laying_out import Restored, lay_out, look
 from ctxcache.archive.outcomes import OnConflict, Outcome, Status, Wishes
 from ctxcache.archive.reader import ArchiveReader, survey
-from ctxcache.cli.call import CONTEXT, SHARED_OPTIONS, Call, call_of, online
+from ctxcache.cli.call import Call, call_of, online
 from ctxcache.cli.completion import session_names
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode
+from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS
 from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import with_signature
 from ctxcache.cli.units import human_size, human_time, parse_duration_s, parsed, session_name

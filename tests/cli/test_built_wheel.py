@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from command_line import TIMEOUT_S
-from server_process import without_settings
 
 from ctxcache.cli.exit_codes import ExitCode
+from tests.nursery import without_settings
 
 ROOT = Path(__file__).parents[2]
 OF_THE_CLONE = ("ctxcache", "_ctxcache", "_editable_impl_ctxcache")

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess, without_settings
+from server_process import ServerProcess
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.storage.data_directory import DataDirectory
+from tests.nursery import without_settings
 
 SMALL = ("--arena-size-bytes", "16MiB", "--ssd-size-bytes", "16MiB", "--listen", "127.0.0.1:0")
 HANG = """

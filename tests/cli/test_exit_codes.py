@@ -6,12 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from server_process import COMMAND_LINE, without_settings
+from server_process import COMMAND_LINE
 
 from ctxcache import errors
 from ctxcache.cli.exit_codes import EXIT_CODES, ExitCode, exit_code_of
 from ctxcache.cli.failures import sentence
 from ctxcache.errors import CacheError
+from tests.nursery import without_settings
 
 COMMANDS = Path(__file__).parents[2] / "docs" / "commands.md"
 CLASSES = [

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from carried import SPEC, Rows, assert_rows, keep, names
 from command_line import TIMEOUT_S, Ran, asked, ctxcache_json
-from server_process import COMMAND_LINE, ServerProcess, without_settings
+from server_process import COMMAND_LINE, ServerProcess
 from stored import connected
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel
+from tests.nursery import without_settings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "archive-v1.ctxarchive"
 TOKEN_COUNT = 130

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from carried import SPEC, Rows, assert_equal, assert_rows, found, keep, make_rows, names
 from command_line import TIMEOUT_S, asked
-from server_process import COMMAND_LINE, ServerProcess, without_settings
+from server_process import COMMAND_LINE, ServerProcess
 from stored import connected
 
 from ctxcache.archive import exporting
@@ -24,6 +24,7 @@ from ctxcache.archive.reader import ArchiveReader
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import FileUnusable, Unavailable
+from tests.nursery import without_settings
 
 TOKEN_COUNT = 150
 LONG_TOKEN_COUNT = 2 * GATHERED_BYTES // (4 + sum(one.row_bytes for one in SPEC.streams))

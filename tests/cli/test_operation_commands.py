@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from command_line import ctxcache, ctxcache_json
 from operated import SESSION, operated_server, prepare
-from server_process import COMMAND_LINE, ServerProcess, without_settings
+from server_process import COMMAND_LINE, ServerProcess
 from stored import store_session
 from stored_model import stored_model
 
@@ -17,6 +17,7 @@ from ctxcache.cli.documents import as_yaml
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import Client
 from ctxcache.errors import LeaseNotFound
+from tests.nursery import without_settings
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,14 @@ from typing import get_args
 
 import pytest
 from command_line import ctxcache_json
-from server_process import (
-    ARENA_SIZE_BYTES,
-    COMMAND_LINE,
-    SSD_SIZE_BYTES,
-    STOP_TIMEOUT_S,
-    ServerProcess,
-    without_settings,
-)
+from server_process import ARENA_SIZE_BYTES, COMMAND_LINE, SSD_SIZE_BYTES, STOP_TIMEOUT_S, ServerProcess
 from stored import TOKEN_COUNT, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.settings.config import Settings, default_data_directory
 from ctxcache.settings.knobs import KNOBS
+from tests.nursery import without_settings
 
 
 def test_the_ready_line_says_where_everything_is(tmp_path: Path) -> None:

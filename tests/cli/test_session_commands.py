@@ -8,12 +8,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from command_line import TIMEOUT_S, ctxcache, ctxcache_json
-from server_process import COMMAND_LINE, ServerProcess, without_settings
+from server_process import COMMAND_LINE, ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel, Client
 from ctxcache.v1.session_pb2 import Session
+from tests.nursery import without_settings
 
 
 @pytest.fixture

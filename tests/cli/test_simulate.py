@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from command_line import ctxcache
-from server_process import COMMAND_LINE, without_settings
+from server_process import COMMAND_LINE
 from typer.testing import CliRunner
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.cli.main import app
 from ctxcache.simulate.study import ALL_POLICIES
+from tests.nursery import without_settings
 
 TRACE = "session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\nb,1000,10,5\na,2000,10,5\n"
 

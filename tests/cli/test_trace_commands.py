@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from command_line import TIMEOUT_S, ctxcache, ctxcache_json
-from server_process import COMMAND_LINE, ServerProcess, without_settings
+from server_process import COMMAND_LINE, ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import SessionNotFound
+from tests.nursery import without_settings
 
 PLACES = {"empty": 0, "refused": 0}
 

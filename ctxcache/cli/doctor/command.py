@@ -9,12 +9,13 @@ from typing import Any
 
 import typer
 
-from ctxcache.cli.call import SHARED_OPTIONS, Call, call_of
+from ctxcache.cli.call import Call, call_of
 from ctxcache.cli.config import doubts
 from ctxcache.cli.doctor import disks, gpu, machine
 from ctxcache.cli.doctor.finding import Finding
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
+from ctxcache.cli.options import SHARED_OPTIONS
 from ctxcache.cli.settings import load_settings, taking_settings
 from ctxcache.settings.config import Settings
 from ctxcache.storage.opening import ssd_directories_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import COMMAND_LINE, without_settings
+from server_process import COMMAND_LINE
 from torch import Tensor
 from typer.testing import Result
 
@@ -23,6 +23,7 @@ from gpu_worker.pipeline.kernel_weights import KernelWeights
 from gpu_worker.pipeline.kernels import compute_for
 from lab.demo import wheel
 from lab.demo.embedded_store import EmbeddedStore
+from tests.nursery import without_settings
 
 RunDemo = Callable[..., Result]
 _PNG = b"\x89PNG\r\n\x1a\n"

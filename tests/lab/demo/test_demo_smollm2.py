@@ -5,9 +5,10 @@ import os
 import subprocess
 
 import pytest
-from server_process import COMMAND_LINE, without_settings
+from server_process import COMMAND_LINE
 
 from lab.demo.building import default_cache_dir
+from tests.nursery import without_settings
 
 _CACHE = default_cache_dir()
 
