@@ -29,10 +29,16 @@ from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
-from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_QUEUE_LIMITS, Limits, QueueLimits
+from ctxcache.core.limits import (
+    DEFAULT_LIMITS,
+    DEFAULT_QUEUE_LIMITS,
+    DEFAULT_WATERMARKS,
+    Limits,
+    QueueLimits,
+    Watermarks,
+)
 from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
-from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusable, SessionNotFound
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.runtime.clock import Clock

@@ -21,7 +21,7 @@ from ctxcache.cache.flushing import Flushing, Staging
 from ctxcache.cache.journal import Call
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Client
+from ctxcache.core.budget import Pinner
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.errors import (
@@ -70,7 +70,7 @@ class Reservation:
     committed: int
     end: int
     deadline_ns: int
-    client: Client
+    client: Pinner
     marked: int = 0
     promised_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
@@ -207,7 +207,7 @@ class Appends:
         self.pins = pins
         self._open: dict[int, Reservation] = {}
         self._last_id = 0
-        self._quarantine: list[tuple[int, Segment, Client]] = []
+        self._quarantine: list[tuple[int, Segment, Pinner]] = []
 
     @property
     def reservation_count(self) -> int:
@@ -256,7 +256,7 @@ class Appends:
                 session=session.name, token_count=session.token_count, write_offset=write_offset
             )
         self._ledger.touched(session)
-        reservation = self._begin(session, write_offset, Client(tenant, client))
+        reservation = self._begin(session, write_offset, Pinner(tenant, client))
         try:
             await self._give_up_withheld(session)
             await self.extend(reservation, token_count)
@@ -469,7 +469,7 @@ class Appends:
         rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))
         return self._io.view(run.segment)[rows]
 
-    def _begin(self, session: Session, write_offset: int, client: Client) -> Reservation:
+    def _begin(self, session: Session, write_offset: int, client: Pinner) -> Reservation:
         self._ledger.write_began(session)
         self._last_id += 1
         deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
@@ -532,7 +532,7 @@ class Appends:
         finally:
             self.pins.unpin(reservation.client, new)
 
-    def _release(self, segment: Segment, client: Client) -> None:
+    def _release(self, segment: Segment, client: Pinner) -> None:
         self._ledger.released(segment)
         self.pins.unpin(client, {segment.segment_id: segment.layout.size_bytes})
 

@@ -20,13 +20,12 @@ from ctxcache.cache.eviction import SsdRoom
 from ctxcache.cache.flushing import Flushing, Staging
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Budget, Client
+from ctxcache.core.budget import Budget, Pinner, RoomRequest, WaitingLine
 from ctxcache.core.ledger.ledger import Drop, GiveUp
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Bound
 from ctxcache.core.placement.shares import EVERYONE
-from ctxcache.core.waiting_line import Request, WaitingLine
 from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound, TooManyRequests
 from ctxcache.format.slot import Slot
 
@@ -51,7 +50,7 @@ class Pins:
         """Callers that wait for room."""
         return self._waiting.total()
 
-    async def wait_for_room(self, client: Client, needed: Callable[[], Mapping[int, int]]) -> None:
+    async def wait_for_room(self, client: Pinner, needed: Callable[[], Mapping[int, int]]) -> None:
         """Wait until what `needed` says may be pinned; pin it before the next await.
 
         `needed` is asked again each time: what it looks at may change meanwhile. Raises
@@ -77,26 +76,26 @@ class Pins:
             if not self._waiting[account]:
                 del self._waiting[account]
 
-    def has_room(self, client: Client, sizes_bytes: Mapping[int, int]) -> bool:
+    def has_room(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
         """Whether so much may be pinned now, with nobody of the tenant waiting.
 
         Raises CapacityExceeded: more than may ever be pinned.
         """
         return self._fits(client, sizes_bytes) and self._account(client) not in self._waiting
 
-    def pin(self, client: Client, sizes_bytes: Mapping[int, int]) -> None:
+    def pin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Count as pinned what there is room for."""
         self.budget.pin(client, sizes_bytes)
 
-    def unpin(self, client: Client, sizes_bytes: Mapping[int, int]) -> None:
+    def unpin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Take back one `pin`, and let the next one look."""
         self.budget.unpin(client, sizes_bytes)
         self._freed.set()
 
-    def _account(self, client: Client) -> str:
+    def _account(self, client: Pinner) -> str:
         return client.tenant if self.budget.is_divided else EVERYONE
 
-    def _fits(self, client: Client, sizes_bytes: Mapping[int, int]) -> bool:
+    def _fits(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
         if self.budget.has_room(client, sizes_bytes):
             return True
         needed_bytes, limit_bytes = sum(sizes_bytes.values()), self.budget.limit_of(client)
@@ -111,7 +110,7 @@ class Pins:
             )
         return False
 
-    def _refusal(self, client: Client) -> TooManyRequests:
+    def _refusal(self, client: Pinner) -> TooManyRequests:
         return TooManyRequests(what=f"bytes of {self._what}", limit=self.budget.limit_of(client))
 
 
@@ -282,7 +281,7 @@ class DirtyBound:
         self._state, self._io, self._room = state, io, room
         ledger = self._ledger = state.ledger
         self._line = WaitingLine("room for unwritten rows", ledger.usage.shares, ledger.claimed_by)
-        self._turns: dict[Request, asyncio.Event] = {}
+        self._turns: dict[RoomRequest, asyncio.Event] = {}
         """Set when the request may be the first one. Only the first one makes room."""
 
     @property
@@ -327,7 +326,7 @@ class DirtyBound:
             self._line.leave(request)
             self._wake_first()
 
-    async def _wait(self, request: Request, fits: Callable[[], bool]) -> None:
+    async def _wait(self, request: RoomRequest, fits: Callable[[], bool]) -> None:
         """Return when the request may be granted, or when it is the first one and nothing is left to be written."""
         turn = self._turns[request]
         while True:
@@ -340,7 +339,7 @@ class DirtyBound:
             self._wake_first()
             await turn.wait()
 
-    def _is_first(self, request: Request) -> bool:
+    def _is_first(self, request: RoomRequest) -> bool:
         return self._line.first(self._limit_bytes()) is request
 
     def _wake_first(self) -> None:
@@ -360,7 +359,7 @@ class DirtyBound:
             needed_bytes, claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
         )
 
-    def _refusal(self, request: Request) -> CapacityExceeded:
+    def _refusal(self, request: RoomRequest) -> CapacityExceeded:
         limit_bytes, needed_bytes = self._limit_bytes(), request.needed_bytes
         free_bytes = max(limit_bytes - self._ledger.claimed_bytes, 0)
         if not self._is_first(request):

@@ -24,7 +24,7 @@ from ctxcache.cache.state import State, record_of
 from ctxcache.core.ledger.places import Place
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.watermarks import Allowance
+from ctxcache.core.limits import Allowance
 from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata.base import Changes, MetadataStore, SegmentRecord

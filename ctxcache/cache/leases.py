@@ -20,7 +20,7 @@ from ctxcache.cache.promotion import Promotions
 from ctxcache.cache.scrubbing import TRIES, Mending
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Budget, Client
+from ctxcache.core.budget import Budget, Pinner
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView
@@ -61,9 +61,9 @@ class ReadRequest:
     is_rechecked: bool = False
 
     @property
-    def owner(self) -> Client:
+    def owner(self) -> Pinner:
         """In whose budget it is counted."""
-        return Client(self.tenant, self.client)
+        return Pinner(self.tenant, self.client)
 
 
 class ReadPlan:
@@ -129,7 +129,7 @@ class Lease:
     begin: int
     end: int
     pieces: tuple[Piece, ...]
-    client: Client
+    client: Pinner
     pinned: dict[int, int]
     """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
     dram_token_count: int

@@ -17,11 +17,10 @@ from ctxcache.core.ledger.ledger import Below, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
-from ctxcache.core.limits import DEFAULT_LIMITS, Limits
+from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
-from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.errors import ModelNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_RANGE, StreamRange

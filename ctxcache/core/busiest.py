@@ -1,7 +1,8 @@
 """Busiest: which sessions are accessed most, of late. Every access counts, in constant amortised time.
 
-Bounded: when too many are counted, the half with fewer accesses is forgotten, and those of the others count half. So
-one that is rarely accessed may be missed, and one that was busy long ago fades. Owned by the event loop.
+Bounded: when too many are counted, the half with fewer accesses is forgotten, and those of the others count
+half. So one that is rarely accessed may be missed, and one that was busy long ago fades. Owned by the event
+loop.
 """
 
 from heapq import nlargest

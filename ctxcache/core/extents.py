@@ -25,14 +25,18 @@ class Extents:
         """Runs taken."""
         self._end_of: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
-        # Begins of the extents of each size; some are outdated, `_end_of` knows. No bin is without one that is not.
+        # Begins of the extents of each size; some are outdated, `_end_of` knows. No bin is without one that
+        # is not.
         self._bins: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._sizes: list[int] = []
         self._add(first_offset, first_offset + capacity_bytes)
 
     def take(self, size_bytes: int) -> int | None:
-        """Offset of a run of that size, now taken, from the smallest extent that has one; None when none has."""
+        """Offset of a run of that size, now taken, from the smallest extent that has one.
+
+        None when none has.
+        """
         i = bisect_left(self._sizes, size_bytes)
         if i == len(self._sizes):
             return None
@@ -162,7 +166,10 @@ class SlotAllocator:
     def take(
         self, size_bytes: int, *, closed: Collection[int] = (), on_path: int | None = None
     ) -> Slot | None:
-        """A slot on that path, or else on another one that has room; None when none has. Never on a `closed` one."""
+        """A slot on that path, or else on another one that has room; None when none has.
+
+        Never on a `closed` one.
+        """
         if on_path is not None and on_path not in closed:
             offset = self._paths[on_path].take(size_bytes)
             if offset is not None:

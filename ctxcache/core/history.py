@@ -1,9 +1,9 @@
 """History: what became of sessions, so that a miss can be explained. Pure; told by who did it.
 
 Only sessions that were there are remembered, so that names which callers make up take no room. Worst case:
-SESSIONS_LIMIT sessions of EVENTS_LIMIT events, 80 MB with the longest names; the session to which nothing has happened for longest
-is forgotten first, and its miss counts as never stored. Of requests that name their trace, what they missed is
-remembered besides: REQUESTS_LIMIT of them with MISSES_LIMIT misses, some 6 MB.
+SESSIONS_LIMIT sessions of EVENTS_LIMIT events, 80 MB with the longest names; the session to which nothing has
+happened for longest is forgotten first, and its miss counts as never stored. Of requests that name their
+trace, what they missed is remembered besides: REQUESTS_LIMIT of them with MISSES_LIMIT misses, some 6 MB.
 """
 
 import enum
@@ -57,7 +57,10 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What a request asked for in vain: a session, `by` which way, and what came of it, `count` times until `time_ns`."""
+    """What a request asked for in vain.
+
+    A session, `by` which way, and what came of it, `count` times until `time_ns`.
+    """
 
     session_id: str
     by: str

@@ -41,7 +41,10 @@ class SegmentHeader:
     checksums: tuple[int, ...]
 
     def encode(self) -> bytes:
-        """The header's bytes without padding. Raises ValueError for a tenant of over 128 bytes, and as `check` does."""
+        """The header's bytes without padding.
+
+        Raises ValueError for a tenant of over 128 bytes, and as `check` does.
+        """
         identity, layout = self.identity, self.layout
         identity.check()
         tenant = identity.tenant.encode()

@@ -1,9 +1,9 @@
 """Identity: who and what a chunk is, bound into its checksum.
 
-A chunk's rows have a checksum that their writer makes: XXH3-64 of the bytes. The header of a slot has it bound
-to the chunk's identity, so that right bytes in the wrong place (another tenant's, an older generation's, a
-neighbour's layer) fail like flipped bits do. Binding needs the writer's checksum and not the rows. It detects
-accidents and misplacement; it is no defence against someone who can forge bytes.
+A chunk's rows have a checksum that their writer makes: XXH3-64 of the bytes. The header of a slot has it
+bound to the chunk's identity, so that right bytes in the wrong place (another tenant's, an older
+generation's, a neighbour's layer) fail like flipped bits do. Binding needs the writer's checksum and not the
+rows. It detects accidents and misplacement; it is no defence against someone who can forge bytes.
 """
 
 import struct

@@ -115,13 +115,19 @@ def mismatch(actual: ModelSpec, expected: ModelSpec, problem: str) -> ModelFinge
     names = [name for name in _FIELDS if getattr(actual, name) != getattr(expected, name)]
     details = [_difference(name, actual, expected) for name in names]
     return ModelFingerprintMismatch(
-        f"{problem}; they differ in {', '.join(details)}", model=f"models/{expected.model_id}", fields=",".join(names),
-        actual=actual.fingerprint().hex(), expected=expected.fingerprint().hex(),
-    )  # fmt: skip
+        f"{problem}; they differ in {', '.join(details)}",
+        model=f"models/{expected.model_id}",
+        fields=",".join(names),
+        actual=actual.fingerprint().hex(),
+        expected=expected.fingerprint().hex(),
+    )
 
 
 def _difference(name: str, actual: ModelSpec, expected: ModelSpec) -> str:
-    """A field's name and what it is in both: of streams, the kinds or else the rows that only one of them has."""
+    """A field's name and what it is in both.
+
+    Of streams, the kinds or else the rows that only one of them has.
+    """
     if name != "streams":
         one, other = (str(getattr(spec, name))[:_SHOWN] for spec in (actual, expected))
         return f"{name} ({one!r}, not {other!r})" if one != other else name

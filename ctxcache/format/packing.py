@@ -36,7 +36,10 @@ class PackedLayout(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How rows of `unpacked` are put into few bits: x = zero + code * scale per group, but for a row's outliers."""
+    """How rows of `unpacked` are put into few bits.
+
+    X = zero + code * scale per group, but for a row's outliers.
+    """
 
     unpacked: StateKind
     bits: int
@@ -44,7 +47,10 @@ class Packing(NamedTuple):
     outlier_count: int
 
     def layout(self, element_count: int) -> PackedLayout:
-        """Lay out rows of so many elements. Raises ValueError for none, an odd number, or more than 32,768."""
+        """Lay out rows of so many elements.
+
+        Raises ValueError for none, an odd number, or more than 32,768.
+        """
         return _layout(element_count, self.bits, self.group_size, self.outlier_count)
 
     def row_bytes(self, element_count: int) -> int:

@@ -1,7 +1,8 @@
 """Probes of models: what a model computed of a few tokens, kept with it, to be compared by all that attach.
 
-A fingerprint says what a model consists of; a probe says what comes out. It is no part of the fingerprint, for devices
-and element types round differently. Knows numbers, no model. Worst case: a difference that 16 tokens do not show.
+A fingerprint says what a model consists of; a probe says what comes out. It is no part of the fingerprint,
+for devices and element types round differently. Knows numbers, no model. Worst case: a difference that 16
+tokens do not show.
 """
 
 import struct
@@ -29,7 +30,10 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelProbe:
-    """What a model that computes in `dtype` made of `token_ids`: groups of `group_size` float32 values, little endian."""
+    """What a model that computes in `dtype` made of `token_ids`.
+
+    Groups of `group_size` float32 values, little endian.
+    """
 
     dtype: DType
     token_ids: tuple[int, ...]
@@ -51,10 +55,11 @@ class ModelProbe:
         return ""
 
     def difference(self, other: "ModelProbe") -> Difference | None:
-        """Compare with another one, whose values are relative to; None where the two were made of other tokens or places.
+        """Compare with `other`, relative to its values. None where the two used other tokens or groups.
 
-        Of a group, the median of absolute differences over the median of the other's absolute values: a few values that
-        rounding moves far, as where tokens go to other experts, do not count, nor do a few that are huge.
+        The difference of a group is the median of absolute differences over the median of the other's absolute
+        values. So neither a few values that rounding moves far (tokens that go to other experts) nor a few huge
+        ones count.
         """
         mine, theirs = self._groups(), other._groups()  # noqa: SLF001  its own class's
         sizes = (len(self.values), self.group_size), (len(other.values), other.group_size)

@@ -1,8 +1,9 @@
 """Sums: what writers said of a segment's rows, kept with it from the moment of receipt. Pure.
 
-Sums are never made from stored bytes and then believed. Where rows need sums of other ranges than their writer gave,
-the new ones are computed first, and the writer's are verified over the same bytes after that: a byte that changed
-before is found by the old sums, one that changes later by the new ones. Worst case: one more pass over a segment.
+Sums are never made from stored bytes and then believed. Where rows need sums of other ranges than their
+writer gave, the new ones are computed first, and the writer's are verified over the same bytes after that: a
+byte that changed before is found by the old sums, one that changes later by the new ones. Worst case: one
+more pass over a segment.
 """
 
 from bisect import bisect_left, bisect_right
@@ -127,8 +128,8 @@ Rows = Callable[[int, int], Buffer]
 class Tally:
     """Sums of rows that were written and not committed, by stream and token. Used by one thread at a time.
 
-    What is noted by one call lies in one segment. Worst case: rows whose pieces are not what is asked for, which are
-    read again.
+    What is noted by one call lies in one segment. Worst case: rows whose pieces are not what is asked for,
+    which are read again.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,10 @@ class Tally:
         self._pieces.setdefault(stream, []).append(_Piece(begin, end, value))
 
     def grow(self, stream: Stream, begin: int, end: int, *, is_first: bool) -> xxh3_64:
-        """What is to be fed rows of tokens `[begin, end)`, in order; `is_first`: a segment's rows begin with them."""
+        """What is to be fed rows of tokens `[begin, end)`, in order; `is_first`.
+
+        A segment's rows begin with them.
+        """
         growing = self._growing.setdefault(stream, [])
         if growing and not is_first and growing[-1][1] == begin:
             first, _, hasher = growing.pop()

@@ -94,7 +94,8 @@ def _scan_stream(name: bytes) -> Stream:
     kind, at = _optional(name, at, KIND_FIELD)
     _expect(at == len(name))
     layer = _signed(layer, _INT64)
-    # A kind that is not known, and a number that protobuf would cut: what to make of them is not decided here.
+    # A kind that is not known, and a number that protobuf would cut: what to make of them is not decided
+    # here.
     _expect(-_INT32 <= layer < _INT32 and kind in _KINDS)
     return Stream(layer, StateKind(kind))
 

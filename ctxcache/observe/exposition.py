@@ -17,7 +17,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from ctxcache.cache import Cache
-from ctxcache.core.histogram import QUICK_S, Histogram
+from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.observe.reading import read_cache
 from ctxcache.observe.samples import Sample, families, taken
 from ctxcache.observe.table import OWN

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ctxcache.core.histogram import QUICK_S, Histogram
+from ctxcache.core.observations import QUICK_S, Histogram
 
 INTERVAL_S = 0.1
 

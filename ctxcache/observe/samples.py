@@ -13,7 +13,7 @@ from prometheus_client.core import (
     Metric as Family,
 )
 
-from ctxcache.core.histogram import Histogram
+from ctxcache.core.observations import Histogram
 from ctxcache.observe.metric import Kind, Metric
 
 

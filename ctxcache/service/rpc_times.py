@@ -5,7 +5,7 @@ Memory: an entry per method of ours and way of ending, both closed sets.
 
 from collections.abc import Iterator
 
-from ctxcache.core.histogram import QUICK_S, Histogram
+from ctxcache.core.observations import QUICK_S, Histogram
 
 OK, CANCELLED = "OK", "CANCELLED"
 """Ends that are no error of ours: an answer, and a caller that went away."""

@@ -43,7 +43,10 @@ def split_paths(value: object) -> object:
 
 
 def parse_tenant_shares(value: object) -> object:
-    """`a=0.5,b=0.2:0.4` or a table: of each tenant the share and, unless that is 1, the limit. Raises ValueError."""
+    """`a=0.5,b=0.2:0.4` or a table: of each tenant the share and, unless that is 1, the limit.
+
+    Raises ValueError.
+    """
     if isinstance(value, str):
         parts = [part.split("=") for part in value.split(",") if part.strip()]
         if not all(len(part) == 2 for part in parts):  # a name and a share
@@ -197,7 +200,10 @@ def differing(settings: Settings) -> dict[str, str]:
 
 
 def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:
-    """Settings from arguments that are not None, the environment and a TOML file. Raises InvalidConfiguration."""
+    """Settings from arguments that are not None, the environment and a TOML file.
+
+    Raises InvalidConfiguration.
+    """
     return load_with_sources(arguments, file=file)[0]
 
 

@@ -14,7 +14,10 @@ LEAST_BYTES = 64 * MIB
 
 
 def arena_bytes(directory: Path) -> int:
-    """A quarter of the memory available or half of what the tmpfs has free, at most 8 GiB: whole huge pages."""
+    """A quarter of the memory available or half of what the tmpfs has free, at most 8 GiB.
+
+    Whole huge pages.
+    """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = min(_memory_available(available) // ARENA_SHARE, shutil.disk_usage(directory).free // 2)
     return min(max(wanted, LEAST_BYTES), ARENA_CAP_BYTES) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -1,10 +1,10 @@
-"""The data directory: whose it is, which format it has, and where things are in it.
+"""The data directory: its owner, its format, and where its parts are.
 
-Knows no metadata store and no tier. Worst case: another server holds it, or someone else's files
-are in it; either way it is refused untouched, with a sentence that says why.
+Worst case: another server holds it, or it has files of another program. It is then refused untouched, with
+the reason.
 
     LOCK        held by the running server, with its process id
-    RESTORING   {"instance_id": "...", "checksum": "..."}: an archive is laid out here, until FORMAT is written
+    RESTORING   {"instance_id": "...", "checksum": "..."}: an archive is laid out until FORMAT is written
     FORMAT      {"format": 3, "created_by": "...", "instance_id": "...", "checksum": "..."}
     RUNS        {"crash_count": 0, "is_clean": true, "checksum": "..."}
     LESSONS     what the placement policy has learned (`lessons`); may be missing
@@ -75,9 +75,13 @@ class DataDirectory:
                 runs = _read_runs(path)
                 crash_count = int(runs["crash_count"]) + (not runs["is_clean"])
                 return cls(
-                    path, str(facts["instance_id"]), str(facts.get("created_by")), crash_count,
-                    bool(runs["is_clean"]), lock_fd,
-                )  # fmt: skip
+                    path,
+                    str(facts["instance_id"]),
+                    str(facts.get("created_by")),
+                    crash_count,
+                    bool(runs["is_clean"]),
+                    lock_fd,
+                )
             except BaseException:
                 os.close(lock_fd)
                 raise
@@ -103,7 +107,10 @@ class DataDirectory:
 
     @staticmethod
     def instance_id_at(path: Path) -> str | None:
-        """The id of the directory there; None where there is none that can be read. Raises OSError, FormatTooNew."""
+        """The id of the directory there; None where there is none that can be read.
+
+        Raises OSError, FormatTooNew.
+        """
         try:
             return str(_parse_format(path)["instance_id"])
         except (FileNotFoundError, CorruptMetadata):
@@ -120,7 +127,10 @@ class DataDirectory:
             tighten(entries(self.path))
 
     def begin_run(self) -> None:
-        """Note that a run begins: unless `end_run` follows, it counts as a crash. Raises DataDirectoryUnusable."""
+        """Note that a run begins: unless `end_run` follows, it counts as a crash.
+
+        Raises DataDirectoryUnusable.
+        """
         with _refusals(self.path):
             _note_run(self.path, self.crash_count, is_clean=False)
 
@@ -153,7 +163,10 @@ class FreshDirectory:
     @classmethod
     @contextmanager
     def begin(cls, path: Path) -> Iterator[Self]:
-        """Claim an empty directory, or one in which this was begun before. Raises DataDirectoryUnusable, CorruptMetadata."""
+        """Claim an empty directory, or one in which this was begun before.
+
+        Raises DataDirectoryUnusable, CorruptMetadata.
+        """
         with _refusals(path):
             claim_directory(path)
             _check_fresh(path)
@@ -182,7 +195,10 @@ class FreshDirectory:
 
 
 def entries(path: Path) -> list[Path]:
-    """What a server has in the directory, sockets apart; also metadata that a rebuild has kept. Raises OSError."""
+    """What a server has in the directory, sockets apart; also metadata that a rebuild has kept.
+
+    Raises OSError.
+    """
     named = (_LOCK, _FORMAT, _RUNS, RESTORING, "LESSONS", "PATHS", "CLOCK")
     return [*(path / name for name in named), *path.glob(f"{METADATA}*")]
 
@@ -265,7 +281,10 @@ def _parse_format(path: Path) -> dict[str, Any]:
     if found < 1:
         raise CorruptMetadata(where=str(path / _FORMAT), problem=f"there is no format {found}")
     if found < DATA_FORMAT:
-        problem = f"it has format {found} of an earlier version, and this one reads format {DATA_FORMAT}: name a new one"
+        problem = (
+            f"it has format {found} of an earlier version, and this one reads format {DATA_FORMAT}: name a"
+            " new one"
+        )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
     return read_facts(path / _FORMAT)
 

@@ -101,7 +101,10 @@ class Threads:
         return call.future
 
     def give_up(self, failure: Callable[[], TierFailure]) -> None:
-        """Answer every caller with a failure of its own. What is under way keeps its thread until it returns."""
+        """Answer every caller with a failure of its own.
+
+        What is under way keeps its thread until it returns.
+        """
         jobs = {found.job for found in self._under_way if found}
         queued: list[_Step | None] = []
         with suppress(Empty):
@@ -118,7 +121,10 @@ class Threads:
             step.job.skip()
 
     def close(self) -> None:
-        """Finish what was asked for, then end the threads; those that the device owes are left to the process's end."""
+        """Finish what was asked for, then end the threads.
+
+        Those that the device owes are left to the process's end.
+        """
         for _ in self._threads:
             self._work.put(None)
         for i, thread in enumerate(self._threads):

@@ -98,11 +98,14 @@ def _open_arena(settings: Settings, directory: DataDirectory) -> DramArena:
 def _ssd_paths(settings: Settings, directories: Sequence[Directory], instance_id: str) -> list[SsdPath]:
     return [
         SsdPath(
-            str(directory.path), directory.size_bytes or _size_bytes(settings, directory), directory.absence,
-            partial(is_ours, directory.path, instance_id, number), settings.ssd_missing == "serve",
+            str(directory.path),
+            directory.size_bytes or _size_bytes(settings, directory),
+            directory.absence,
+            partial(is_ours, directory.path, instance_id, number),
+            settings.ssd_missing == "serve",
         )
         for number, directory in enumerate(directories)
-    ]  # fmt: skip
+    ]
 
 
 def _size_bytes(settings: Settings, directory: Directory) -> int:

@@ -145,9 +145,10 @@ def _collect(directories: Sequence[Path], instance_id: str) -> tuple[Rebuilt, li
     contents = read_catalog(directories[0] / CATALOG, instance_id)
     witness = Witness(directories, instance_id, is_read_only=True)
     result = Rebuilt(
-        commit=contents.sequence, missing_commit_count=max(witness.sequence - contents.sequence, 0),
+        commit=contents.sequence,
+        missing_commit_count=max(witness.sequence - contents.sequence, 0),
         problems=contents.problems,
-    )  # fmt: skip
+    )
     if not contents.records and contents.problems:
         raise CorruptMetadata(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
     places = _scan(directories, result)

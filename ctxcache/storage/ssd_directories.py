@@ -1,13 +1,12 @@
-"""Which SSD directory is which: each carries its number, whatever order they are given in.
+"""SSD directories: each carries its number, so that the order in which an operator lists them is free.
 
-Records name a place by the directory's number. Knows no tier. Worst case: a directory is missing or
-somebody else's, which is refused with a sentence before anything is opened or written. Where the operator
-wants it, one that is missing, not mounted or not readable keeps its number and is left alone instead; it is
-never taken for a new one.
+Records name a slot by the directory's number. Worst case: a directory is missing or belongs to another store.
+The start is then refused before anything is opened or written. Where the operator allows absent directories,
+a missing, unmounted or unreadable one keeps its number and is left alone; it is never taken for a new one.
 
     DEVICE  in each SSD directory: {"instance_id": "...", "index": 0, "checksum": "..."}
-    PATHS   in the data directory: {"directories": [...], "sizes_bytes": [...], "checksum": "..."}, by number, as
-            last given
+    PATHS   in the data directory, by number, as last given:
+            {"directories": [...], "sizes_bytes": [...], "checksum": "..."}
 """
 
 import logging
@@ -46,7 +45,10 @@ def in_order(data_directory: Path, instance_id: str, directories: Sequence[Path]
 def look(
     data_directory: Path, instance_id: str, directories: Sequence[Path], *, may_be_absent: bool
 ) -> tuple[Directory, ...]:
-    """As `in_order`; `may_be_absent`: what was in use and is not there now is absent, unless that is all there was."""
+    """As `in_order`; `may_be_absent`.
+
+    What was in use and is not there now is absent, unless that is all there was.
+    """
     known = _read_known(data_directory)
     given = [path.absolute() for path in directories]
     _check_each_once(given)
@@ -105,7 +107,7 @@ def is_ours(directory: Path, instance_id: str, number: int) -> bool:
 
 
 def check_not_orphaned(data_directory: Path, directories: Sequence[Path]) -> None:
-    """Raise CorruptMetadata where SSD directories are in use and the data directory is gone, or its FORMAT."""
+    """Raise CorruptMetadata where SSD directories are in use and the data directory or its FORMAT is gone."""
     # What may not be looked at is somebody else's to refuse: these do not raise.
     used = next((path for path in directories if os.path.exists(path / DEVICE)), None)  # noqa: PTH110
     if used and not os.path.exists(data_directory / "FORMAT"):  # noqa: PTH110
@@ -204,7 +206,10 @@ def _is_unmounted(path: Path, known: Sequence[str], placed: Mapping[int, Path]) 
 
 
 def _check_new(new: Sequence[Path]) -> None:
-    """Without the list only what has a file can be told from the place of a filesystem that is not mounted."""
+    """Refuse directories without a segments file while the list is lost.
+
+    Each may be an unmounted mount point.
+    """
     for path in new:
         if not os.path.lexists(path / SEGMENTS):
             problem = (

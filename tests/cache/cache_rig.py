@@ -23,11 +23,10 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.core.ledger.expiry import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.ledger.session import SessionView
-from ctxcache.core.limits import Limits
+from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
-from ctxcache.core.watermarks import DEFAULT_WATERMARKS, Watermarks
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec, ranges_of

@@ -10,10 +10,10 @@ import pytest
 from cache_rig import SLOT_BYTES, TENANT, MemoryRig
 from test_cache_storm import CUTS, Dice, SlowMetadata, SlowTier, Storm
 
+from ctxcache.core.limits import Watermarks
 from ctxcache.core.placement.policies import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.shares import Share, Shares
-from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
 from ctxcache.format.slot import Slot
 from ctxcache.storage.tiers.base import Range, Refusal

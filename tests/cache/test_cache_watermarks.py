@@ -9,7 +9,7 @@ from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, cou
 from fakes import Operation
 
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.watermarks import Watermarks
+from ctxcache.core.limits import Watermarks
 from ctxcache.errors import CapacityExceeded
 from ctxcache.server.upkeep import Upkeep
 

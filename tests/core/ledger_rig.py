@@ -10,11 +10,10 @@ from ctxcache.core.ledger.ledger import Flushed, Ledger
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
-from ctxcache.core.limits import Limits
+from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.shares import NO_SHARES
-from ctxcache.core.watermarks import DEFAULT_WATERMARKS
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxcache.core.budget import Budget, Client
+from ctxcache.core.budget import Budget, Pinner
 
-NOBODY, ONE, TWO = Client("t"), Client("t", 1), Client("t", 2)
+NOBODY, ONE, TWO = Pinner("t"), Pinner("t", 1), Pinner("t", 2)
 SIZES = {segment_id: 10 + segment_id for segment_id in range(6)}
-Held = list[tuple[Client, dict[int, int]]]
+Held = list[tuple[Pinner, dict[int, int]]]
 
 PINS = st.tuples(st.sampled_from([NOBODY, ONE, TWO]), st.sets(st.sampled_from(sorted(SIZES)), max_size=4))
 
@@ -17,14 +17,14 @@ def sizes_of(segment_ids: set[int]) -> dict[int, int]:
     return {segment_id: SIZES[segment_id] for segment_id in segment_ids}
 
 
-def pinned_bytes(held: Held, client: Client) -> int:
+def pinned_bytes(held: Held, client: Pinner) -> int:
     """What a budget must say, counted anew."""
     ids = {i for owner, sizes in held if client.number is None or owner == client for i in sizes}
     return sum(SIZES[i] for i in ids)
 
 
 @given(st.lists(st.tuples(PINS, st.booleans()), max_size=30))
-def test_a_budget_is_what_is_held(steps: list[tuple[tuple[Client, set[int]], bool]]) -> None:
+def test_a_budget_is_what_is_held(steps: list[tuple[tuple[Pinner, set[int]], bool]]) -> None:
     """After any pins and unpins, used bytes are those of the distinct segments held, and no limit is passed."""
     budget = Budget(limit_bytes=60, client_limit_bytes=35)
     held: Held = []

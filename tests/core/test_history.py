@@ -1,7 +1,7 @@
 """History: what is remembered of sessions, and how much of it."""
 
-from ctxcache.core.histogram import Histogram
 from ctxcache.core.history import EVENTS_LIMIT, MISSES_LIMIT, Event, History, Miss, Requests
+from ctxcache.core.observations import Histogram
 
 
 def test_the_last_end_explains_a_miss() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctxcache.core.budget import LENGTH, RoomRequest, WaitingLine
 from ctxcache.core.placement.shares import EVERYONE, NO_SHARES, Share, Shares
-from ctxcache.core.waiting_line import LENGTH, Request, WaitingLine
 from ctxcache.errors import TooManyRequests
 
 CAPACITY_BYTES = 100
@@ -30,7 +30,7 @@ ASKED = st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 40)), max_si
 USED = st.dictionaries(st.sampled_from(TENANTS), st.integers(1, CAPACITY_BYTES))
 
 
-def _above_bytes(shares: Shares, request: Request, used: dict[str, int], there: set[str]) -> int:
+def _above_bytes(shares: Shares, request: RoomRequest, used: dict[str, int], there: set[str]) -> int:
     """How far above its share a tenant would be with what it asks for."""
     had = dict.fromkeys(there, 0) | used
     own_bytes = shares.guaranteed_bytes(request.account, had, CAPACITY_BYTES)
@@ -66,10 +66,10 @@ class _Budget:
 
     def __init__(self, shares: Shares) -> None:
         self.used: Counter[str] = Counter()
-        self.given: list[Request] = []
+        self.given: list[RoomRequest] = []
         self.line = WaitingLine("room", shares, self.used)
 
-    def give(self) -> list[Request]:
+    def give(self) -> list[RoomRequest]:
         """Give room for as long as the first request fits; returns what was given."""
         given = []
         while (first := self.line.first(CAPACITY_BYTES)) and self._fits(first):
@@ -79,7 +79,7 @@ class _Budget:
         self.given += given
         return given
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: RoomRequest) -> bool:
         return self.used.total() + request.needed_bytes <= CAPACITY_BYTES
 
     def take_back(self) -> None:
@@ -117,8 +117,8 @@ def test_everybody_is_served_and_the_books_are_right(
 ) -> None:
     """Whoever comes while whom is served, and whoever gives up: all others get their room, once, and nothing is left."""
     budget = _Budget(shares)
-    left, waiting = list(asked), list[Request]()
-    served, gone = list[Request](), list[Request]()
+    left, waiting = list(asked), list[RoomRequest]()
+    served, gone = list[RoomRequest](), list[RoomRequest]()
     while left or len(budget.line):
         coming_count: int = data.draw(st.integers(0, 4))
         coming = left[:coming_count]

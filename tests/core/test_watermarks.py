@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctxcache.core.watermarks import SECOND_NS, Allowance, Watermarks
+from ctxcache.core.limits import SECOND_NS, Allowance, Watermarks
 
 MARKS = Watermarks(low=0.1, high=0.2, dirty=0.25, dirty_limit=0.75)
 

@@ -13,7 +13,7 @@ from alert_table import ALERTS
 from observed import fetch, load, observed
 
 from ctxcache.cache.leases import ReadRequest
-from ctxcache.core.histogram import QUICK_S, Histogram
+from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.observe import status_pages, words
 from ctxcache.observe.conditions import CONDITIONS, holding
 from ctxcache.observe.html import element

@@ -31,12 +31,11 @@ from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.core.ledger.usage import Usage
-from ctxcache.core.limits import Limits
+from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import EVERYONE, Shares
 from ctxcache.core.ranges import Ranges
-from ctxcache.core.watermarks import Watermarks
 from ctxcache.errors import SessionNotFound
 from ctxcache.format.slot import Slot
 from ctxcache.format.sums import Sums

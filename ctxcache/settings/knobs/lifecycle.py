@@ -28,7 +28,10 @@ LIFECYCLE = Section(
             name="flush_timeout_s",
             kind=Kind.SECONDS,
             default=120,
-            help="How long what is not on disk may take to get there after that; then the process ends without it.",
+            help=(
+                "How long what is not on disk may take to get there after that; then the process ends"
+                " without it."
+            ),
             advice="`dirty_limit` times the arena by the device's write bandwidth, and as much again",
             watch="ctxcache_dirty_bytes",
             least=0,
@@ -56,7 +59,10 @@ LIFECYCLE = Section(
             kind=Kind.SWITCH,
             default=False,
             help="Let operators inject faults (`ctxcache fault`): for tests of what lies around the store.",
-            more="Devices can then be made slow, refuse, or give back wrong bits, as operations.md says; the chart has no such setting.",
+            more=(
+                "Devices can then be made slow, refuse, or give back wrong bits, as operations.md says; the"
+                " chart has no such setting."
+            ),
             advice="false; true never where anybody's sessions matter",
         ),
         Knob(

@@ -18,7 +18,10 @@ LISTENING = Section(
             kind=Kind.PATH,
             default="auto",
             help="Unix socket; `auto` is in the data directory; empty for none.",
-            more="`auto` is `ctxcache.sock`, left out with a warning where its path would be longer than 100 bytes.",
+            more=(
+                "`auto` is `ctxcache.sock`, left out with a warning where its path would be longer than 100"
+                " bytes."
+            ),
         ),
         Knob(
             name="control_socket",
@@ -45,13 +48,20 @@ LISTENING = Section(
             kind=Kind.IDENTITIES,
             default=(),
             shown="none",
-            help="Whom a certificate or a user is let in as; `:operator`, `:shared-memory` and `:write-in-place` at the end give more.",
-            more=(
-                "SUBJECT is `spiffe://…`, `dns:…`, `cn:…` or `uid:…`; `*` is one part of it, `$1` in TENANT the first such part."
-                " Tables in the file: `[[identities]]` with `subject`, `tenant`, `role`, `shared_memory`, `write_in_place`. The first that fits"
-                " decides. Without any, and without `token_hashes`, everybody is tenant `default` and an operator."
+            help=(
+                "Whom a certificate or a user is let in as; `:operator`, `:shared-memory` and"
+                " `:write-in-place` at the end give more."
             ),
-            advice="set, or `token_hashes`, wherever callers shall not have each other's sessions; see operations.md, Security",
+            more=(
+                "SUBJECT is `spiffe://…`, `dns:…`, `cn:…` or `uid:…`; `*` is one part of it, `$1` in TENANT"
+                " the first such part. Tables in the file: `[[identities]]` with `subject`, `tenant`, `role`,"
+                " `shared_memory`, `write_in_place`. The first that fits decides. Without any, and without"
+                " `token_hashes`, everybody is tenant `default` and an operator."
+            ),
+            advice=(
+                "set, or `token_hashes`, wherever callers shall not have each other's sessions; see"
+                " operations.md, Security"
+            ),
         ),
         Knob(
             name="token_hashes",
@@ -72,7 +82,10 @@ LISTENING = Section(
             kind=Kind.ADDRESS,
             default="auto",
             help="Bulk channel; `auto` is a free port beside the TCP address; empty for none.",
-            more="For rows of clients elsewhere; beside a Unix socket there is one more with `.bulk` at its end.",
+            more=(
+                "For rows of clients elsewhere; beside a Unix socket there is one more with `.bulk` at its"
+                " end."
+            ),
             advice="name a port where a firewall has to know it",
         ),
         Knob(
@@ -80,7 +93,10 @@ LISTENING = Section(
             kind=Kind.ADDRESS,
             default="auto",
             help="Metrics and health by HTTP; `auto` is loopback, the TCP port plus one; empty for none.",
-            more="`auto` takes a free port where the TCP port is 0, and none, with a warning, where it is taken.",
+            more=(
+                "`auto` takes a free port where the TCP port is 0, and none, with a warning, where it is"
+                " taken."
+            ),
             advice="an address that Prometheus reaches, where the network in front of it is yours",
             watch="ctxcache_scrape_seconds",
         ),
@@ -88,15 +104,23 @@ LISTENING = Section(
             name="metrics_tls_certificate",
             kind=Kind.FILE,
             help="Certificate of the metrics' port with its chain, PEM; none: no TLS there.",
-            more="Taken over when it is renewed. It may be the one of `tls_certificate`; scrapers show none of their own.",
+            more=(
+                "Taken over when it is renewed. It may be the one of `tls_certificate`; scrapers show none of"
+                " their own."
+            ),
             advice="set, with a token, wherever the metrics' address is not loopback",
         ),
         Knob(name="metrics_tls_key", kind=Kind.FILE, help="Its key, PEM."),
         Knob(
             name="metrics_token_file",
             kind=Kind.FILE,
-            help="Token that whoever reads metrics shows, as a bearer or as a password; none: nobody is asked.",
-            more="One word of 16 characters or more; read again when it changes. `/healthz` and `/readyz` ask nobody.",
+            help=(
+                "Token that whoever reads metrics shows, as a bearer or as a password; none: nobody is asked."
+            ),
+            more=(
+                "One word of 16 characters or more; read again when it changes. `/healthz` and `/readyz` ask"
+                " nobody."
+            ),
             advice="set where others than the scraper reach the port; with TLS, or it can be read on its way",
         ),
         Knob(
@@ -104,7 +128,10 @@ LISTENING = Section(
             kind=Kind.WORD,
             default="auto",
             help="Whether the status page, which asks nobody who they are, names sessions and engines.",
-            more="`auto`: where the metrics' address is loopback and callers are not told apart, so that whoever sees the page could list them anyway.",
+            more=(
+                "`auto`: where the metrics' address is loopback and callers are not told apart, so that"
+                " whoever sees the page could list them anyway."
+            ),
             advice="auto; `on` where only operators reach the metrics' address",
             choices=("auto", "on", "off"),
         ),
@@ -160,7 +187,10 @@ LISTENING = Section(
             default=1024,
             unit="connections",
             help="Connections to each gRPC address at a time; one more is closed at once.",
-            more="Less where the limit of descriptors (raised to the hard limit at start) leaves less beside 512 for storage.",
+            more=(
+                "Less where the limit of descriptors (raised to the hard limit at start) leaves less beside"
+                " 512 for storage."
+            ),
             watch="ctxcache_connections",
             least=1,
         ),
@@ -180,7 +210,9 @@ LISTENING = Section(
             kind=Kind.COUNT,
             default=64,
             unit="connections",
-            help="Connections to the bulk channel at a time, a thread each; one more is closed and uses gRPC.",
+            help=(
+                "Connections to the bulk channel at a time, a thread each; one more is closed and uses gRPC."
+            ),
             watch="ctxcache_bulk_connections",
             least=1,
             most=1024,

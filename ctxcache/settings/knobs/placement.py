@@ -6,7 +6,8 @@ DAY_S = 86400
 
 PLACEMENT = Section(
     "Placement",
-    "Who leaves first, who may keep what, and what is believed of waiting queues; see placement.md and hints.md.",
+    "Who leaves first, who may keep what, and what is believed of waiting queues; see placement.md and"
+    " hints.md.",
     (
         Knob(
             name="placement_policy",
@@ -33,11 +34,13 @@ PLACEMENT = Section(
             kind=Kind.SHARES,
             default={},
             shown="none",
-            help="Of SSD and arena, by tenant: what others' need does not touch; `:LIMIT` is the most on SSD.",
+            help=(
+                "Of SSD and arena, by tenant: what others' need does not touch; `:LIMIT` is the most on SSD."
+            ),
             more=(
                 "A table in the file: `[tenant_shares]` with `a = 0.5`, `b = { share = 0.2, limit = 0.4 }`."
-                " Shares add up to 1 at most; tenants without one have equal parts of the rest. Live, where tenants"
-                " are told apart at the start."
+                " Shares add up to 1 at most; tenants without one have equal parts of the rest. Live, where"
+                " tenants are told apart at the start."
             ),
             watch="ctxcache_tenant_bytes",
             can_reload=True,

@@ -40,7 +40,10 @@ PLACES = Section(
             kind=Kind.WORD,
             default="auto",
             help="Reserved 2 MiB pages for the arena.",
-            more="`on`: such pages or no start; `off`: a file in the arena's directory; `auto`: where the pool has enough.",
+            more=(
+                "`on`: such pages or no start; `off`: a file in the arena's directory; `auto`: where the pool"
+                " has enough."
+            ),
             advice="reserve them and say `on` for arenas of 32 GiB and more",
             choices=("auto", "on", "off"),
         ),
@@ -55,7 +58,10 @@ PLACES = Section(
             name="arena_sealed",
             kind=Kind.SWITCH,
             default=False,
-            help="No process but the server can write to the arena, whatever it is granted; all append by stream.",
+            help=(
+                "No process but the server can write to the arena, whatever it is granted; all append by"
+                " stream."
+            ),
             more="The arena has no file then: local clients get it through the control socket.",
             advice="true where local clients are not trusted with the arena; an append costs a copy more",
         ),
@@ -74,8 +80,11 @@ PLACES = Section(
             kind=Kind.WORD,
             default="refuse",
             help="What a start does without an SSD directory that was in use.",
-            more="`refuse`: it does not start. `serve`: it starts with the others, and sessions show what is left of them "
-            "until the directory is back; one that is missing, empty, not mounted or not readable is left alone.",
+            more=(
+                "`refuse`: it does not start. `serve`: it starts with the others, and sessions show what is"
+                " left of them until the directory is back; one that is missing, empty, not mounted or not"
+                " readable is left alone."
+            ),
             advice="`serve` where several devices hold sessions and no one is there to decide",
             watch="ctxcache_withheld_tokens",
             choices=("refuse", "serve"),
@@ -85,9 +94,11 @@ PLACES = Section(
             kind=Kind.SECONDS,
             default=30,
             help="Age of a read, write or sync after which its SSD device counts as lost.",
-            more="Callers that wait for the device get TIER_FAILURE then, and sessions show what is left of them. The "
-            "device is back when it has returned every operation. A caller with a shorter deadline has its own error "
-            "before.",
+            more=(
+                "Callers that wait for the device get TIER_FAILURE then, and sessions show what is left of"
+                " them. The device is back when it has returned every operation. A caller with a shorter"
+                " deadline has its own error before."
+            ),
             advice="longer where a controller retries for longer than that before it says EIO",
             watch="ctxcache_path_state",
             least=1,

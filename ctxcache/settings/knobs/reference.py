@@ -15,14 +15,32 @@ def markdown() -> str:
         "",
         "<!-- Made by scripts/generate_settings.py from ctxcache/knobs. -->",
         "",
-        f"All {len(KNOBS)} settings of `ctxcache serve`. An option wins over a variable, a variable over the TOML file of",
-        "`--config` (or `CTXCACHE_CONFIG`). `arena_size_bytes` here and in the file is `--arena-size-bytes` as an option and",
-        "`CTXCACHE_ARENA_SIZE_BYTES` as a variable. An unknown key, or an unknown variable that begins with `CTXCACHE_`, is an",
+        (
+            f"All {len(KNOBS)} settings of `ctxcache serve`. An option wins over a variable, a variable over"
+            " the TOML file of"
+        ),
+        (
+            "`--config` (or `CTXCACHE_CONFIG`). `arena_size_bytes` here and in the file is"
+            " `--arena-size-bytes` as an option and"
+        ),
+        (
+            "`CTXCACHE_ARENA_SIZE_BYTES` as a variable. An unknown key, or an unknown variable that begins"
+            " with `CTXCACHE_`, is an"
+        ),
         "error. A size is a number of bytes or has a unit: `512MiB`, `8GiB`, `1.5GB`.",
         "",
-        "`ctxcache config reference` prints them as a TOML file, `config check` looks at yours, `config show --effective` says",
-        "what holds and where it comes from. What is marked *live* changes while the server runs: by SIGHUP, which reads the",
-        "file again, or by `ctxcache config reload`. `watch` is the metric that tells whether the value is right.",
+        (
+            "`ctxcache config reference` prints them as a TOML file, `config check` looks at yours, `config"
+            " show --effective` says"
+        ),
+        (
+            "what holds and where it comes from. What is marked *live* changes while the server runs: by"
+            " SIGHUP, which reads the"
+        ),
+        (
+            "file again, or by `ctxcache config reload`. `watch` is the metric that tells whether the value"
+            " is right."
+        ),
     ]
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", section.text, ""]

@@ -1,1 +1,4 @@
-"""Faults on purpose, for tests of what lies around a store: only a server that was told to has any of this."""
+"""Faults on purpose, for tests of what lies around a store.
+
+Only a server that was told to has any of this.
+"""

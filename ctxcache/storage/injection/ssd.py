@@ -75,7 +75,8 @@ class FaultySsdFiles(SsdFiles):
     async def _delay(self, kind: FaultKind, slot: Slot) -> None:
         if fault := self._faults.strike(kind, slot.path_index):
             delay_s = fault.delay_ns / 10**9
-            # As on a slow device it is a thread of the path that waits, and it is an operation that grows old.
+            # As on a slow device it is a thread of the path that waits, and it is an operation that grows
+            # old.
             file = self._files[slot.path_index]
             await file.occupy(lambda: time.sleep(delay_s), is_read=kind is FaultKind.SSD_READ_DELAY)
 
@@ -117,7 +118,10 @@ class SlowMetadata(RocksDbMetadata):
         self._faults = faults
 
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
-        """See MetadataStore. As on a slow device, it is the sync that takes long: changes keep their order."""
+        """See MetadataStore.
+
+        As on a slow device, it is the sync that takes long: changes keep their order.
+        """
         await super().commit(changes, is_durable=is_durable)
         if is_durable and (fault := self._faults.strike(FaultKind.COMMIT_DELAY)):
             await asyncio.sleep(fault.delay_ns / 10**9)

@@ -127,10 +127,11 @@ class MetadataStore(Protocol):
         """
 
     async def reopen(self) -> bool:
-        """Take changes again, if they were refused for something that lacked and is there again; whether it did.
+        """Accept changes again after a refusal whose cause is gone; returns whether it did.
 
-        What is there is compared with what was acknowledged; what commits that were refused meanwhile would have
-        changed is committed then, durably. Raises TierFailure. Costs nothing where nothing is refused.
+        The store's records are compared with those that were acknowledged. Changes of commits that were
+        refused meanwhile are committed now, durably. Raises TierFailure. Costs nothing where nothing is
+        refused.
         """
 
     async def recorded_slots(self) -> set[Slot]:

@@ -1,11 +1,12 @@
 """The catalog: a second copy of every record, in plain files that no database is needed to read.
 
 Written behind each commit by a thread of its own, in the order of the commits, and synced within a second by
-another. A commit returns when the catalog has it: after the death of the process the catalog has every commit,
-after a power cut it may lack those of the last second or so. The catalog is read when the metadata is gone or
-cannot be trusted, and then only. Worst case: its device refuses a write, which is logged; commits go on without
-the catalog until the next start. A write that does not come back is waited for no longer than a bound. Commits
-then go on too, until the device has returned what it owes, and the next commit begins the catalog anew.
+another. A commit returns when the catalog has it: after the death of the process the catalog has every
+commit, after a power cut it may lack those of the last second or so. The catalog is read when the metadata is
+gone or cannot be trusted, and then only. Worst case: its device refuses a write, which is logged; commits go
+on without the catalog until the next start. A write that does not come back is waited for no longer than a
+bound. Commits then go on too, until the device has returned what it owes, and the next commit begins the
+catalog anew.
 
     NNNNNNNN.base   every record when log N was begun, then an end mark
     NNNNNNNN.log    the changes since, in the order of the commits, with marks where a run began and ended
@@ -64,7 +65,10 @@ class Catalog:
     def __init__(
         self, directory: str | Path, instance_id: str, *, hang_after_s: float = HANG_AFTER_S
     ) -> None:
-        """Open or create `directory`. `hang_after_s` is how long a commit waits. Raises DataDirectoryUnusable."""
+        """Open or create `directory`. `hang_after_s` is how long a commit waits.
+
+        Raises DataDirectoryUnusable.
+        """
         self._directory = Path(directory)
         self._instance_id = instance_id
         self._hang_after_s = hang_after_s
@@ -95,7 +99,7 @@ class Catalog:
         self._piece_count = 0
         """Pieces of bases that were written: by these the end sees that the device gets on."""
         self._put_bytes = self._written_bytes = 0
-        """Bytes of commits that were ever given to the writing thread, and bytes that this thread is done with."""
+        """Bytes given to the writing thread since the start, and bytes that it has written or failed."""
         self._last_write: Future[None] | None = None
         self._closing = threading.Event()
         self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
@@ -120,10 +124,10 @@ class Catalog:
             raise CorruptMetadata(where=str(self._directory), problem=f"{problem}; {damage}".rstrip("; "))
 
     def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
-        """Go on where the last run ended, when it did so at `sequence`; else begin anew with the first commit.
+        """Go on behind the last run if it ended at `sequence`; else begin anew with the first commit.
 
-        `snapshot` begins to iterate over the records as they are when it is called; it is read in a thread.
-        Until the first commit what a run that was cut off left says all there is to say.
+        `snapshot` begins to iterate over the records as they are when it is called; a thread reads it.
+        Until the first commit the catalog of a run that was cut off is complete.
         """
         self._snapshot = snapshot
         with self._noticed():
@@ -139,7 +143,10 @@ class Catalog:
                 self._rotate(sequence)
 
     def append(self, entries: Sequence[Entry], sequence: int) -> None:
-        """Note a commit's changes, in the order of the calls. Costs one write to the page cache, in the thread."""
+        """Note a commit's changes, in the order of the calls.
+
+        Costs one write to the page cache, in the thread.
+        """
         self._end_hang()
         # Without changes is the first commit only: the next one says what it follows.
         if not entries or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
@@ -165,7 +172,10 @@ class Catalog:
         return self._last_write
 
     async def wait(self, write: "Future[None] | None") -> None:
-        """Return when this write, and all before it, have come back. One that hangs is given up, and all behind it."""
+        """Return when this write, and all before it, have come back.
+
+        One that hangs is given up, and all behind it.
+        """
         if write is None or write.done():
             return
         waited = asyncio.wrap_future(write)
@@ -176,7 +186,10 @@ class Catalog:
             self._give_up_hung(f"a write has not come back for {self._hang_after_s:g} s")
 
     def close(self, sequence: int) -> None:
-        """Wait for the threads, which make haste now, mark the end, sync. A device that hangs is not waited for."""
+        """Wait for the threads, which make haste now, mark the end, sync.
+
+        A device that hangs is not waited for.
+        """
         self._closing.set()
         # The mark says that the base is there.
         for threads in (self._writer, self._base_writer, self._syncer):
@@ -187,7 +200,10 @@ class Catalog:
             threads.close()
 
     def _finish(self, threads: Threads, last: "Future[None]") -> None:
-        """Wait for a thread's last work while the device gets on; else leave the thread to the process's end."""
+        """Wait for a thread's last work while the device gets on.
+
+        Else leave the thread to the process's end.
+        """
         while not self._is_hung and not last.done():
             count, patience_s = self._piece_count, min(END_PATIENCE_S, self._hang_after_s)
             wait([last], patience_s)
@@ -205,7 +221,10 @@ class Catalog:
             self._writer.give_up(self._overdue)
 
     def _end_hang(self) -> None:
-        """Begin anew with the next commit once the device has returned everything: commits are missing before it."""
+        """Begin anew with the next commit once the device has returned everything.
+
+        Commits are missing before it.
+        """
         if self._is_hung and not self._is_failed and not self._writer.is_owed and not self._is_base_due:
             log.warning("catalog_begun_anew directory=%s", self._directory)
             self._is_hung, self._is_cut_off = False, True
@@ -333,7 +352,10 @@ def _unhurried(
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of it, or raise: the kernel may take less than it is given, and what follows would be torn."""
+    """Write all of it, or raise.
+
+    The kernel may take less than it is given, and what follows would be torn.
+    """
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -88,9 +88,16 @@ def encode_segment(record: SegmentRecord) -> bytes:
     """Pack the value kept under `segment_key`. Raises struct.error for a number out of its range."""
     identity, slot = record.identity, record.slot
     fixed = _SEGMENT.pack(
-        identity.session_uid, identity.generation, identity.begin, identity.token_count,
-        identity.model_fingerprint, slot.path_index, slot.offset_bytes, slot.size_bytes, record.header_checksum,
-    )  # fmt: skip
+        identity.session_uid,
+        identity.generation,
+        identity.begin,
+        identity.token_count,
+        identity.model_fingerprint,
+        slot.path_index,
+        slot.offset_bytes,
+        slot.size_bytes,
+        record.header_checksum,
+    )
     return _seal(segment_key(record.segment_id), fixed + identity.tenant.encode())
 
 
@@ -104,10 +111,18 @@ def encode_session(record: SessionRecord) -> bytes:
     names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
     flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None)
     fixed = _SESSION.pack(
-        record.generation, record.log_end, record.create_time_ns, record.access_time_ns,
-        record.expire_time_ns, record.ttl_ns or 0, flags, *map(len, names),
-        len(record.layout), len(record.segment_ids), len(record.live),
-    )  # fmt: skip
+        record.generation,
+        record.log_end,
+        record.create_time_ns,
+        record.access_time_ns,
+        record.expire_time_ns,
+        record.ttl_ns or 0,
+        flags,
+        *map(len, names),
+        len(record.layout),
+        len(record.segment_ids),
+        len(record.live),
+    )
     streams = [_STREAM.pack(stream.layer, stream.kind) for stream in record.layout]
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
     live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
@@ -225,8 +240,17 @@ def _corrupt(key: bytes, problem: str) -> CorruptMetadata:
 
 
 def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
-    (uid, generation, begin, token_count, fingerprint, path_index, offset_bytes, size_bytes,
-     header_checksum) = _SEGMENT.unpack_from(body)  # fmt: skip
+    (
+        uid,
+        generation,
+        begin,
+        token_count,
+        fingerprint,
+        path_index,
+        offset_bytes,
+        size_bytes,
+        header_checksum,
+    ) = _SEGMENT.unpack_from(body)
     tenant = body[_SEGMENT.size :].decode()
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
     slot = Slot(path_index, offset_bytes, size_bytes)
@@ -234,8 +258,19 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
 
 
 def _read_session(key: bytes, body: bytes) -> SessionRecord:
-    (generation, log_end, create_time_ns, access_time_ns, expire_time_ns, ttl_ns, flags,
-     *name_bytes, stream_count, segment_count, range_count) = _SESSION.unpack_from(body)  # fmt: skip
+    (
+        generation,
+        log_end,
+        create_time_ns,
+        access_time_ns,
+        expire_time_ns,
+        ttl_ns,
+        flags,
+        *name_bytes,
+        stream_count,
+        segment_count,
+        range_count,
+    ) = _SESSION.unpack_from(body)
     sizes = (*name_bytes, stream_count * _STREAM.size, segment_count * 8, range_count * _RANGE.size)
     tenant, session_id, model_id, streams, segment_ids, live = _split(body[_SESSION.size :], sizes)
     return SessionRecord(

@@ -4,9 +4,9 @@ Knows records (`records.py` documents keys and values) and nothing of what they 
 the device refuses a write or a sync; the store is then fenced, every later commit raises
 TierFailure, and only a restart, which reads what is really there, lifts that.
 
-A write that found no descriptor, room, inode or memory is a rest: commits raise TierFailure as well, and what they
-would have changed is owed. When the cause is gone the database is opened again, compared with what was acknowledged,
-and given what is owed in one commit.
+A write that found no descriptor, room, inode or memory is a rest: commits raise TierFailure as well, and what
+they would have changed is owed. When the cause is gone the database is opened again, compared with what was
+acknowledged, and given what is owed in one commit.
 
 A record is never dropped in silence: the log is replayed in the mode that refuses damage before
 its end, tables are checksummed by RocksDB, and every value carries its own checksum besides. Each commit
@@ -169,14 +169,18 @@ class RocksDbMetadata:
         free_bytes = space.f_bavail * space.f_frsize
         if free_bytes < ROOM_BYTES:
             raise CapacityExceeded(
-                tier=f"metadata {self._path}", needed_bytes=ROOM_BYTES, free_bytes=free_bytes,
+                tier=f"metadata {self._path}",
+                needed_bytes=ROOM_BYTES,
+                free_bytes=free_bytes,
                 limit_bytes=space.f_blocks * space.f_frsize,
-            )  # fmt: skip
+            )
         if space.f_files and space.f_favail < ROOM_INODES:
             raise CapacityExceeded(
-                tier=f"inodes of metadata {self._path}", needed_bytes=ROOM_INODES,
-                free_bytes=space.f_favail, limit_bytes=space.f_files,
-            )  # fmt: skip
+                tier=f"inodes of metadata {self._path}",
+                needed_bytes=ROOM_INODES,
+                free_bytes=space.f_favail,
+                limit_bytes=space.f_files,
+            )
 
     def models(self) -> Iterator[ModelRecord]:
         """See MetadataStore."""
@@ -204,7 +208,10 @@ class RocksDbMetadata:
         return self._scan(records.SLOT_PREFIX, records.decode_slot)
 
     def raw(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every record but the commit's as it is kept, as of this call. Raises CorruptMetadata while it is iterated over."""
+        """Every record but the commit's as it is kept, as of this call.
+
+        Raises CorruptMetadata while it is iterated over.
+        """
         cursor = self._db.iter()
         cursor.seek(b"")
 
@@ -232,7 +239,8 @@ class RocksDbMetadata:
     async def commit(self, changes: Changes, *, is_durable: bool) -> None:
         """See MetadataStore. The database's write goes to the page cache, on the loop: tens of microseconds.
 
-        The catalog's goes there in a thread, and every commit waits for it, beside the sync where there is one.
+        The catalog's goes there in a thread, and every commit waits for it, beside the sync where there is
+        one.
         """
         entries = records.entries(changes) if changes else []
         if self._is_resting:
@@ -279,7 +287,10 @@ class RocksDbMetadata:
         return True
 
     def _open_again(self) -> tuple[Commit, dict[bytes, int]] | None:
-        """The last commit that is there and each session's seal, of a database opened anew; None where it cannot be."""
+        """The last commit that is there and each session's seal, of a database opened anew.
+
+        None where it cannot be.
+        """
         if not self._has_what_lacked():
             return None
         _release(self._db)
@@ -457,7 +468,10 @@ class RocksDbMetadata:
 
 
 def _is_passing(said: str) -> bool:
-    """Whether RocksDB's sentence, without the path, is of something that lacked; never of a sync, which may lose bytes."""
+    """Whether RocksDB's sentence, without the path, is of something that lacked.
+
+    Never of a sync, which may lose bytes.
+    """
     return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
 
 

@@ -45,7 +45,7 @@ class DramArena:
     def __init__(
         self, path: str | Path, size_bytes: int, *, huge_pages: HugePages = "off", is_sealed: bool = False
     ) -> None:
-        """Create the memory fresh: a file at `path`, or huge pages of the pool or sealed memory, which have no path.
+        """Create new memory: a file at `path`; or huge pages of the pool, or sealed memory, without a path.
 
         `size_bytes` is a multiple of 4 KiB and at least two of them; huge pages need a multiple of 2 MiB.
         `auto` takes them where there are enough. A stale file at `path` is replaced. Raises
@@ -154,9 +154,12 @@ class DramArena:
         """
         if self._prefault is None:
             self._prefault = Populate(
-                self._bytes.ctypes.data, self._size_bytes, is_for_writing=True,
-                page_bytes=self.page_bytes, on_end=_log_prefault,
-            )  # fmt: skip
+                self._bytes.ctypes.data,
+                self._size_bytes,
+                is_for_writing=True,
+                page_bytes=self.page_bytes,
+                on_end=_log_prefault,
+            )
             self._prefault.start()
         return self._prefault
 
@@ -209,8 +212,10 @@ class DramArena:
 def _log_prefault(prefault: Populate) -> None:
     log.info(
         "arena_prefaulted populated_bytes=%d size_bytes=%d took_s=%.2f",
-        prefault.populated_bytes, prefault.size_bytes, prefault.took_s,
-    )  # fmt: skip
+        prefault.populated_bytes,
+        prefault.size_bytes,
+        prefault.took_s,
+    )
 
 
 def remove_abandoned(directory: Path) -> list[str]:

@@ -117,7 +117,10 @@ class PathHealth:
         self._is_doubted, self._read_failure_count = False, 0
 
     def displace(self, problem: str) -> None:
-        """Take no writes while the file is not where a restart would look for it; empty: it is there again."""
+        """Take no writes while the file is not where a restart would look for it; empty.
+
+        It is there again.
+        """
         was, self._displacement = self._displacement, problem
         if problem and not was:
             log.error("path_displaced path=%s problem=%s", self._path, problem)

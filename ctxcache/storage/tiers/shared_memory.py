@@ -1,10 +1,10 @@
-"""Shared memory for an arena: a file on a tmpfs, huge pages of the kernel's pool, or sealed memory without a name.
+"""Shared memory for an arena: a file on a tmpfs, huge pages of the kernel's pool, or sealed memory.
 
-Knows sizes and nothing of what lies inside. Others get it by one of two descriptors. That for reading cannot be
-made one for writing: its description is read-only and the memory's mode lets in nobody but its owner. Of sealed
-memory not even the owner gets another mapping to write through than the one that is made here, before the seal.
-Worst case: there is no memory for all of it, which is found out here, never by a SIGBUS later: a file's pages are
-allocated, huge pages are reserved.
+The memory knows its size and nothing of its contents. Other processes get one of two descriptors. The one for
+reading cannot be reopened for writing: its description is read-only, and the memory's mode admits its owner
+alone. Sealed memory has no name, and after the seal no process, its owner included, can map it for writing.
+Worst case: too little memory. That shows here and never as a SIGBUS later: pages of a file are allocated,
+huge pages are reserved.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ _POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _MFD_HUGE_2MB = 21 << 26
 _SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _F_SEAL_FUTURE_WRITE = 0x10
-"""From then on nobody writes, or maps to write; mappings that are there go on. Linux 5.1, for huge pages 5.13."""
+"""From then on nobody writes, or maps to write; mappings that are there go on.
+
+Linux 5.1, for huge pages 5.13.
+"""
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
@@ -76,16 +79,16 @@ class SharedMemory:
 def create_shared(
     path: str, size_bytes: int, huge_pages: HugePages, *, is_sealed: bool = False
 ) -> SharedMemory:
-    """Create memory of that size: a fresh file at `path`, or huge pages where `huge_pages` and the pool allow it.
+    """Create memory of that size: a new file at `path`, or huge pages where `huge_pages` and the pool allow.
 
-    `is_sealed`: nobody but this process ever writes to it, and it has no path; there has to be as much room as for a
-    file. Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
+    `is_sealed`: this process alone ever writes to it, and it has no path; it needs as much room as a file.
+    Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
     """
     problem = "not asked for" if huge_pages == "off" else _pool_problem(size_bytes)
     if huge_pages == "on" and size_bytes % HUGE_PAGE_BYTES:
         raise InvalidConfiguration(source="arena_huge_pages", problem=problem)
     if huge_pages != "off":
-        # What stands behind a stale name is memory too, and nobody's any more.
+        # A stale name of an earlier run still holds memory.
         with contextlib.suppress(OSError):
             _remove_stale(path)
     if not problem and (memory := _create_huge(size_bytes, is_sealed=is_sealed)) is not None:

@@ -50,8 +50,9 @@ PROBE_COUNT = 8
 class SsdPath:
     """A directory and the bytes the tier may take there, a multiple of 4 KiB.
 
-    `absence`: why nothing is opened there at the start. `is_ours` says whether the directory, as it is by then,
-    is the one that records name. `may_be_absent`: a file that cannot be opened is left out, and no error.
+    `absence`: why nothing is opened there at the start. `is_ours` says whether the directory, as it is by
+    then, is the one that records name. `may_be_absent`: a file that cannot be opened is left out, and no
+    error.
     """
 
     directory: str
@@ -89,10 +90,10 @@ class SsdFiles:
     ) -> None:
         """Open or create the files; creation allocates every block.
 
-        `threads_per_path` bounds the reads in flight per path, and the writes: neither waits in line
-        behind the other. `hang_after_s` is how old an operation may be. `allow_direct` off reads and writes through the page cache even where the
-        filesystem could do without. Raises InvalidConfiguration, CapacityExceeded (no room to allocate),
-        DataDirectoryUnusable.
+        `threads_per_path` bounds the reads in flight per path, and the writes: neither waits in line behind
+        the other. `hang_after_s` is how old an operation may be. `allow_direct` off reads and writes through
+        the page cache even where the filesystem could do without. Raises InvalidConfiguration,
+        CapacityExceeded (no room to allocate), DataDirectoryUnusable.
         """
         self._files: list[_File] = []
         self._clock = clock or SystemClock()
@@ -134,7 +135,10 @@ class SsdFiles:
         return [i for i, file in enumerate(self._files) if file.is_new]
 
     async def probe(self) -> None:
-        """See Devices. Those that are doubted now, all of them every few seconds; each in a thread of its own."""
+        """See Devices.
+
+        Those that are doubted now, all of them every few seconds; each in a thread of its own.
+        """
         now_ns = self._clock.monotonic_ns()
         is_due = now_ns >= self._next_probe_ns
         if is_due:
@@ -310,7 +314,8 @@ class _File:
         if oldest_ns is None or self._clock.monotonic_ns() - oldest_ns < limit_s * SECOND_NS:
             return
         self._hang = f"an operation has not come back for {limit_s:g} s"
-        # Before anybody hears of it: no slot of this path may be handed out while the device owes a write to it.
+        # Before anybody hears of it: no slot of this path may be handed out while the device owes a write to
+        # it.
         self.health.lose(self._hang)
         for threads in self._threads:
             threads.give_up(lambda: TierFailure(path=self.path, problem=self._hang))
@@ -318,7 +323,8 @@ class _File:
     def close(self) -> None:
         """Wait for the threads, then give up the descriptor and with it the lock.
 
-        A device that owes operations keeps its descriptor until the process ends: its number would be another file's.
+        A device that owes operations keeps its descriptor until the process ends: its number would be another
+        file's.
         """
         for threads in self._threads:
             threads.close()
@@ -376,7 +382,10 @@ class _File:
             self.health.found()
 
     def _owes(self) -> bool:
-        """Whether the device has operations yet whose callers were answered: such a write must fall on nobody's slot."""
+        """Whether the device has operations yet whose callers were answered.
+
+        Such a write must fall on nobody's slot.
+        """
         return any(threads.is_owed for threads in (self._readers, self._writers, self._syncer))
 
     def _probe_in(self, fd: int, count: int) -> list[str]:
@@ -396,7 +405,10 @@ class _File:
         return problems
 
     def _look_for_file(self) -> None:
-        """Take no writes while a restart would not find them: the directory was unmounted, moved or removed."""
+        """Take no writes while a restart would not find them.
+
+        The directory was unmounted, moved or removed.
+        """
         try:
             there, open_now = os.stat(self.path), os.fstat(self._fd)  # noqa: PTH116  no Path in this class
             is_there = (there.st_dev, there.st_ino) == (open_now.st_dev, open_now.st_ino)
@@ -508,7 +520,10 @@ def _allocate(fd: int, path: str, place: SsdPath) -> None:
     """Grow the file to its size, every block allocated, or leave it as it was."""
     present_bytes = os.fstat(fd).st_size
     if present_bytes > place.size_bytes:
-        problem = f"the file has {present_bytes} B and cannot shrink to {place.size_bytes} B; delete it to start empty"
+        problem = (
+            f"the file has {present_bytes} B and cannot shrink to {place.size_bytes} B; delete it to start"
+            " empty"
+        )
         raise InvalidConfiguration(source=path, problem=problem)
     if present_bytes == place.size_bytes:
         return
