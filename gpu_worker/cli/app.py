@@ -3,11 +3,9 @@
 import typer
 
 from ctxcache.cli.examples import examples
-from gpu_worker.cli.layout import layout
-from gpu_worker.cli.plan import plan
+from gpu_worker.cli.plan import layout, plan
 from gpu_worker.cli.profile import profile
-from gpu_worker.cli.serve import serve
-from gpu_worker.cli.stats import stats
+from gpu_worker.cli.serve import serve, stats
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -12,10 +12,9 @@ import typer
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.known_models import MODEL_NAMES, known_model
-from gpu_worker.planning.known_profiles import PROFILE_NAMES, known_profile
-from gpu_worker.planning.loss import allowed_loss
+from gpu_worker.planning.datasheets import MODEL_NAMES, PROFILE_NAMES, known_model, known_profile
+from gpu_worker.planning.holding import Engine
+from gpu_worker.planning.layout import allowed_loss
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import LayerKind, ModelShape
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile

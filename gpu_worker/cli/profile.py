@@ -36,10 +36,8 @@ def profile(
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  as above
 
     from gpu_worker.families import adapt  # noqa: PLC0415  as above
-    from gpu_worker.profiling.hardware import hardware_name  # noqa: PLC0415  as above
-    from gpu_worker.profiling.measure import measure  # noqa: PLC0415  as above
+    from gpu_worker.profiling.measure import Stopwatch, hardware_name, measure  # noqa: PLC0415  as above
     from gpu_worker.profiling.profile_file import profile_path, write_profile  # noqa: PLC0415  as above
-    from gpu_worker.profiling.stopwatch import Stopwatch  # noqa: PLC0415  as above
 
     try:
         target = torch.device(device)

@@ -23,10 +23,8 @@ from ctxcache.client.ssd_files import SsdFiles
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.streams import Stream
 from ctxcache.v1.session_pb2 import Session
-from gpu_worker.direct.kvikio_files import DeviceFiles, KvikioFiles
-from gpu_worker.direct.landing import Checksums
 from gpu_worker.direct.path import DirectPath, KvikioFound, Live, Wanted, choose
-from gpu_worker.direct.source import DirectSource, LandingSource
+from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
 from gpu_worker.pipeline.source import LeasedSource, Source
 

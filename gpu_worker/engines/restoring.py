@@ -20,15 +20,13 @@ from ctxcache.client import SessionRows
 from ctxcache.errors import CacheError
 from gpu_worker.errors import LaneStuck
 from gpu_worker.families import Adapter
-from gpu_worker.pipeline.cache_target import CacheTarget
-from gpu_worker.pipeline.deadline import Deadline
-from gpu_worker.pipeline.devices import device_of
-from gpu_worker.pipeline.kernel_weights import KernelWeights
-from gpu_worker.pipeline.kernels import compute_for
-from gpu_worker.pipeline.pipeline import Pipeline, Settings
+from gpu_worker.pipeline.device import device_of
+from gpu_worker.pipeline.kernels import KernelWeights, compute_for
+from gpu_worker.pipeline.lane import Deadline
+from gpu_worker.pipeline.pipeline import Pipeline, Restoration, Settings
 from gpu_worker.pipeline.planned import Choice, Chooser
-from gpu_worker.pipeline.restoration import Restoration
 from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.pipeline.target import CacheTarget
 
 
 class LayerGate:

@@ -7,33 +7,38 @@ is a miss with a reason, and what the caller knows of the history is prefilled a
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import streams_from_wire
 from ctxcache.client.tracing import span
 from ctxcache.errors import (
     CacheError,
+    CapacityExceeded,
+    CorruptSegment,
+    GenerationMismatch,
     InvalidArgument,
     PositionsNotRelocatable,
     SessionNotFound,
+    TierFailure,
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
-from ctxcache.format.streams import TOKENS
+from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1 import session_pb2
+from ctxcache.v1.session_pb2 import Session
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
-from gpu_worker.engines.cutting import DAMAGED, MISSES, cut, emptied, tokens_of
 from gpu_worker.engines.restoring import Restoring, SessionRestorer
-from gpu_worker.engines.savers import Savers
-from gpu_worker.engines.turn import Turn
+from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.pipeline.pipeline import Settings
@@ -43,8 +48,106 @@ from gpu_worker.planning.layout import Return
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.probe import probe_of
 from gpu_worker.rows import token_ids_of
-from gpu_worker.saving import Slice
+from gpu_worker.saving import Saver, Slice
 from gpu_worker.unchanged import Unchanged
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn did. Times in nanoseconds from its begin.
+
+    `miss_reason` says why the store had less than it should: the reason of the error that a read
+    met, that truncation met, or that stopped an earlier turn's saves. Empty for a hit.
+    `history_token_count` tokens came before the turn, after `dropped_token_count` were truncated;
+    `reused_token_count` of them were restored, and `prefilled_token_count` were computed. Prefill began after
+    `restore_ns`; the last layer was usable `restored_ns` after the restore's begin, and a planner thought it would
+    be after `predicted_ns` (0 where the plan was the caller's).
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    history_token_count: int = 0
+    dropped_token_count: int = 0
+    reused_token_count: int = 0
+    prefilled_token_count: int = 0
+    restore_ns: int = 0
+    restored_ns: int = 0
+    predicted_ns: int = 0
+    first_token_ns: int = 0
+    miss_reason: str = ""
+
+
+DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
+"""What the store has is not to be used, by anybody: it is written again."""
+MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
+"""What a read may answer for state that cannot be had: a miss, never a failed turn."""
+
+
+def tokens_of(client: Client, model: CallerModel, session: Session) -> list[int]:
+    """Token ids of a session of `model`. Raises what a read raises."""
+    with client.read(session, model, streams=[TOKENS]) as rows:
+        return token_ids_of(rows.array(TOKENS))
+
+
+def cut(client: Client, session: Session, token_count: int) -> Session:
+    """Keep the first tokens alone. Raises GenerationMismatch unless the session is as it was seen."""
+    if token_count == session.token_count:
+        return session
+    return client.keep_first(session.name, token_count, if_generation_match=session.generation)
+
+
+def emptied(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
+    """Keep nothing of a session that held the tokens `lost`; where it was changed meanwhile, it stays, and takes no rows for this one."""
+    try:
+        return cut(client, _remains(client, model, session, lost), 0)
+    except MISSES:
+        # No generation that was is one again: whatever is written for this one is refused.
+        gone = Session()
+        gone.CopyFrom(session)
+        gone.token_count = 0
+        return gone
+
+
+def _remains(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
+    """The session as it is now, if all that became of it is that tokens were cut off its end, as a store cuts off damaged ones."""
+    now = client.get_session(session.name)
+    is_shorter = now.uid == session.uid and now.token_count <= len(lost)
+    if now.generation == session.generation or not is_shorter:
+        return session
+    return now if tokens_of(client, model, now) == list(lost[: now.token_count]) else session
+
+
+LAYOUT_LIMIT = 2
+"""Savers at a time: each has a staging buffer of its own."""
+
+
+class Savers:
+    """One saver for each layout, made when it is first needed. Close it."""
+
+    def __init__(self, client: Client, model: CallerModel, device: torch.device) -> None:
+        self._client, self._model, self._device = client, model, device
+        self._by_layout: OrderedDict[frozenset[Stream], Saver] = OrderedDict()
+
+    def of(self, layout: frozenset[Stream]) -> Saver:
+        """The saver of sessions with this layout. Raises InvalidArgument for a stream that the model does not have."""
+        found = self._by_layout.pop(layout, None)
+        if found is None:
+            while len(self._by_layout) >= LAYOUT_LIMIT:
+                self._by_layout.popitem(last=False)[1].close()
+            found = Saver(self._client, self._model, layout, device=self._device)
+        self._by_layout[layout] = found
+        return found
+
+    def wait(self, session_name: str) -> CacheError | None:
+        """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
+        failures = [saver.wait(session_name) for saver in self._by_layout.values()]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def close(self) -> None:
+        """Save what is still in staging, and end the threads."""
+        for saver in self._by_layout.values():
+            saver.close()
+        self._by_layout.clear()
+
 
 RESTORE_TIMEOUT_S = 60.0
 

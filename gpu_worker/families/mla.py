@@ -11,10 +11,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.families.adapter import Adapter, DecoderLayer
-from gpu_worker.families.common import ONE_ROPE, norm_name, one_table, rope_name
+from gpu_worker.families.adapter import (
+    ONE_ROPE,
+    Adapter,
+    DecoderLayer,
+    Rope,
+    norm_name,
+    one_table,
+    rope_name,
+    rotate,
+    rotate_interleaved,
+)
 from gpu_worker.families.projection import HalfShape, Halves, LatentProjection
-from gpu_worker.families.rotary import Rope, rotate, rotate_interleaved
 
 
 def build(model: PreTrainedModel) -> Adapter:

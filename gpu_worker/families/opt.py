@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.families.adapter import Adapter, DecoderLayer
-from gpu_worker.families.common import ONE_ROPE, embed_rotated, norm_name
+from gpu_worker.families.adapter import ONE_ROPE, Adapter, DecoderLayer, embed_rotated, norm_name
 from gpu_worker.families.projection import HalfShape, SeparateProjection
 
 

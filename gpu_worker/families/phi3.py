@@ -10,8 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.families.adapter import Adapter, DecoderLayer
-from gpu_worker.families.common import ONE_ROPE, embed_rotated, norm_name, one_table, rope_name, windows
+from gpu_worker.families.adapter import (
+    ONE_ROPE,
+    Adapter,
+    DecoderLayer,
+    embed_rotated,
+    norm_name,
+    one_table,
+    rope_name,
+    windows,
+)
 from gpu_worker.families.projection import FusedProjection, HalfShape, Halves
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from ctxcache.errors import InvalidArgument
 from gpu_worker.errors import RankLost, RestoreTooLate
 from gpu_worker.parallel.share import Share
-from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.lane import Deadline
 
 ROUNDS_KEPT = 64
 """Rounds whose messages are kept, so that a rank that comes late finds them."""

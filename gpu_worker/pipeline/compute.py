@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -18,11 +18,62 @@ from ctxcache.format.streams import Stream
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.projection import Halves
-from gpu_worker.packed_rows import widen
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Room, Target
 from gpu_worker.plan import Method
-from gpu_worker.recompute import recompute_layers
+from gpu_worker.rows import widen
+
+PIECE_TOKENS = 512
+"""Tokens per forward pass; bounds activations, costs one more pass per piece."""
+
+
+class _Stop(Exception):
+    """Ends a forward pass at the first layer that is not wanted; no error."""
+
+
+def recompute_layers(
+    adapter: Adapter,
+    cache: Cache,
+    token_ids: Tensor,
+    positions: Tensor,
+    layer_count: int,
+    *,
+    piece_tokens: int = PIECE_TOKENS,
+) -> None:
+    """Fill layers [0, layer_count) of an empty `cache` from `token_ids` [T] at `positions` [T].
+
+    Raises ShapeMismatch unless both have T entries; on any error the cache is to be thrown away.
+    """
+    if token_ids.shape != positions.shape or token_ids.ndim != 1:
+        raise ShapeMismatch(
+            what="token ids", expected=str(list(positions.shape)), actual=str(list(token_ids.shape))
+        )
+    device = adapter.layers[0].device
+    ids, at = token_ids.to(device).long().unsqueeze(0), positions.to(device).unsqueeze(0)
+    for begin in range(0, len(token_ids), piece_tokens):
+        piece = slice(begin, begin + piece_tokens)
+        _run(adapter, cache, ids[:, piece], at[:, piece], layer_count)
+
+
+def _run(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, layer_count: int) -> None:
+    stops = [
+        decoder.block.register_forward_pre_hook(_stop)
+        for decoder in adapter.layers[layer_count : layer_count + 1]
+    ]
+    try:
+        with torch.no_grad():
+            # Not `base(...)`: capture listens there, and recomputed tokens are not new ones.
+            adapter.base.forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    except _Stop:
+        pass
+    finally:
+        for stop in stops:
+            stop.remove()
+
+
+def _stop(_block: nn.Module, _args: object) -> None:
+    raise _Stop
+
 
 Decode = Callable[[Stream, Tensor], Tensor]
 """(stream, bytes [t, row_bytes] on the device) -> rows [t, D] in the model's element type; packed rows as they are."""

@@ -1,6 +1,6 @@
 """Lanes and events: work that is done in the order it was submitted, and the moments when it has passed.
 
-A lane is a thread that issues work; on a GPU it issues into a stream of its own (`cuda.py`). Work of
+A lane is a thread that issues work; on a GPU it issues into a stream of its own (`device.py`). Work of
 different lanes is ordered by events alone. Worst case: work that never ends; whoever waits for it does
 so until its deadline, and the lane is not used again.
 """
@@ -11,12 +11,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Self
 
 import torch
 
 from ctxcache.errors import CacheError
 from gpu_worker.errors import LaneStuck, RestoreFailed, RestoreTooLate
-from gpu_worker.pipeline.deadline import Deadline
+
+LONGEST_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on the monotonic clock."""
+
+    at_ns: int
+
+    @classmethod
+    def after_s(cls, seconds: float) -> Self:
+        """So many seconds from now, at most LONGEST_S: every wait has an end."""
+        return cls(time.monotonic_ns() + int(min(seconds, LONGEST_S) * 1e9))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; 0 once it has passed."""
+        return max(0.0, (self.at_ns - time.monotonic_ns()) / 1e9)
+
+    def check(self, what: str) -> None:
+        """Raise RestoreTooLate once it has passed."""
+        if time.monotonic_ns() >= self.at_ns:
+            raise RestoreTooLate(what=what)
+
+    def earlier(self, other: "Deadline | None") -> "Deadline":
+        """The earlier of both."""
+        return self if other is None or self.at_ns <= other.at_ns else other
+
 
 Work = Callable[[], None]
 OnError = Callable[[CacheError], object]

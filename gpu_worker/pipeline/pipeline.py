@@ -4,24 +4,425 @@ Owned by whoever restores; thread-safe, the lanes are. Worst case: a lane that i
 refuses further restores, and is to be replaced.
 """
 
+import enum
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from ctxcache.errors import CacheError, InvalidArgument
-from gpu_worker.errors import LaneStuck
+from ctxcache.format.layout import SEGMENT_TOKENS
+from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate
 from gpu_worker.pipeline.compute import Compute
-from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.device import Device
-from gpu_worker.pipeline.lane import Lane
-from gpu_worker.pipeline.restoration import Lanes, Restoration, Rings, TokenShare
-from gpu_worker.pipeline.ring import Ring
-from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.source import Source
+from gpu_worker.pipeline.lane import Deadline, Event, Lane, Work
+from gpu_worker.pipeline.schedule import Part, Schedule
+from gpu_worker.pipeline.source import Landing, Source
 from gpu_worker.pipeline.target import Target
+from gpu_worker.planning.profile import Stage
 from gpu_worker.rows import BATCH_TOKENS
+
+POISON = 0xFF
+"""Byte of poisoned buffers: NaN in every floating type."""
+
+
+class Ring:
+    """Buffers [size_bytes] uint8, all alike."""
+
+    def __init__(self, buffers: list[Tensor], *, is_poisoned: bool = False) -> None:
+        """`is_poisoned`: a buffer is filled with POISON whenever it is free."""
+        if not buffers:
+            raise InvalidArgument(field="slot_count", problem="a ring has at least one buffer")
+        self.size_bytes = int(buffers[0].nbytes)
+        self._free = deque(buffers)
+        self._in_use: deque[tuple[Tensor, Event]] = deque()
+        self._is_poisoned = is_poisoned
+        self._count = len(buffers)
+        for buffer in buffers:
+            self._poison(buffer)
+
+    @property
+    def free_count(self) -> int:
+        """Buffers that nobody uses, as far as `take` and `sweep` looked."""
+        return len(self._free)
+
+    @property
+    def count(self) -> int:
+        """All buffers."""
+        return self._count
+
+    def take(self, deadline: Deadline) -> Tensor:
+        """A buffer that nothing reads or writes; pass it to `bind`, or `drop`. Raises RestoreTooLate."""
+        if not self._free:
+            self._reclaim(deadline)
+        return self._free.popleft()
+
+    def bind(self, buffer: Tensor, consumer: Event) -> None:
+        """The buffer belongs to `consumer`'s work until that has passed."""
+        self._in_use.append((buffer, consumer))
+
+    def drop(self, buffer: Tensor) -> None:
+        """A taken buffer that nobody got to see is free again."""
+        self._poison(buffer)
+        self._free.append(buffer)
+
+    def sweep(self, deadline: Deadline) -> None:
+        """Wait until all buffers are free. Raises RestoreTooLate."""
+        while self._in_use:
+            self._reclaim(deadline)
+
+    def _reclaim(self, deadline: Deadline) -> None:
+        # Consumers are of one lane and end in the order in which they were bound.
+        if not self._in_use:
+            raise RestoreTooLate(what="a staging buffer")
+        buffer, consumer = self._in_use[0]
+        if not consumer.settle_by(deadline):
+            raise RestoreTooLate(what="a staging buffer")
+        self._in_use.popleft()
+        self.drop(buffer)
+
+    def _poison(self, buffer: Tensor) -> None:
+        if self._is_poisoned:
+            buffer.fill_(POISON)
+
+
+DRAIN_TIMEOUT_S = 30.0
+TokenShare = Callable[[int, int], tuple[int, int]]
+"""(begin, end) -> the part of these tokens that is read here; see gpu_worker/parallel."""
+
+
+class LayerState(enum.Enum):
+    """What one layer of a target holds."""
+
+    INVALID = "invalid"
+    FILLING = "filling"
+    USABLE = "usable"
+
+
+class LayerStates:
+    """The states of one restore's layers."""
+
+    def __init__(
+        self, layer_count: int, *, on_usable: Callable[[int], None], on_failure: Callable[[], None]
+    ) -> None:
+        """Both are called before anybody is told, one at a time, `on_failure` once; they must not wait."""
+        self._states = [LayerState.INVALID] * layer_count
+        self._error: CacheError | None = None
+        self._on_usable, self._on_failure = on_usable, on_failure
+        self._changed = threading.Condition()
+
+    @property
+    def error(self) -> CacheError | None:
+        """Why no layer is usable any more."""
+        return self._error
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer is usable."""
+        with self._changed:
+            return self._is_whole()
+
+    def of(self, layer: int) -> LayerState:
+        """One layer's state."""
+        with self._changed:
+            return self._states[layer]
+
+    def fill(self, layer: int) -> None:
+        """Work on a layer begins."""
+        with self._changed:
+            if self._error is None:
+                self._states[layer] = LayerState.FILLING
+
+    def announce(self, layer: int) -> None:
+        """A layer is usable, unless the restore has failed meanwhile."""
+        with self._changed:
+            if self._error is None:
+                self._on_usable(layer)
+                self._states[layer] = LayerState.USABLE
+                self._changed.notify_all()
+
+    def fail(self, error: CacheError) -> bool:
+        """No layer is usable any more, for `error`; False if all were, or it had failed before."""
+        with self._changed:
+            if self._error is not None or self._is_whole():
+                return False
+            self._error = error
+            self._states = [LayerState.INVALID] * len(self._states)
+            self._on_failure()
+            self._changed.notify_all()
+        return True
+
+    def wait(self, layer: int, deadline: Deadline) -> None:
+        """Wait until a layer is usable. Raises why it never will be; RestoreTooLate fails the restore for all."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or self._states[layer] is LayerState.USABLE, deadline.left_s
+            )
+            if self._error is None and self._states[layer] is LayerState.USABLE:
+                return
+        self.fail(RestoreTooLate(what=f"layer {layer}"))
+        raise self._error or RestoreTooLate(what=f"layer {layer}")
+
+    def _is_whole(self) -> bool:
+        return all(state is LayerState.USABLE for state in self._states)
+
+
+class Lanes(NamedTuple):
+    """In the order in which rows pass them."""
+
+    read: Lane
+    copy: Lane
+    compute: Lane
+    announce: Lane
+
+
+class Rings(NamedTuple):
+    """Buffers; both belong to the reading lane. No landing: the device reads the host's memory."""
+
+    staging: Ring
+    landing: Ring | None
+
+
+class Restoration:
+    """Made by Pipeline.start. A context manager: leaving it cancels what is not done, and drains."""
+
+    def __init__(
+        self, *, schedule: Schedule, source: Source, target: Target, compute: Compute, token_ids: Tensor | None,
+        lanes: Lanes, rings: Rings, batch_tokens: int, deadline: Deadline, on_stuck: Callable[[Lane], None],
+        share: TokenShare | None = None,
+    ) -> None:  # fmt: skip
+        self.schedule, self.target, self.deadline = schedule, target, deadline
+        self._source, self._compute, self._token_ids = source, compute, token_ids
+        self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
+        self._on_stuck, self._share = on_stuck, share
+        self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
+        self._events: list[tuple[Stage, Event]] = []
+        self._fill_s = 0.0
+        self._begin_ns = time.perf_counter_ns()
+        self._restored_ns = 0
+
+    # -- for the engine ----------------------------------------------------------------------------
+
+    @property
+    def error(self) -> CacheError | None:
+        """Why the restore failed; None while it goes on and when it is whole."""
+        return self._states.error
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer is usable."""
+        return self._states.is_whole
+
+    def state(self, layer: int) -> LayerState:
+        """What the target holds of a layer."""
+        return self._states.of(layer)
+
+    def wait(self, layer: int, deadline: Deadline | None = None) -> None:
+        """Wait until a layer is usable. Raises why it never will be; a deadline that passes fails the restore."""
+        self._states.wait(layer, self.deadline.earlier(deadline))
+
+    def wait_all(self, deadline: Deadline | None = None) -> None:
+        """Wait until every layer is usable; see `wait`."""
+        for layer in range(self.target.layer_count):
+            self.wait(layer, deadline)
+
+    def cancel(self) -> None:
+        """Stop; nothing becomes usable any more unless all is. Writes may go on until it is drained."""
+        self._states.fail(RestoreCancelled())
+
+    def drain(self, deadline: Deadline | None = None) -> None:
+        """Wait until no lane reads or writes anything of this restore, and all its buffers are free.
+
+        Raises LaneStuck; then the target must not be used, nor the pipeline.
+        """
+        until = deadline or Deadline.after_s(DRAIN_TIMEOUT_S)
+        if self._states.error is not None:
+            self._source.abort()
+        # In this order: a lane submits only to those behind it.
+        for lane in self._lanes:
+            self._fence(lane, until)
+        swept = self._lanes.read.submit(lambda: self._sweep(until), deadline=until)
+        if not swept.settle_by(until) or swept.error is not None:
+            self._on_stuck(self._lanes.read)
+            raise LaneStuck(lane=self._lanes.read.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+        self.drain()
+
+    @property
+    def restored_s(self) -> float:
+        """Seconds from its begin until the last layer was usable; 0 where that did not happen."""
+        return max(0.0, (self._restored_ns - self._begin_ns) / 1e9) if self._states.is_whole else 0.0
+
+    def observed_s(self) -> Mapping[Stage, float]:
+        """What each stage took, waits not counted. Of a restore that is whole and drained."""
+        seconds: dict[Stage, float] = defaultdict(float)
+        # Where rows are used in place, filling a buffer is the copy.
+        seconds[Stage.COPY if self._rings.landing is None else Stage.READ] += self._fill_s
+        for stage, event in self._events:
+            seconds[stage] += event.busy_s
+        return dict(seconds)
+
+    # -- on the lanes ------------------------------------------------------------------------------
+
+    def begin(self, *, behind: Event) -> None:
+        """Submit everything; `behind` is what the target's memory must wait for. Called once, by the pipeline."""
+        schedule = self.schedule
+        # What is refused is refused before anything is submitted.
+        batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
+        # Whatever had the target's memory before has ended when the first work writes to it.
+        self._submit(self._lanes.compute, lambda: None, behind)
+        if schedule.needs_token_ids:
+            event = self._submit(self._lanes.compute, self._recompute)
+            self._events.append((Stage.RECOMPUTE, event))
+        for layer in range(schedule.recomputed_layers):
+            self._close_layer(layer)
+        for layer in range(schedule.recomputed_layers, self.target.layer_count):
+            for part, most_tokens in batches[layer]:
+                for begin, end in part.batches(most_tokens):
+                    self._submit(self._lanes.read, self._feeding(part, begin, end))
+            self._submit(self._lanes.read, self._checking(layer))
+
+    def _batch(self, part: Part) -> int:
+        """Tokens that one buffer takes."""
+        row_bytes = self._source.row_bytes(part.stream)
+        tokens = min(self._batch_tokens, self._rings.staging.size_bytes // row_bytes)
+        if tokens > SEGMENT_TOKENS:
+            # A chunk that is cut would be read twice.
+            tokens -= tokens % SEGMENT_TOKENS
+        if not tokens:
+            problem = f"{self._rings.staging.size_bytes} B hold no row of {row_bytes} B"
+            raise InvalidArgument(field="slot_bytes", problem=problem)
+        return tokens
+
+    def _submit(self, lane: Lane, work: Work, *after: Event) -> Event:
+        def if_it_goes_on() -> None:
+            self._go_on()
+            work()
+
+        return lane.submit(if_it_goes_on, after=after, deadline=self.deadline, on_error=self._states.fail)
+
+    def _go_on(self) -> None:
+        if self._states.error is not None:
+            raise self._states.error
+        self.deadline.check("the restore")
+
+    def _recompute(self) -> None:
+        if self._token_ids is None:
+            raise InvalidArgument(field="token_ids", problem="the plan recomputes layers")
+        for layer in range(self.schedule.recomputed_layers):
+            self._states.fill(layer)
+        self._compute.recompute(self.schedule, self._token_ids, self.target)
+
+    def _feeding(self, part: Part, begin: int, end: int) -> Work:
+        return lambda: self._feed(part, begin, end)
+
+    def _feed(self, part: Part, begin: int, end: int) -> None:
+        """Read rows [begin, end) and hand them on. On the reading lane."""
+        self._states.fill(part.layer)
+        row_bytes = self._source.row_bytes(part.stream)
+        first, last = (begin, end) if self._share is None else self._share(begin, end)
+        if self._rings.landing is not None and isinstance(self._source, Landing):
+            self._land(self._source, self._rings.landing, part, (begin, end), (first, last))
+            return
+        slot = self._rings.staging.take(self.deadline)
+        try:
+            rows = slot[: (last - first) * row_bytes].view(last - first, row_bytes)
+            begin_ns = time.perf_counter_ns()
+            self._source.fill(part.stream, first, last, rows.numpy())
+            self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
+            if self._share is not None:
+                # Others use these rows: they were the session's before they leave.
+                self._source.check()
+            self._carry(part, (begin, end), slot, rows)
+        except BaseException:
+            self._rings.staging.drop(slot)
+            raise
+
+    def _land(
+        self, source: Landing, landing: Ring, part: Part, tokens: tuple[int, int], mine: tuple[int, int]
+    ) -> None:
+        """Have rows come straight onto the device; the copying lane, which has nothing to copy, verifies them."""
+        first, last = mine
+        row_bytes = source.row_bytes(part.stream)
+        place = landing.take(self.deadline)
+        try:
+            rows = place[: (last - first) * row_bytes].view(last - first, row_bytes)
+            begin_ns = time.perf_counter_ns()
+            verify = source.land(part.stream, first, last, rows)
+            self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
+            if self._share is not None:
+                source.check()
+            verified = self._submit(self._lanes.copy, verify)
+            self._events.append((Stage.COPY, verified))
+            landing.bind(place, self._project(part, tokens, rows, verified))
+        except BaseException:
+            landing.drop(place)
+            raise
+
+    def _carry(self, part: Part, tokens: tuple[int, int], slot: Tensor, rows: Tensor) -> None:
+        landing = self._rings.landing
+        if landing is None:
+            self._rings.staging.bind(slot, self._project(part, tokens, rows))
+            return
+        place = landing.take(self.deadline)
+        landed = place[: rows.nbytes].view(rows.shape)
+        copied = self._submit(self._lanes.copy, lambda: _copy(rows, landed))
+        self._events.append((Stage.COPY, copied))
+        self._rings.staging.bind(slot, copied)
+        landing.bind(place, self._project(part, tokens, landed, copied))
+
+    def _project(self, part: Part, tokens: tuple[int, int], rows: Tensor, *after: Event) -> Event:
+        def work() -> None:
+            room = self.target.room(part.layer, *tokens)
+            self._compute.restore(part.layer, part.method, rows, tokens[0], room)
+
+        event = self._submit(self._lanes.compute, work, *after)
+        self._events.append((Stage.of(part.method), event))
+        return event
+
+    def _checking(self, layer: int) -> Work:
+        def work() -> None:
+            # Behind the layer's last read: what was read was the session's, or the layer never becomes usable.
+            self._source.check()
+            self._close_layer(layer)
+
+        return work
+
+    def _close_layer(self, layer: int) -> None:
+        finished = self._submit(self._lanes.compute, lambda: self.target.finish(layer))
+        self._submit(self._lanes.announce, lambda: self._announce(layer), finished)
+
+    def _announce(self, layer: int) -> None:
+        self._restored_ns = time.perf_counter_ns()
+        self._states.announce(layer)
+
+    def _fence(self, lane: Lane, deadline: Deadline) -> None:
+        try:
+            lane.fence(deadline)
+        except LaneStuck:
+            self._on_stuck(lane)
+            raise
+
+    def _sweep(self, deadline: Deadline) -> None:
+        self._rings.staging.sweep(deadline)
+        if self._rings.landing is not None:
+            self._rings.landing.sweep(deadline)
+
+
+def _copy(rows: Tensor, landed: Tensor) -> None:
+    landed.copy_(rows, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

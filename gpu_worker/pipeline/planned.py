@@ -13,17 +13,16 @@ from itertools import accumulate
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
-from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.pipeline.pipeline import Restoration
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, LayerHolding, Span
+from gpu_worker.planning.assignment import Step, Timeline, simulate
+from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
 from gpu_worker.planning.layout import Return, choose_layout
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Place, Profile
-from gpu_worker.planning.timeline import Step, Timeline, simulate
 from gpu_worker.profiling.model_shape import model_shape
 
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding
+from gpu_worker.planning.holding import Engine, Holding
 from gpu_worker.planning.planner import Plan, Request, plan
 from gpu_worker.planning.profile import NO_LIMIT, Profile, Stage
 from gpu_worker.planning.shape import ModelShape

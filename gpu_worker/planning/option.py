@@ -11,8 +11,7 @@ from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES
 from gpu_worker.plan import Method
 from gpu_worker.planning.block import NOTHING, Block, step
-from gpu_worker.planning.engine import SPLIT_TOKENS, Engine
-from gpu_worker.planning.holding import LayerHolding
+from gpu_worker.planning.holding import SPLIT_TOKENS, Engine, LayerHolding
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import LayerKind, LayerShape
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.plan import Method, RestorePlan
-from gpu_worker.planning.assignment import PREFILL, Assignment, Pass, pieces_of, timeline
+from gpu_worker.planning.assignment import PREFILL, Assignment, Pass, Timeline, pieces_of, timeline
 from gpu_worker.planning.baselines import SplitAt, baselines, split_everywhere
 from gpu_worker.planning.block import Block
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding
+from gpu_worker.planning.holding import Engine, Holding
 from gpu_worker.planning.option import (
     LayerOptions,
     Option,
@@ -26,7 +25,6 @@ from gpu_worker.planning.option import (
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.search import Choices, Solution, solve
 from gpu_worker.planning.shape import ModelShape
-from gpu_worker.planning.timeline import Timeline
 
 LOSSLESS = "lossless"
 

@@ -10,16 +10,231 @@ apart. The most promising are kept, and the solution says that it is not exact, 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, combinations
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpu_worker.planning.block import NOTHING, START, Block, State
-from gpu_worker.planning.bound import bounds, least_end_s
-from gpu_worker.planning.run import Picks, Run, runs_of
+from gpu_worker.planning.block import NOTHING, START, Block, State, in_order
+
+_STREAMS = (0, 1, 2)
+_MOST_BALANCES = 9
+
+Weights = tuple[float, float, float]
+
+
+class Bound(NamedTuple):
+    """One set of weights, and what each layer and all after it cost at least by them."""
+
+    read: float
+    copy: float
+    compute: float
+    rest_s: Sequence[float]
+    """Entry i: weighted seconds of layers i and later; the last entry is 0."""
+
+    def cost(self, seconds: Sequence[float]) -> float:
+        """Weighted seconds of a block or a state: of its first three numbers."""
+        return self.read * seconds[0] + self.copy * seconds[1] + self.compute * seconds[2]
+
+
+def least_end_s(bounds: Sequence[Bound], state: State, layer: int, too_late_s: float = math.inf) -> float:
+    """Return the seconds before which the pipeline cannot end when layers from `layer` on are left.
+
+    From `too_late_s` on any bound will do: the first that is no earlier is returned.
+    """
+    free_read, free_copy, free_compute = state
+    least = 0.0
+    for read, copy, compute, rest_s in bounds:
+        end_s = read * free_read + copy * free_copy + compute * free_compute + rest_s[layer]
+        if end_s > least:
+            least = end_s
+            if least >= too_late_s:
+                break
+    return least
+
+
+def bounds(choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int]) -> tuple[Bound, ...]:
+    """Return bounds for layers with these choices each, the tightest from the start first.
+
+    Weights are those that tell the first `option_counts` choices of a layer apart. A layer without choices
+    counts nothing.
+    """
+    options = {id(blocks): blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
+    kinds = {id(blocks): blocks for blocks in choices}
+    layers = [id(blocks) for blocks in choices]
+    found = (Bound(*weights, _rest(layers, kinds, weights)) for weights in _all_weights(options.values()))
+    return tuple(sorted(found, key=lambda bound: -bound.rest_s[0]))
+
+
+def _rest(layers: Sequence[int], kinds: Mapping[int, tuple[Block, ...]], weights: Weights) -> list[float]:
+    least = {
+        kind: min((_work(block, weights) for block in blocks), default=0.0) for kind, blocks in kinds.items()
+    }
+    # The last layer's work ends only after it went through the streams behind.
+    last = min((_way(block, weights) for block in kinds[layers[-1]]), default=0.0)
+    from_last = accumulate((least[kind] for kind in reversed(layers[:-1])), initial=last)
+    return [*reversed(list(from_last)), 0.0]
+
+
+def _work(block: Block, weights: Weights) -> float:
+    return weights[0] * block.read_s + weights[1] * block.copy_s + weights[2] * block.compute_s
+
+
+def _way(block: Block, weights: Weights) -> float:
+    read, copy, compute = weights
+    return read * block.read_to_compute_s + copy * block.copy_to_compute_s + compute * block.compute_s
+
+
+def _all_weights(kinds: Collection[tuple[Block, ...]]) -> list[Weights]:
+    streams: list[Weights] = [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    if any(block.read_s for blocks in kinds for block in blocks):
+        streams.append((1.0, 0.0, 0.0))
+    balances = sorted({weights for blocks in kinds for weights in _balances(blocks)})
+    # Of very many an even selection: between neighbours the bounds differ little.
+    return streams + balances[:: -(-len(balances) // _MOST_BALANCES) or 1]
+
+
+def _balances(blocks: Iterable[Block]) -> Iterable[Weights]:
+    """Weights by which two choices of a layer cost the same: at one of them the relaxed optimum lies."""
+    for one, other in combinations(blocks, 2):
+        for first, second in combinations(_STREAMS, 2):
+            gain, loss = one[first] - other[first], other[second] - one[second]
+            if gain * loss > 0:
+                weights = [0.0, 0.0, 0.0]
+                weights[first], weights[second] = loss / (gain + loss), gain / (gain + loss)
+                yield (weights[0], weights[1], weights[2])
+
+
+Picks = tuple[tuple[int, int], ...]
+"""(pick, layers in a row that take it), first layer first."""
+Way = tuple[Picks, Block, bool]
+"""The picks, what they do to the streams, and whether one of them is a split."""
+
+
+class _Kind(NamedTuple):
+    """What is true of all layers with the same choices."""
+
+    orders: tuple[tuple[int, ...], ...] | None
+    """The options in their better order, then for each split the order with it; None: there is none."""
+    costs: tuple[tuple[float, ...], ...]
+    """By bound, by pick: weighted seconds."""
+    options: tuple[Way, ...]
+    splits: tuple[Way, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Layers [begin, end) with `option_count` options, and behind them in `blocks` the splits."""
+
+    begin: int
+    end: int
+    blocks: tuple[Block, ...]
+    option_count: int
+    kind: _Kind
+    powers: tuple[list[Block], ...]
+    """By option: it once, twice, ...; empty where the run is one layer."""
+
+    def ways(
+        self, state: State, begin: int, limits: Sequence[Bound], best_s: float, *, may_split: bool
+    ) -> Iterator[Way]:
+        """Yield the ways through layers [begin, end) from `state` that may end before `best_s`."""
+        if self.end - self.begin == 1:
+            yield from self.kind.options
+            yield from self.kind.splits if may_split else ()
+            return
+        count = self.end - begin
+        slack = [best_s - bound.cost(state) - bound.rest_s[self.end] for bound in limits]
+        yield from self._counts(count, slack, None)
+        for split in range(self.option_count, len(self.blocks)) if may_split else ():
+            left = [room - cost[split] for room, cost in zip(slack, self.kind.costs, strict=True)]
+            yield from self._counts(count - 1, left, split)
+
+    def sorted(self, taken: Sequence[int]) -> Picks:
+        """Return picks in the better order, option i taken `taken[i]` times."""
+        order = self.kind.orders[0] if self.kind.orders else range(self.option_count)
+        return tuple((pick, taken[pick]) for pick in order if taken[pick])
+
+    def block(self, picks: Picks) -> Block:
+        """Return what layers that take these picks do to the streams."""
+        block = self._power(*picks[0])
+        for pick in picks[1:]:
+            block = block.then(self._power(*pick))
+        return block
+
+    def _counts(self, count: int, slack: Sequence[float], split: int | None) -> Iterator[Way]:
+        if min(slack) <= 0 or self.kind.orders is None:
+            return
+        order = self.kind.orders[0 if split is None else split - self.option_count + 1]
+        options = [pick for pick in order if pick < self.option_count]
+        first, last = options[0], options[-1]
+        for first_count in self._range(count, slack, first, last):
+            counts = {split: 1, last: count - first_count, first: first_count}
+            picks = tuple((pick, counts[pick]) for pick in order if counts[pick])
+            yield picks, self.block(picks), split is not None
+
+    def _power(self, pick: int, count: int) -> Block:
+        return self.blocks[pick] if count == 1 else self.powers[pick][count]
+
+    def _range(self, count: int, slack: Sequence[float], first: int, last: int) -> range:
+        """How often the first option may be taken: what the bounds, linear in it, leave."""
+        low, high = (0, count) if first != last else (count, count)
+        for room, cost in zip(slack, self.kind.costs, strict=True):
+            left, gain = room - count * cost[last], cost[first] - cost[last]
+            if gain > 0:
+                high = min(high, math.floor(min(left / gain, count)))
+            elif gain < 0:
+                low = max(low, math.ceil(max(left / gain, 0)))
+            elif left <= 0:
+                return range(0)
+        return range(low, high + 1)
+
+
+def runs_of(
+    choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int], limits: Sequence[Bound]
+) -> list[Run]:
+    """Return the runs of layers whose choices are one object, in layer order."""
+    begin = 0
+    found: list[Run] = []
+    kinds: dict[int, _Kind] = {}
+    while begin < len(choices):
+        blocks, option_count = choices[begin], option_counts[begin]
+        if id(blocks) not in kinds:
+            kinds[id(blocks)] = _kind(blocks, option_count, limits)
+        kind = kinds[id(blocks)]
+        end = begin + 1
+        while kind.orders is not None and end < len(choices) and choices[end] is blocks:
+            end += 1
+        powers = (
+            tuple(block.powers(end - begin) for block in blocks[:option_count]) if end > begin + 1 else ()
+        )
+        found.append(Run(begin, end, blocks, option_count, kind, powers))
+        begin = end
+    return found
+
+
+def _kind(blocks: tuple[Block, ...], option_count: int, limits: Sequence[Bound]) -> _Kind:
+    ways = [(((pick, 1),), block, pick >= option_count) for pick, block in enumerate(blocks)]
+    return _Kind(
+        orders=_orders(blocks, option_count),
+        costs=tuple(tuple(bound.cost(block) for block in blocks) for bound in limits),
+        options=tuple(ways[:option_count]),
+        splits=tuple(ways[option_count:]),
+    )
+
+
+def _orders(blocks: tuple[Block, ...], option_count: int) -> tuple[tuple[int, ...], ...] | None:
+    """The better order of the options, and of the options with each split; at most one is taken."""
+    if not 0 < option_count <= 2:
+        return None
+    options = blocks[:option_count]
+    orders = [in_order(options)]
+    for pick in range(option_count, len(blocks)):
+        order = in_order((*options, blocks[pick]))
+        orders.append(order and [pick if i == option_count else i for i in order])
+    return None if None in orders else tuple(tuple(order) for order in orders if order)
+
 
 STEP_LIMIT = 192
 """Ways that are looked at before the search keeps but a few; some microseconds each."""

@@ -8,10 +8,13 @@ reads has the bandwidth of its cache.
 
 import mmap
 import os
+import platform
+import re
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,16 +24,54 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from gpu_worker.families import Adapter
-from gpu_worker.packed_rows import pack
-from gpu_worker.pipeline.compute import Restorer
+from gpu_worker.pipeline.compute import Restorer, recompute_layers
 from gpu_worker.plan import Method
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.profile import Curve, Link, Profile, Stage
 from gpu_worker.planning.shape import LayerShape, ModelShape
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured
-from gpu_worker.profiling.stopwatch import Stopwatch
-from gpu_worker.recompute import recompute_layers
+from gpu_worker.rows import pack
+
+
+def hardware_name(device: torch.device) -> str:
+    """Name what computes: the GPU, or the CPU with the number of threads that it uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    cpu = model[1].strip() if model else platform.processor() or platform.machine()
+    return f"{cpu}, {min(torch.get_num_threads(), os.cpu_count() or 1)} threads"
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times calls on one device: what they started there has ended when the time is taken."""
+
+    device: torch.device
+    repeat_count: int = 3
+    now_ns: Callable[[], int] = time.perf_counter_ns
+
+    def seconds(self, call: Callable[[], object]) -> list[float]:
+        """Call once to warm up, then `repeat_count` times; seconds of each."""
+        call()
+        return [self.once(call) for _ in range(self.repeat_count)]
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, at least a nanosecond."""
+        begin_ns = self.at_ns()
+        call()
+        return max(self.at_ns() - begin_ns, 1) / 1e9
+
+    def at_ns(self) -> int:
+        """The time, once the device has nothing left to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.now_ns()
+
 
 TRANSFER_BYTES = 64 << 20
 """Beyond what caches hold."""

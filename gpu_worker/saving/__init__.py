@@ -4,6 +4,6 @@ Each module says what it knows. Worst case: a slow or broken store, which costs 
 """
 
 from gpu_worker.saving.saver import Saver
-from gpu_worker.saving.slices import Slice
+from gpu_worker.saving.staging import Slice
 
 __all__ = ["Saver", "Slice"]

@@ -11,8 +11,10 @@ what staging holds is lost with the process.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -21,27 +23,310 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ctxcache.client import CallerModel, Client
+from ctxcache.client import CallerModel, Client, SessionWriter
 from ctxcache.errors import (
     CacheError,
+    CapacityExceeded,
     DeadlineExceeded,
     InvalidArgument,
+    ReservationNotFound,
     TooManyRequests,
     WriteOffsetMismatch,
 )
+from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import StateKind, Stream
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Durability, Session
 from gpu_worker.errors import DeviceFailed
-from gpu_worker.saving.board import Board
-from gpu_worker.saving.copies import Copies, copies_from
-from gpu_worker.saving.lane import Lane, scratch_for
-from gpu_worker.saving.progress import Job, Progress
-from gpu_worker.saving.slices import Run, Slice
-from gpu_worker.saving.staging import Bytes, Frame, Staging
+from gpu_worker.saving.staging import (
+    Bytes,
+    Copies,
+    Frame,
+    Rows,
+    Run,
+    Slice,
+    Staging,
+    copies_from,
+    cut,
+    rows_of,
+)
+
+PIECE_TOKENS = 512
+"""Most rows that are written and committed at a time."""
+ROOM_TOKENS = 2 * SEGMENT_TOKENS
+"""Room that a session which goes on keeps: the segment that is filled, and one ahead."""
+
+
+class Lane:
+    """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
+
+    def __init__(self, client: Client, model: CallerModel, session: Session) -> None:
+        self._client, self._model = client, model
+        self.session = session
+        """As its last commit left it."""
+        self._writer: SessionWriter | None = None
+
+    def append(self, staging: Staging, runs: Sequence[Run], scratch: Bytes, *, is_last: bool) -> None:
+        """Write rows and commit them. `is_last`: none follow, the rest of the room is given back.
+
+        Raises what an append raises; what is committed then, `session` says.
+        """
+        while runs:
+            first, runs = cut(runs, min(PIECE_TOKENS, self._room_left))
+            self._append_piece(
+                staging, rows_of(first), sum(map(len, first)), scratch, is_last=is_last and not runs
+            )
+
+    def close(self) -> None:
+        """Give back the room that was not used."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def _room_left(self) -> int:
+        """Rows of the open writer's room; a new one has room for any."""
+        writer = self._writer
+        return (
+            PIECE_TOKENS
+            if writer is None
+            else writer.write_offset + writer.token_count - self.session.token_count
+        )
+
+    def _append_piece(
+        self, staging: Staging, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
+    ) -> None:
+        was_open = self._writer is not None
+        try:
+            self._write(staging, rows, count, scratch, is_last=is_last)
+        except ReservationNotFound:
+            # It ended by itself, while the session was idle: unless somebody else came, nothing is lost.
+            self.close()
+            if not was_open:
+                raise
+            self._write(staging, rows, count, scratch, is_last=is_last)
+
+    def _write(self, staging: Staging, rows: Rows, count: int, scratch: Bytes, *, is_last: bool) -> None:
+        writer = self._writer = self._writer or self._open(count, is_last=is_last)
+        begin = self.session.token_count - writer.write_offset
+        for stream in staging.specs:
+            writer.write(stream, begin, staging.view(stream, rows, scratch))
+        self.session = writer.commit(self.session.token_count + count, keep_open=not is_last)
+        if is_last or not self._room_left:
+            self._writer = None
+
+    def _open(self, count: int, *, is_last: bool) -> SessionWriter:
+        room = count if is_last else max(count, ROOM_TOKENS)
+        generation = self.session.generation
+        try:
+            return self._client.writer(self.session, self._model, room, if_generation_match=generation)
+        except (CapacityExceeded, TooManyRequests):
+            if room == count:
+                raise
+            return self._client.writer(self.session, self._model, count, if_generation_match=generation)
+
+
+def scratch_for(staging: Staging) -> Bytes:
+    """Memory for one thread to put a piece's rows of a stream together."""
+    return np.empty(PIECE_TOKENS * staging.widest_bytes, np.uint8)
+
+
+Part = tuple[Frame, Run]
+"""A session's rows of one pass."""
+
+
+class Progress:
+    """A session that is being saved: what of it is in staging, who works on it, what stopped it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.name = lane.session.name
+        self.token_count = lane.session.token_count
+        """Where its next row belongs: everything before it is in the store, in staging or under way."""
+        self.parts: list[Part] = []
+        self.failure: CacheError | None = None
+        """Why it takes no more rows."""
+        self.durability: Durability.ValueType = DURABILITY_MEMORY
+        self.is_finished = False
+        """No more rows come."""
+        self.is_closed = False
+        """Finished, and all that was to be done for it is done."""
+        self.is_due = False
+        self.is_busy = False
+        self.is_hurried = False
+        """What is in staging goes next, however little it is."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a thread would find something to do."""
+        return bool(self.parts) or (self.is_finished and not self.is_closed)
+
+    @property
+    def is_ripe(self) -> bool:
+        """Whether it is time: rows reach the end of a segment, or somebody waits for them."""
+        waiting = sum(len(run) for _, run in self.parts)
+        begin = self.token_count - waiting
+        return (
+            self.is_finished
+            or self.is_hurried
+            or self.token_count // SEGMENT_TOKENS > begin // SEGMENT_TOKENS
+        )
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether rows are not in the store yet that may come to be there."""
+        return bool(self.parts) or self.is_busy
+
+    def add(self, frame: Frame, run: Run) -> None:
+        """Rows of a pass are its next tokens."""
+        self.parts.append((frame, run))
+        frame.holder_count += 1
+        self.token_count += len(run)
+
+    def take(self) -> list[Part]:
+        """Hand over what is in staging; it stays there until `let_go`."""
+        parts, self.parts = self.parts, []
+        self.is_hurried = False
+        return parts
+
+    def let_go(self, parts: Sequence[Part]) -> int:
+        """Staging may have these rows back; how many they are."""
+        for frame, _ in parts:
+            frame.holder_count -= 1
+        return sum(len(run) for _, run in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one thread has of a session, alone until it is settled. `is_last`: nothing comes behind it."""
+
+    progress: Progress
+    parts: Sequence[Part]
+    is_last: bool
+
 
 log = logging.getLogger(__name__)
+
+CLOSED_LIMIT = 4096
+"""Sessions that are saved and that nobody has waited for: what became of the oldest is forgotten."""
+
+
+class Board:
+    """What an engine's thread and the saving threads have in common."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.changed = threading.Condition()
+        self.sessions: dict[str, Progress] = {}
+        self.shed: Counter[str] = Counter()
+        """Tokens, by reason."""
+        self.saved_token_count = 0
+        self.is_ended = False
+        self._staging = staging
+        self._due: deque[Progress] = deque()
+        self._frames: deque[Frame] = deque()
+        self._closed: deque[Progress] = deque()
+
+    def take_frame(self, token_ids: npt.NDArray[np.int32]) -> Frame | None:
+        """Room for a pass; None where there is none now."""
+        while self._frames and self._frames[0].is_free:
+            self._frames.popleft()
+            self._staging.ring.free_oldest()
+        frame = self._staging.take(token_ids)
+        if frame is not None:
+            self._frames.append(frame)
+        return frame
+
+    def add(self, progress: Progress, frame: Frame, run: Run) -> None:
+        """A session's rows of a pass are in staging, unless it takes no more by now."""
+        if progress.failure is not None:
+            self._count(len(run), progress.failure)
+            return
+        progress.add(frame, run)
+        self.look_at(progress)
+
+    def stop(self, progress: Progress, lost_count: int, failure: CacheError) -> None:
+        """A session loses rows of a pass, and takes no more."""
+        if progress.failure is None:
+            progress.failure = failure
+            log.warning("saves_shed session=%s reason=%s error=%s", progress.name, failure.reason, failure)
+        self._count(lost_count, progress.failure)
+
+    def look_at(self, progress: Progress) -> None:
+        """A session changed: if it is time, it is due."""
+        if progress.is_ripe:
+            self.make_due(progress)
+
+    def make_due(self, progress: Progress) -> None:
+        """A session goes next that has something to do."""
+        if progress.has_work and not progress.is_due and not progress.is_busy:
+            progress.is_due = True
+            self._due.append(progress)
+            self.changed.notify_all()
+
+    def relieve(self) -> None:
+        """Where staging is half full, who holds its oldest quarter goes next, however little that is."""
+        ring = self._staging.ring
+        if 2 * ring.used_count < ring.row_count:
+            return
+        oldest = set()
+        row_count = 0
+        for frame in self._frames:
+            oldest.add(frame)
+            row_count += len(frame.rows)
+            if 4 * row_count >= ring.row_count:
+                break
+        for progress in self.sessions.values():
+            if progress.parts and progress.parts[0][0] in oldest:
+                self.make_due(progress)
+
+    def next(self) -> Job | None:
+        """Wait for a session that is due, without the lock held before; None at the end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._due or self.is_ended)
+            if self.is_ended:
+                return None
+            progress = self._due.popleft()
+            progress.is_due, progress.is_busy = False, True
+            return Job(progress, progress.take(), progress.is_finished)
+
+    def settle(self, job: Job, saved_count: int, failure: CacheError | None) -> None:
+        """A job is done, without the lock held before. What failed takes what came behind it with it."""
+        progress = job.progress
+        with self.changed:
+            progress.is_busy = False
+            lost_count = progress.let_go(job.parts) - saved_count
+            self.saved_token_count += saved_count
+            if failure is not None:
+                progress.failure = progress.failure or failure
+                self._count(lost_count, failure)
+                self.drop(progress, failure)
+            if job.is_last:
+                self._close(progress)
+            self.look_at(progress)
+            self.changed.notify_all()
+
+    def _close(self, progress: Progress) -> None:
+        progress.is_closed = True
+        self._closed.append(progress)
+        while len(self._closed) > CLOSED_LIMIT:
+            oldest = self._closed.popleft()
+            if self.sessions.get(oldest.name) is oldest:
+                del self.sessions[oldest.name]
+
+    def drop(self, progress: Progress, failure: CacheError) -> None:
+        """A session's rows in staging are lost."""
+        self._count(progress.let_go(progress.take()), failure)
+
+    def wait(self, is_so: Callable[[], bool], target: str, timeout_s: float) -> None:
+        """Wait until something is so. Raises DeadlineExceeded."""
+        if not self.changed.wait_for(is_so, timeout_s):
+            raise DeadlineExceeded(target=target, timeout_s=str(timeout_s))
+
+    def _count(self, lost_count: int, failure: CacheError) -> None:
+        if lost_count:
+            self.shed[failure.reason] += lost_count
+
 
 COPY_TIMEOUT_S = 30.0
 

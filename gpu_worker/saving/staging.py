@@ -6,20 +6,161 @@ from a GPU. Knows no session and no store. Worst case: full, which `take` says a
 run alone stays.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ctxcache.errors import IncompleteAppend
+from ctxcache.errors import DeadlineExceeded, IncompleteAppend
 from ctxcache.format.streams import TOKENS, DType, Stream, StreamSpec
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.rows import as_stored, stored_dtype
-from gpu_worker.saving.copies import Copies, Mark, wait_done
-from gpu_worker.saving.slices import Rows, Run
+
+Rows = slice | npt.NDArray[np.int64]
+"""Rows of a staging buffer: one run, or their numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`count` rows of a pass: tokens `[token_begin, token_begin + count)` of a session.
+
+    Slices follow one another as the engine packs them. Those of a session that is not saved are passed over.
+    """
+
+    session_name: str
+    token_begin: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows `[begin, end)` of the staging buffers."""
+
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+def rows_of(runs: Iterable[Run]) -> Rows:
+    """The rows of runs in order: a slice where they follow one another, else their numbers."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1].end == run.begin:
+            joined[-1] = Run(joined[-1].begin, run.end)
+        else:
+            joined.append(run)
+    if len(joined) == 1:
+        return slice(joined[0].begin, joined[0].end)
+    return np.concatenate([np.arange(run.begin, run.end) for run in joined] or [np.zeros(0, np.int64)])
+
+
+def cut(runs: Sequence[Run], count: int) -> tuple[list[Run], list[Run]]:
+    """The first `count` rows of runs, and the rest."""
+    first, rest = [], []
+    for run in runs:
+        middle = min(run.end, run.begin + count)
+        count -= middle - run.begin
+        first += [Run(run.begin, middle)] if middle > run.begin else []
+        rest += [Run(middle, run.end)] if run.end > middle else []
+    return first, rest
+
+
+_POLL_S = 0.0002
+
+
+class Mark(Protocol):
+    """A point behind all copies so far."""
+
+    def is_done(self) -> bool:
+        """Whether they have ended. Raises DeviceFailed."""
+        ...
+
+
+class Copies(Protocol):
+    """The way of rows to the host. Used by one thread; marks from any."""
+
+    def copy(self, target: Tensor, rows: Tensor) -> None:
+        """Begin to copy rows into `target` on the host. Raises RuntimeError for a device that failed."""
+        ...
+
+    def mark(self) -> Mark:
+        """A mark behind all copies that were begun."""
+        ...
+
+
+class HostCopies:
+    """Rows that are on the host: copied at once."""
+
+    def copy(self, target: Tensor, rows: Tensor) -> None:
+        """See Copies."""
+        target.copy_(rows)
+
+    def mark(self) -> Mark:
+        """See Copies."""
+        return _DONE
+
+
+class CudaCopies:
+    """Rows on a GPU: copied into pinned memory over a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, target: Tensor, rows: Tensor) -> None:
+        """See Copies."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(rows, non_blocking=True)
+        rows.record_stream(self._stream)
+
+    def mark(self) -> Mark:
+        """See Copies."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return _CudaMark(event)
+
+
+def copies_from(device: torch.device) -> Copies:
+    """The way from a device."""
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+def wait_done(mark: Mark, timeout_s: float) -> None:
+    """Wait until a mark is done. Raises DeviceFailed, DeadlineExceeded."""
+    deadline_s = time.monotonic() + timeout_s
+    while not mark.is_done():
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded(target="a copy from the device", timeout_s=str(timeout_s))
+        # An event's own wait has no deadline.
+        time.sleep(_POLL_S)
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise DeviceFailed(problem=str(error)) from error
+
+
+_DONE = _Done()
 
 
 class Ring:

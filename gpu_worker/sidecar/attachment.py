@@ -5,9 +5,11 @@ until they have ended.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +17,104 @@ from torch import Tensor
 
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.streams import Stream
+from gpu_worker.errors import RestoreTooLate
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.target import PagedTarget
-from gpu_worker.sidecar.cache_layout import CacheLayout
+from gpu_worker.sidecar.cache_layout import CacheLayout, overlap
 from gpu_worker.sidecar.errors import BlockInUse, RestoreAlreadyExists
 from gpu_worker.sidecar.regions import Regions
-from gpu_worker.sidecar.running import Running
-from gpu_worker.sidecar.strided import overlap
+
+
+class Control:
+    """One restore. Thread-safe."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
+        self._lock = threading.Lock()
+        self._error: CacheError | None = None
+        self._cancel: Callable[[], None] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything may have been written."""
+        return self._cancel is not None
+
+    def check(self) -> None:
+        """Raise why it has ended, or RestoreTooLate."""
+        if self._error is not None:
+            raise self._error
+        self.deadline.check("the restore")
+
+    def write(self, begin: Callable[[], Callable[[], None]]) -> None:
+        """Begin to write, unless it has ended. `begin` returns what cancels it. Raises as `check` does."""
+        with self._lock:
+            self.check()
+            self._cancel = begin()
+
+    def end(self, error: CacheError | None = None) -> bool:
+        """End it. True: nothing was written, and nothing will be; else it is cancelled, and ends by itself."""
+        with self._lock:
+            if self._cancel is None:
+                self._error = self._error or error or RestoreTooLate(what="the session")
+                return True
+        self._cancel()
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How it ended: whole, or why not."""
+
+    error: CacheError | None
+
+
+class Running:
+    """One restore: what is told of it, and who ends it."""
+
+    def __init__(self, control: Control, block_ids: Sequence[int]) -> None:
+        self.control = control
+        self.block_ids = frozenset(block_ids)
+        """Those that it may write to."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when its thread has ended."""
+        self._events: asyncio.Queue[int | End] = asyncio.Queue()
+
+    def layer(self, layer: int) -> None:
+        """A layer is usable."""
+        self._events.put_nowait(layer)
+
+    def over(self, error: CacheError | None) -> None:
+        """Its thread has ended; nothing is written any more."""
+        _forget_frames(error)
+        self._events.put_nowait(End(error))
+        self.ended.set_result(None)
+
+    def stop(self, error: CacheError) -> bool:
+        """End it. True: nothing was written, nor will be; else it is cancelled, and `ended` says when that is so."""
+        if not self.control.end(error):
+            return False
+        self._events.put_nowait(End(error))
+        return True
+
+    async def next(self) -> int | End:
+        """The next layer, or the end. What is not there by the deadline ends it."""
+        try:
+            async with asyncio.timeout(self.control.deadline.left_s):
+                return await self._events.get()
+        except TimeoutError:
+            # Once it writes, the pipeline itself ends it by its deadline, and says so when it has come to rest.
+            self.stop(RestoreTooLate(what="the session"))
+            return await self._events.get()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """What an error has passed shows the engine's memory, which is unmapped when nothing does."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
 
 if TYPE_CHECKING:
     from gpu_worker.sidecar.model import AttachedModel

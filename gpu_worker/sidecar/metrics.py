@@ -26,7 +26,7 @@ from ctxcache.observe.bearer import CHALLENGE, Bearer
 from ctxcache.observe.metric import Group, Kind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct.path import DirectPath, Live
-from gpu_worker.sidecar.counts import Attached, Counts
+from gpu_worker.sidecar.attachments import Attached, Counts
 from gpu_worker.sidecar.edge import Room
 
 TABLE = Group("Workers", (

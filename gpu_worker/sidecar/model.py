@@ -5,37 +5,224 @@ has measured here, planned for by a datasheet.
 """
 
 import logging
+import re
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ctxcache.client import CallerModel
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.model import ModelSpec
+from ctxcache.format.model import ModelSpec, mismatch
 from ctxcache.format.packing import PACKINGS
-from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.families import Adapter
+from ctxcache.format.streams import DType, StateKind, Stream
+from gpu_worker.executed import digest_weights
+from gpu_worker.families import Adapter, adapt
+from gpu_worker.families.adapter import DecoderLayer
+from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import Share
 from gpu_worker.pipeline.compute import Compute
-from gpu_worker.pipeline.kernel_weights import KernelWeights
-from gpu_worker.pipeline.kernels import compute_for
+from gpu_worker.pipeline.kernels import KernelWeights, compute_for
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, LayerHolding, Span
-from gpu_worker.planning.known_profiles import HOST_GATHER, NVLINK, known_profile
+from gpu_worker.planning.datasheets import HOST_GATHER, NVLINK, known_profile
+from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Link, Place, Profile, Stage
 from gpu_worker.planning.shape import ModelShape
-from gpu_worker.profiling.hardware import hardware_name
+from gpu_worker.profiling.measure import hardware_name
+from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.profiling.profile_file import profile_path, read_profile
 from gpu_worker.sidecar.cache_layout import HeadShape
-from gpu_worker.sidecar.weights import LazyWeights
+
+FIELD = "weights.safetensors_directory"
+_DTYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+}
+
+
+class LazyWeights:
+    """One model's adapter, whose layers are loaded one by one."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, device: torch.device) -> None:
+        """Build what `spec` says from `directory`.
+
+        Raises InvalidArgument, UnsupportedArchitecture, ModelFingerprintMismatch.
+        """
+        self.device = device
+        self._files = _index(directory)
+        model = _without_memory(directory, _torch_dtype(spec))
+        _fill_buffers(model, self._files, device)
+        described = adapt(model)
+        self.shape = model_shape(described, spec.model_id)
+        self.adapter: Adapter = replace(described, layers=tuple(_anchored(described.layers, device)))
+        """Layers' weights are there once `load` has returned."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        kinds = {each.stream.kind for each in spec.streams}
+        found = model_spec(
+            model, model_id=spec.model_id, weights_digest=_digest(directory, self._files, model, spec),
+            revision=spec.revision, packed_kinds=[kind for kind in PACKINGS if kind in kinds],
+        )  # fmt: skip
+        _check_same(found, spec)
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._loaded: set[int] = set()
+        self.loaded_bytes = 0
+        """Bytes of weights that are loaded by now."""
+
+    @property
+    def cached(self) -> HeadShape:
+        """What the engine caches per token and layer."""
+        adapter = self.adapter
+        empty = [
+            torch.empty(1, half.head_count, 0, half.head_size, dtype=adapter.model.dtype)
+            for half in (adapter.key, adapter.value)
+        ]
+        # As the engine caches them: some families repeat heads.
+        keys, values = adapter.embed_halves(empty[0], empty[1], None)
+        return HeadShape(keys.shape[1], keys.shape[3], values.shape[3])
+
+    def load(self, layer: int) -> None:
+        """Have a layer's weights on the device. Raises InvalidArgument for files that changed meanwhile."""
+        with self._lock:
+            if layer in self._loaded:
+                return
+            for module in self._modules(layer):
+                self._fill(module)
+            self._loaded.add(layer)
+
+    def _modules(self, layer: int) -> Iterator[nn.Module]:
+        decoder = self.adapter.layers[layer]
+        if decoder.norm is not None:
+            yield decoder.norm
+        projection = decoder.projection
+        names = getattr(type(projection), "__dataclass_fields__", {})
+        for value in (getattr(projection, name) for name in names):
+            if isinstance(value, nn.Module):
+                yield value
+
+    def _fill(self, module: nn.Module) -> None:
+        prefix = self._names[id(module)]
+        for name, parameter in list(module.named_parameters()):
+            tensor = _read(self._files, f"{prefix}.{name}", parameter)
+            tensor = tensor.to(device=self.device, dtype=parameter.dtype, copy=True)
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+            self.loaded_bytes += tensor.nbytes
+
+
+def _anchored(layers: Iterable[DecoderLayer], device: torch.device) -> Iterator[DecoderLayer]:
+    """Layers that are on `device`, whatever of them is loaded."""
+    for layer in layers:
+        block = nn.Module()
+        block.anchor = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+        yield replace(layer, block=block)
+
+
+def _without_memory(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        # Code of the directory's own is never run.
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        problem = f"config.json describes no model: {' '.join(str(error).split())[:200]}"
+        raise InvalidArgument(field=FIELD, problem=problem) from error
+    model.train(mode=False)
+    return model
+
+
+def _fill_buffers(model: PreTrainedModel, files: Mapping[str, Path], device: torch.device) -> None:
+    """Have all buffers: those that are stored from the files, the others computed as transformers does."""
+    stored = dict(model.named_buffers()).keys() - dict(model.named_non_persistent_buffers()).keys()
+    exact = re.compile("|".join(map(re.escape, sorted(model._keep_in_fp32_modules_strict or ()))) or "(?!)")  # noqa: SLF001
+    for name, buffer in list(model.named_buffers()):
+        owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if name in stored:
+            dtype = torch.float32 if exact.search(name) else buffer.dtype
+            owner._buffers[leaf] = _read(files, name, buffer).to(dtype)  # noqa: SLF001  setattr would register it anew
+        else:
+            owner._buffers[leaf] = torch.empty_like(buffer, device="cpu")  # noqa: SLF001
+    for tensor in (*model.parameters(), *(model.get_buffer(name) for name in stored)):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001  transformers leaves them as they are
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]  # noqa: SLF001
+    model.initialize_weights()  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        for leaf, held in module._buffers.items():  # noqa: SLF001
+            module._buffers[leaf] = None if held is None else held.to(device)  # noqa: SLF001
+
+
+def _index(directory: Path) -> Mapping[str, Path]:
+    """Which file has which tensor."""
+    if not directory.is_absolute() or not directory.is_dir():
+        raise InvalidArgument(field=FIELD, problem=f"{directory} is no directory by an absolute path")
+    found: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except (OSError, SafetensorError) as error:
+            raise InvalidArgument(field=FIELD, problem=f"{path.name}: {error}") from error
+    if not found:
+        raise InvalidArgument(field=FIELD, problem=f"{directory} holds no safetensors file")
+    return found
+
+
+def _digest(directory: Path, files: Mapping[str, Path], model: PreTrainedModel, spec: ModelSpec) -> str:
+    """The digest of what lies there, by the scheme of the engine's."""
+    scheme = spec.weights_digest.partition(":")[0]
+    if scheme == "files":
+        return digest_checkpoint(directory)
+    if scheme != "tensors":
+        problem = f"{spec.weights_digest!r} is of no scheme that can be checked: tensors:, files:"
+        raise InvalidArgument(field="model.weights_digest", problem=problem)
+    return digest_weights(model, lambda names, tensor: _stored(files, names, tensor))
+
+
+def _stored(files: Mapping[str, Path], names: Sequence[str], tensor: Tensor) -> Tensor:
+    """A tensor's contents, by the first of its names that a file has."""
+    name = next((name for name in names if name in files), names[0])
+    return _read(files, name, tensor).to(tensor.dtype)
+
+
+def _read(files: Mapping[str, Path], name: str, parameter: Tensor) -> Tensor:
+    path = files.get(name)
+    if path is None:
+        raise InvalidArgument(field=FIELD, problem=f"no file has the tensor {name}")
+    try:
+        with safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgument(field=FIELD, problem=f"{path.name}: {name}: {error}") from error
+    if tensor.shape != parameter.shape:
+        problem = f"{name} has shape {list(tensor.shape)}, the configuration says {list(parameter.shape)}"
+        raise InvalidArgument(field=FIELD, problem=problem)
+    return tensor
+
+
+def _torch_dtype(spec: ModelSpec) -> torch.dtype:
+    if spec.dtype not in _DTYPES:
+        known = ", ".join(dtype.name for dtype in _DTYPES)
+        raise InvalidArgument(field="model.dtype", problem=f"{spec.dtype.name} is not one of {known}")
+    return _DTYPES[spec.dtype]
+
+
+def _check_same(found: ModelSpec, spec: ModelSpec) -> None:
+    """Compare what was found with what the engine says. Of the tokenizer only it knows."""
+    expected = replace(found, tokenizer_digest=spec.tokenizer_digest)
+    if expected.fingerprint() == spec.fingerprint():
+        return
+    raise mismatch(spec, expected, f"models/{spec.model_id} is not what {FIELD} has")
+
 
 log = logging.getLogger(__name__)
 

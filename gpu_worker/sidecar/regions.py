@@ -15,11 +15,9 @@ from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import DType
-from gpu_worker.sidecar.cache_layout import CacheLayout, TensorPlace
+from gpu_worker.sidecar.cache_layout import Box, CacheLayout, TensorPlace
 from gpu_worker.sidecar.handles.cuda import CudaOpener
-from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
-from gpu_worker.sidecar.handles.host import open_descriptor, open_named
-from gpu_worker.sidecar.strided import Box
+from gpu_worker.sidecar.handles.host import DescriptorSocket, open_descriptor, open_named
 from gpu_worker.v1 import attachment_pb2
 
 REGION_LIMIT = 256

@@ -4,7 +4,9 @@ Runs in a thread of its own, which waits for the store and for the pipeline. Wor
 come to rest, and `LaneStuck` says that memory may still be written: the process must then end.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,20 +19,57 @@ from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.parallel.gathering import Gathering, StageTarget
-from gpu_worker.parallel.rounds import Alone, SharedRound, taking_part
+from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarget, taking_part
 from gpu_worker.parallel.share import Share
-from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.pipeline.device import device_of
+from gpu_worker.pipeline.pipeline import Pipeline, Restoration, Settings
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Stage
 from gpu_worker.rows import token_ids_of
-from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, slots_of
-from gpu_worker.sidecar.control import Control
+from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, Control, slots_of
 from gpu_worker.sidecar.errors import TokensDiffer
-from gpu_worker.sidecar.pipelines import Pipelines
+
+RING_SLOTS = 4
+
+
+class Pipelines:
+    """Pipelines of one device, made when they are first needed."""
+
+    def __init__(self, device: torch.device, ring_bytes: int) -> None:
+        self.device = device
+        self._settings = Settings(slot_bytes=max(ring_bytes // RING_SLOTS, 1), slot_count=RING_SLOTS)
+        self._lock = threading.Lock()
+        self._free: list[Pipeline] = []
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one buffer of a ring."""
+        return self._settings.slot_bytes
+
+    @contextmanager
+    def lent(self) -> Iterator[Pipeline]:
+        """One that nobody else uses."""
+        with self._lock:
+            pipeline = self._free.pop() if self._free else None
+        if pipeline is None:
+            pipeline = Pipeline(device_of(self.device), self._settings)
+        try:
+            yield pipeline
+        finally:
+            # A restore that failed has come to rest too; one that has not ends the process.
+            with self._lock:
+                self._free.append(pipeline)
+
+    def close(self) -> None:
+        """End those that nobody uses, all of them. Raises LaneStuck."""
+        with self._lock:
+            free, self._free = self._free, []
+        with ExitStack() as closing:
+            for pipeline in free:
+                closing.callback(pipeline.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.edge import Edge
-from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
+from gpu_worker.sidecar.handles.host import DescriptorSocket
 from gpu_worker.sidecar.metrics import MetricsGuard, MetricsServer, WorkerCollector
 from gpu_worker.sidecar.model import Models
-from gpu_worker.sidecar.pipelines import Pipelines
 from gpu_worker.sidecar.regions import Opener
+from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.service import WorkerService
 from gpu_worker.sidecar.settings import Settings
 from gpu_worker.v1 import worker_pb2, worker_pb2_grpc

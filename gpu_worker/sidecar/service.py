@@ -23,25 +23,21 @@ from ctxcache.v1.session_pb2 import Session
 from ctxcache.wire.status import message_of
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed
-from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.planning.adaptive import stage_seconds
 from gpu_worker.planning.assignment import PREFILL
+from gpu_worker.planning.explain import reason
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Profile
-from gpu_worker.planning.reasons import reason
-from gpu_worker.profiling.hardware import hardware_name
-from gpu_worker.profiling.measure import measure_restoring
+from gpu_worker.profiling.measure import hardware_name, measure_restoring
 from gpu_worker.profiling.profile_file import Measured
 from gpu_worker.sidecar import asking, restoring, saving
-from gpu_worker.sidecar.attachment import Attachment
-from gpu_worker.sidecar.attachments import Attachments
-from gpu_worker.sidecar.control import Control
-from gpu_worker.sidecar.counts import LEFT, LOST, Counts
+from gpu_worker.sidecar.attachment import Attachment, Control, End, Running
+from gpu_worker.sidecar.attachments import LEFT, LOST, Attachments, Counts
 from gpu_worker.sidecar.edge import Context, Room
 from gpu_worker.sidecar.errors import TokensDiffer
 from gpu_worker.sidecar.model import AttachedModel
-from gpu_worker.sidecar.pipelines import Pipelines
-from gpu_worker.sidecar.running import End, Running
+from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.settings import Settings
 from gpu_worker.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.v1.attachment_pb2 import AttachHello

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families.common import check_rope, refuse, windows
+from gpu_worker.families.adapter import check_rope, refuse, windows
 
 ATTENTION = "ctxcache_packed"
 _HARMLESS = (

@@ -19,8 +19,7 @@ from transformers import DynamicCache
 
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
 from gpu_worker.conversation import SINK_TOKENS
-from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.engines.turn import Turn
+from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import prefill, stream_greedy
 from gpu_worker.plan import Method
 from lab.demo.embedded_store import EmbeddedStore

@@ -24,8 +24,7 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.capture import Capture
-from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.engines.turn import Turn
+from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, continue_greedy, prefill
 from gpu_worker.plan import Method

@@ -13,13 +13,13 @@ from transformers import Cache
 from ctxcache.client.arena import Bytes
 from ctxcache.format.streams import Stream
 from gpu_worker.families import Adapter
-from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
-from gpu_worker.pipeline.devices import device_of
+from gpu_worker.pipeline.device import device_of
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.source import Source
+from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import RestorePlan
 
 TIMEOUT_S = 600.0

@@ -11,9 +11,8 @@ from typing import Any
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
-from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE
-from gpu_worker.planning.closed_forms import Schedule
-from gpu_worker.planning.known_models import known_model
+from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE, Schedule
+from gpu_worker.planning.datasheets import known_model
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Place
 

@@ -9,8 +9,7 @@ from gpu_worker.pipeline.planned import alone, lead, pass_seconds
 from gpu_worker.planning import explain
 from gpu_worker.planning.adaptive import AdaptivePlanner, DriftBounds
 from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, Span
+from gpu_worker.planning.holding import Engine, Holding, Span
 from gpu_worker.planning.planner import Plan, Request, alternatives, plan
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import ModelShape

@@ -28,18 +28,17 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.direct import storage
-from gpu_worker.direct.landing import Landed
 from gpu_worker.direct.path import Wanted
+from gpu_worker.direct.source import Landed
 from gpu_worker.direct.storage import DirectStorage, probe_kvikio
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.cache_target import CacheTarget
-from gpu_worker.pipeline.deadline import Deadline
-from gpu_worker.pipeline.devices import device_of
-from gpu_worker.pipeline.kernel_weights import KernelWeights
-from gpu_worker.pipeline.kernels import compute_for
+from gpu_worker.pipeline.device import device_of
+from gpu_worker.pipeline.kernels import KernelWeights, compute_for
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
 from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.rows import pack_rows
 from lab.demo.embedded_store import embedded_store

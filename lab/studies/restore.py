@@ -29,10 +29,9 @@ import torch
 import typer
 
 from gpu_worker.families import adapt
-from gpu_worker.planning.known_models import MODEL_NAMES
-from gpu_worker.profiling.measure import measure
+from gpu_worker.planning.datasheets import MODEL_NAMES
+from gpu_worker.profiling.measure import Stopwatch, measure
 from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.profiling.stopwatch import Stopwatch
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count
 from lab.restoring.bed import SAVED_KINDS, Bed

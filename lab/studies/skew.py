@@ -29,9 +29,8 @@ from rich.table import Table
 from gpu_worker.families import adapt
 from gpu_worker.planning.baselines import HIDDEN, KV, RECOMPUTE
 from gpu_worker.planning.profile import Place
-from gpu_worker.profiling.measure import measure
+from gpu_worker.profiling.measure import Stopwatch, measure
 from gpu_worker.profiling.model_shape import model_shape
-from gpu_worker.profiling.stopwatch import Stopwatch
 from lab.demo.embedded_store import embedded_store
 from lab.demo.machine import physical_core_count
 from lab.restoring.bed import SAVED_KINDS, Bed, Case

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, permutations, product
 
+from gpu_worker.planning.assignment import Step, simulate
 from gpu_worker.planning.block import NOTHING, Block, step
 from gpu_worker.planning.search import Choices
-from gpu_worker.planning.timeline import Step, simulate
 
 Seconds = tuple[float, float, float]
 """Reading, copying, computing."""

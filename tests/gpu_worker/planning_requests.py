@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, Span
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_model, known_profile
+from gpu_worker.planning.holding import Engine, Holding, Span
 from gpu_worker.planning.planner import Request
 from gpu_worker.planning.profile import Place, Profile
 from gpu_worker.planning.shape import LayerKind, ModelShape

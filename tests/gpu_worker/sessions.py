@@ -18,12 +18,12 @@ from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.generation import continue_greedy
-from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
-from gpu_worker.pipeline.devices import Host
+from gpu_worker.pipeline.device import Host
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline, Settings
 from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import RestorePlan
 from gpu_worker.rows import stored_dtype
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
-from gpu_worker.planning.closed_forms import (
+from gpu_worker.planning.baselines import (
     LayerTimes,
     Schedule,
     hcache_schedule,
@@ -17,10 +17,8 @@ from gpu_worker.planning.closed_forms import (
     naive_hybrid_schedule,
     read_buffer_bytes,
 )
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import LayerHolding, Span
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import PM9A3_BYTES_PER_S, hcache_profile
+from gpu_worker.planning.datasheets import PM9A3_BYTES_PER_S, hcache_profile, known_model
+from gpu_worker.planning.holding import Engine, LayerHolding, Span
 from gpu_worker.planning.option import layer_options
 from gpu_worker.planning.profile import Link, Place, Profile
 

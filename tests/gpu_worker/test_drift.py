@@ -6,7 +6,7 @@ import pytest
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.planning.adaptive import Drift, DriftBounds, DriftDetector
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.profile import Place, Stage
 
 

@@ -19,8 +19,7 @@ from ctxcache.client.client import Access
 from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound, WriteInProgress
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.engines.turn import Turn
+from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.plan import Method, RestorePlan

@@ -15,15 +15,14 @@ from ctxcache.errors import CacheError, CorruptSegment, GenerationMismatch, Inva
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1.session_pb2 import Session
-from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.engines.turn import Turn
+from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import Settings
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import RestorePlan
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 6

@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from gpu_worker.capture import Capture
-from gpu_worker.digests import digest_checkpoint
 from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
 from gpu_worker.executed import digest_weights
 from gpu_worker.families import adapt
 from gpu_worker.families.projection import is_plain_linear
-from gpu_worker.model_spec import model_spec
-from gpu_worker.sidecar.weights import LazyWeights
+from gpu_worker.model_spec import digest_checkpoint, model_spec
+from gpu_worker.sidecar.model import LazyWeights
 
 Edit = Callable[[Any], object]
 # Any: transformers types submodules as Tensor | Module, their attributes not at all.

@@ -20,8 +20,7 @@ from ctxcache.client.client import Access
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.engines.turn import Turn
+from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.pipeline import Settings

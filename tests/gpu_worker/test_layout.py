@@ -5,10 +5,8 @@ from itertools import product
 import pytest
 
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, LayerHolding, Span
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import hcache_profile, known_profile
+from gpu_worker.planning.datasheets import hcache_profile, known_model, known_profile
+from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
 from gpu_worker.planning.layout import Return, choose_layout
 from gpu_worker.planning.planner import Request, plan
 from gpu_worker.planning.profile import Place

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from gpu_worker.digests import digest_checkpoint, digest_tokenizer
 from gpu_worker.errors import UnsupportedDtype
 from gpu_worker.executed import digest_weights
-from gpu_worker.model_spec import model_spec
+from gpu_worker.model_spec import digest_checkpoint, digest_tokenizer, model_spec
 from gpu_worker.plan import Method, RestorePlan
 
 

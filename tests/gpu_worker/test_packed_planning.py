@@ -10,15 +10,20 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
 from gpu_worker.plan import Method
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, LayerHolding
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import known_profile
-from gpu_worker.planning.layout import Layout, Return, choose_layout
-from gpu_worker.planning.loss import LOSSES_NATS, allowed_loss, kinds_within, loss_nats
+from gpu_worker.planning.datasheets import known_model, known_profile
+from gpu_worker.planning.explain import reason
+from gpu_worker.planning.holding import Engine, Holding, LayerHolding
+from gpu_worker.planning.layout import (
+    LOSSES_NATS,
+    Layout,
+    Return,
+    allowed_loss,
+    choose_layout,
+    kinds_within,
+    loss_nats,
+)
 from gpu_worker.planning.planner import LOSSLESS, compare, plan
 from gpu_worker.planning.profile import Place, Stage
-from gpu_worker.planning.reasons import reason
 from gpu_worker.planning.shape import LayerKind, ModelShape
 
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV

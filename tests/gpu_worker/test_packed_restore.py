@@ -18,9 +18,9 @@ from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.packed_rows import pack, widen
 from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.plan import Method, RestorePlan
+from gpu_worker.rows import pack, widen
 
 KEPT_BOUNDS = {
     StateKind.HIDDEN_INT8: 0.03,

@@ -15,13 +15,17 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import PREFILL
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, LayerHolding, Span
-from gpu_worker.planning.known_models import MODEL_NAMES, known_model
-from gpu_worker.planning.known_profiles import PROFILE_NAMES, hcache_profile, known_profile
+from gpu_worker.planning.datasheets import (
+    MODEL_NAMES,
+    PROFILE_NAMES,
+    hcache_profile,
+    known_model,
+    known_profile,
+)
+from gpu_worker.planning.explain import reason
+from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
 from gpu_worker.planning.planner import Request, compare, plan
 from gpu_worker.planning.profile import Curve, Link, Place, Stage
-from gpu_worker.planning.reasons import reason
 from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 

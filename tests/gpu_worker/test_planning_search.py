@@ -9,10 +9,9 @@ from brute_force import Instance, Layer, Seconds, any_order_least_s, block, inst
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_worker.planning.assignment import Step, simulate
 from gpu_worker.planning.block import NOTHING, START, Block, in_order, step
-from gpu_worker.planning.bound import bounds, least_end_s
-from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT, Choices, Solution, solve
-from gpu_worker.planning.timeline import Step, simulate
+from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT, Choices, Solution, bounds, least_end_s, solve
 
 ROUNDING = 1e-9
 _TIMES = st.integers(0, 6).map(float)

@@ -16,17 +16,14 @@ from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import adapt
 from gpu_worker.plan import Method
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, Span
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import hcache_profile, known_profile
+from gpu_worker.planning.datasheets import hcache_profile, known_model, known_profile
+from gpu_worker.planning.holding import Engine, Holding, Span
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import NO_LIMIT, Place, Stage
 from gpu_worker.planning.shape import LayerKind
-from gpu_worker.profiling.measure import LENGTHS, copy_bytes_per_s, measure, read_bytes_per_s
+from gpu_worker.profiling.measure import LENGTHS, Stopwatch, copy_bytes_per_s, measure, read_bytes_per_s
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
-from gpu_worker.profiling.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
 HISTORY = 1024

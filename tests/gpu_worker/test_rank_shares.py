@@ -6,8 +6,8 @@ from planning_requests import request
 from ctxcache.errors import InvalidArgument
 from gpu_worker.parallel.share import Share
 from gpu_worker.planning.adaptive import stage_seconds
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_profile
+from gpu_worker.planning.holding import Engine
 from gpu_worker.planning.planner import Plan, plan
 from gpu_worker.planning.profile import Link, Profile, Stage
 

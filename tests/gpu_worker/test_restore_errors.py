@@ -24,9 +24,9 @@ from gpu_worker.errors import (
     UnsupportedDtype,
 )
 from gpu_worker.families import adapt
-from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Modules, Restorer
 from gpu_worker.pipeline.source import LeasedSource
+from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
 
 T = 82

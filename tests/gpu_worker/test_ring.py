@@ -5,8 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.saving.slices import Run, cut, rows_of
-from gpu_worker.saving.staging import Ring
+from gpu_worker.saving.staging import Ring, Run, cut, rows_of
 
 
 @given(

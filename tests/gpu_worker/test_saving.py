@@ -29,7 +29,7 @@ from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.errors import DeviceFailed, ShapeMismatch
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
-from gpu_worker.saving.copies import HostCopies, Mark
+from gpu_worker.saving.staging import HostCopies, Mark
 
 _KV = StreamSpec(Stream(0, StateKind.KV), 64, DType.FLOAT32)
 _HIDDEN = StreamSpec(Stream(1, StateKind.HIDDEN), 48, DType.FLOAT32)
@@ -274,7 +274,7 @@ def test_sessions_that_nobody_waits_for_are_forgotten(
     client: Client, create: Create, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that saves sessions and never looks at them again does not fill memory with what became of them."""
-    monkeypatch.setattr("gpu_worker.saving.board.CLOSED_LIMIT", 2)
+    monkeypatch.setattr("gpu_worker.saving.saver.CLOSED_LIMIT", 2)
     sessions = [create(str(number)) for number in range(5)]
     with Saver(client, _OWN, _LAYOUT, thread_count=1) as saver:
         for session in sessions:

@@ -18,7 +18,7 @@ from gpu_worker.kernels.operands import (
     Rotation,
     Rows,
 )  # fmt: skip
-from gpu_worker.packed_rows import pack, quantized
+from gpu_worker.rows import pack, quantized
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}

@@ -13,9 +13,9 @@ import torch
 from slow_pipelines import DELAY_S
 from torch import Tensor
 
-from gpu_worker.pipeline import restoration
+from gpu_worker.pipeline import pipeline
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.cuda import Cuda
+from gpu_worker.pipeline.device import Cuda
 from gpu_worker.pipeline.lane import HostLane, Lane
 from gpu_worker.pipeline.target import Room
 from gpu_worker.plan import Method
@@ -154,8 +154,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
     monkeypatch.setattr(torch.cuda, "stream", driver.use)
     monkeypatch.setattr(torch.cuda, "current_stream", driver.current)
-    copy, restore = restoration._copy, Modules.restore
-    monkeypatch.setattr(restoration, "_copy", lambda rows, landed: driver.launch(lambda: copy(rows, landed)))
+    copy, restore = pipeline._copy, Modules.restore
+    monkeypatch.setattr(pipeline, "_copy", lambda rows, landed: driver.launch(lambda: copy(rows, landed)))
 
     def launched(self: Modules, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
         driver.launch(lambda: restore(self, layer, method, data, begin, room))

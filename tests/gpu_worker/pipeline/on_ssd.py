@@ -21,16 +21,15 @@ from ctxcache.format.streams import TOKENS, StateKind, Stream
 from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease, Operation, ReleaseLease
 from gpu_worker.direct import storage as storage_module
-from gpu_worker.direct.kvikio_files import DeviceFiles
 from gpu_worker.direct.path import KvikioFound, Wanted
+from gpu_worker.direct.source import DeviceFiles
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.model_spec import model_spec
-from gpu_worker.packed_rows import pack
-from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.rows import pack_rows
+from gpu_worker.pipeline.target import CacheTarget
+from gpu_worker.rows import pack, pack_rows
 
 CPU = torch.device("cpu")
 PATIENCE_S = 30.0

@@ -9,10 +9,9 @@ from torch import Tensor
 from ctxcache.format.streams import Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.cuda import CudaEvent
+from gpu_worker.pipeline.device import CudaEvent
 from gpu_worker.pipeline.lane import Event, passed
-from gpu_worker.pipeline.restoration import Restoration
-from gpu_worker.pipeline.ring import Ring
+from gpu_worker.pipeline.pipeline import Restoration, Ring
 from gpu_worker.pipeline.schedule import Part
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}

@@ -14,13 +14,12 @@ from torch import Tensor
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import Stream
-from gpu_worker.parallel.gathering import Gathering, StageTarget
 from gpu_worker.parallel.ranks import Ranks
-from gpu_worker.parallel.rounds import SharedRound, taking_part
+from gpu_worker.parallel.rounds import Gathering, SharedRound, StageTarget, taking_part
 from gpu_worker.parallel.sharded import cached_heads, shard
 from gpu_worker.parallel.share import Share
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline, Settings
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import PagedTarget

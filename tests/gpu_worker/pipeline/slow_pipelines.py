@@ -10,15 +10,12 @@ from torch import Tensor
 from transformers import Cache
 
 from ctxcache.errors import CacheError
-from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Compute, Modules
-from gpu_worker.pipeline.deadline import Deadline
-from gpu_worker.pipeline.devices import Host
-from gpu_worker.pipeline.lane import Event, HostLane, Lane, OnError, Work
-from gpu_worker.pipeline.pipeline import Pipeline, Settings
-from gpu_worker.pipeline.restoration import Restoration
+from gpu_worker.pipeline.device import Host
+from gpu_worker.pipeline.lane import Deadline, Event, HostLane, Lane, OnError, Work
+from gpu_worker.pipeline.pipeline import Pipeline, Restoration, Settings
 from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.target import Target
+from gpu_worker.pipeline.target import CacheTarget, Target
 from gpu_worker.plan import RestorePlan
 
 DELAY_S = 0.003

@@ -12,8 +12,8 @@ import torch
 
 from ctxcache.errors import TierFailure
 from gpu_worker.direct import storage as probe_module
-from gpu_worker.direct.kvikio_files import KvikioFiles
 from gpu_worker.direct.path import DirectPath, KvikioFound, Wanted, choose
+from gpu_worker.direct.source import KvikioFiles
 from gpu_worker.direct.storage import probe_kvikio, read_answer
 
 GPU = torch.device("cuda:0")

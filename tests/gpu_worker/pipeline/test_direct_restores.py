@@ -18,9 +18,8 @@ from ctxcache.client.filed_rows import FiledRows
 from ctxcache.errors import CorruptSegment, LeaseNotFound, Unavailable
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.direct.landing import Landed
 from gpu_worker.direct.path import DirectPath
-from gpu_worker.direct.source import LandingSource
+from gpu_worker.direct.source import Landed, LandingSource
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.pipeline.pipeline import Settings
 from gpu_worker.pipeline.source import Verify

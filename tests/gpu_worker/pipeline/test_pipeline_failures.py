@@ -27,10 +27,9 @@ from ctxcache.format.streams import Stream
 from gpu_worker.engines.restoring import SessionRestorer
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed, RestoreTooLate
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
-from gpu_worker.pipeline.pipeline import Pipeline, Settings
+from gpu_worker.pipeline.lane import Deadline
+from gpu_worker.pipeline.pipeline import LayerState, Pipeline, Restoration, Settings
 from gpu_worker.pipeline.planned import Choice, Chooser
-from gpu_worker.pipeline.restoration import LayerState, Restoration
 from gpu_worker.plan import Method, RestorePlan
 
 LAYERS = range(3)

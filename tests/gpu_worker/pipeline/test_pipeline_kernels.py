@@ -6,8 +6,7 @@ from sessions import RELATIVE_BOUND, relative_errors, saved_session
 from slow_pipelines import poisoned_target, slowed, start
 from tiny_models import CONFIGS
 
-from gpu_worker.pipeline.kernel_weights import KernelWeights
-from gpu_worker.pipeline.kernels import Kernels
+from gpu_worker.pipeline.kernels import Kernels, KernelWeights
 
 BF16_BOUND = 0.02
 

@@ -8,11 +8,9 @@ from slow_pipelines import poisoned_target, slowed, start
 
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.pipeline.planned import Chooser, lead
-from gpu_worker.planning.closed_forms import read_buffer_bytes
-from gpu_worker.planning.engine import Engine
-from gpu_worker.planning.holding import Holding, Span
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.baselines import read_buffer_bytes
+from gpu_worker.planning.datasheets import known_model, known_profile
+from gpu_worker.planning.holding import Engine, Holding, Span
 from gpu_worker.planning.option import LayerOptions, layer_options
 from gpu_worker.planning.planner import Plan, Request, plan
 from gpu_worker.planning.profile import Place, Stage

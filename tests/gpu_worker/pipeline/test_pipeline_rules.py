@@ -14,12 +14,11 @@ from slow_pipelines import DEADLINE_S, SMALL, RowsSource, SlowHost, poisoned_tar
 from torch import Tensor
 
 from ctxcache.errors import CacheError, LeaseNotFound
-from gpu_worker.pipeline.cache_target import CacheTarget
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
 from gpu_worker.pipeline.device import Device
-from gpu_worker.pipeline.lane import HostLane, Lane
+from gpu_worker.pipeline.lane import Deadline, HostLane, Lane
 from gpu_worker.pipeline.pipeline import Pipeline
+from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method
 
 __all__ = ["driver"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.deadline import Deadline
+from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.schedule import Schedule
 from gpu_worker.pipeline.target import Layout, PagedTarget, split_cache
 from gpu_worker.plan import Method, RestorePlan

@@ -22,10 +22,10 @@ from ctxcache.v1.session_pb2 import Session
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.rows import pack_rows
 from gpu_worker.sidecar.attachments import Attachments
-from gpu_worker.sidecar.handles.descriptors import DescriptorSocket
+from gpu_worker.sidecar.handles.host import DescriptorSocket
 from gpu_worker.sidecar.model import Models
-from gpu_worker.sidecar.pipelines import Pipelines
 from gpu_worker.sidecar.regions import Opener
+from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.service import WorkerService
 from gpu_worker.sidecar.settings import Settings
 from gpu_worker.v1 import worker_pb2

@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpu_worker.sidecar.strided import Axis, Box, overlap
+from gpu_worker.sidecar.cache_layout import Axis, Box, overlap
 
 AXES = st.lists(st.builds(Axis, st.integers(1, 4), st.integers(1, 24)), max_size=3)
 BOXES = st.builds(

@@ -19,8 +19,7 @@ from ctxcache.errors import CacheError, InvalidArgument, PositionsNotRelocatable
 from gpu_worker.engines import restoring
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Compute
-from gpu_worker.pipeline.kernel_weights import KernelWeights
-from gpu_worker.pipeline.kernels import compute_for
+from gpu_worker.pipeline.kernels import KernelWeights, compute_for
 from lab.demo import wheel
 from lab.demo.embedded_store import EmbeddedStore
 from tests.nursery import without_settings

@@ -11,8 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gpu_worker.planning.known_models import known_model
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Place
 from lab.demo.embedded_store import embedded_store

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from transformers import Cache
 
-from gpu_worker.planning.known_profiles import known_profile
+from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.profile import Place
 from lab.demo.embedded_store import embedded_store
 from lab.restoring.bed import Bed, Case, Saved, Taken, halves
