@@ -128,7 +128,7 @@ def has_merged_adapters(model: PreTrainedModel) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExecutedPart:
     """A module as a pass uses it. `adapters`: those that it adds, in their order; `is_added`: it is part of one."""
 
     name: str
@@ -151,7 +151,7 @@ class Executed:
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, str] = {}
-        self.parts: list[Part] = []
+        self.parts: list[ExecutedPart] = []
         self._add("", model, is_added=False)
 
     def _add(self, name: str, module: nn.Module, *, is_added: bool) -> None:
@@ -163,7 +163,7 @@ class Executed:
         if _is_tuner(module):
             self._add_tuner(name, module, is_added=is_added)
             return
-        self.parts.append(Part(name, module, is_added=is_added))
+        self.parts.append(ExecutedPart(name, module, is_added=is_added))
         for leaf, child in module._modules.items():  # noqa: SLF001  each once for each of its names
             if child is not None:
                 self._add(_join(name, leaf), child, is_added=is_added)
@@ -178,7 +178,7 @@ class Executed:
         names = () if tuner.merged or tuner.disable_adapters else tuple(tuner.active_adapters)
         active = tuple(adapter for adapter in names if adapter in known)
         if active:
-            self.parts.append(Part(name, tuner, active, known, is_added=is_added))
+            self.parts.append(ExecutedPart(name, tuner, active, known, is_added=is_added))
         for leaf, child in tuner._modules.items():  # noqa: SLF001  as above
             if leaf == "base_layer":
                 self._add(name, child, is_added=is_added)
@@ -209,7 +209,7 @@ class _Looker:
         self._left = _VALUES
         self._directories = _library_directories()
 
-    def part(self, part: Part) -> list[object]:
+    def part(self, part: ExecutedPart) -> list[object]:
         """A module: its class, its settings, its buffers; its parameters where it belongs to an adapter."""
         module, where = part.module, part.name or "the model"
         attributes = []
@@ -231,7 +231,7 @@ class _Looker:
         ]
         return [*described, len(part.adapters), self._packed(module, where)]
 
-    def _attributes(self, part: Part, where: str) -> Iterator[tuple[str, object]]:
+    def _attributes(self, part: ExecutedPart, where: str) -> Iterator[tuple[str, object]]:
         module = part.module
         skipped = {*_OF_TORCH, *_BOOKKEEPING, *(_OF_ADAPTERS if part.adapters else ())}
         if module.training:
@@ -360,7 +360,10 @@ class _Looker:
         self._names.update(
             {key: f"{where}.{name}" for key, name in found.names.items() if key not in self._names}
         )
-        return [self.part(Part(f"{where}.{part.name}", part.module, is_added=True)) for part in found.parts]
+        return [
+            self.part(ExecutedPart(f"{where}.{part.name}", part.module, is_added=True))
+            for part in found.parts
+        ]
 
     def _object(self, value: object, where: str) -> object:
         slots = [name for cls in type(value).__mro__ for name in _names_of(getattr(cls, "__slots__", ()))]

@@ -13,9 +13,9 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import StateKind
 from gpu_worker.planning.datasheets import MODEL_NAMES, PROFILE_NAMES, known_model, known_profile
-from gpu_worker.planning.holding import Engine
+from gpu_worker.planning.holding import EngineAbilities
 from gpu_worker.planning.layout import allowed_loss
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, ModelShape
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile
 
@@ -100,9 +100,9 @@ def machine(
     return _named_model(model, element_bytes), replace(found, is_direct=found.is_direct and not staged)
 
 
-def engine(*, no_recompute: bool, by_layer: bool, split: bool, allow_loss: str) -> Engine:
+def engine(*, no_recompute: bool, by_layer: bool, split: bool, allow_loss: str) -> EngineAbilities:
     """Return the engine's abilities, and what loss is allowed."""
-    return Engine(
+    return EngineAbilities(
         can_recompute=not no_recompute,
         starts_by_layer=by_layer,
         can_split=split,
@@ -122,9 +122,9 @@ def kinds(names: str, model: ModelShape) -> tuple[StateKind, ...]:
     return tuple(dict.fromkeys(known[name] for name in names.split(",") if name))
 
 
-def place(name: PlaceName) -> Place:
+def place(name: PlaceName) -> StatePlace:
     """Return the place of that name."""
-    return Place(name.value)
+    return StatePlace(name.value)
 
 
 def _measured(model: str, profile_file: Path | None, directory: Path | None) -> Measured | None:

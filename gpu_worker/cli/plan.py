@@ -17,10 +17,10 @@ from rich.table import Table
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKEN_ROW_BYTES
 from gpu_worker.cli import options as given
-from gpu_worker.planning.explain import Row, bottleneck, document, rows
-from gpu_worker.planning.holding import Holding, Span
-from gpu_worker.planning.layout import Layout, Return, choose_layout
-from gpu_worker.planning.planner import Plan, Request, compare
+from gpu_worker.planning.explain import ExplainedRun, bottleneck, document, rows
+from gpu_worker.planning.holding import HeldSpan, Holding
+from gpu_worker.planning.layout import Return, SessionLayout, choose_layout
+from gpu_worker.planning.planner import Plan, PlanRequest, compare
 from gpu_worker.planning.planner import plan as decide
 
 
@@ -53,8 +53,8 @@ def plan(
         model, hardware=hardware, profile_file=profile_file, no_profile=no_profile, directory=directory,
         element_bytes=element_bytes, gpu_count=gpus, ssd_count=ssds, staged=staged,
     )  # fmt: skip
-    span = Span(given.place(place), 0, history)
-    request = Request(
+    span = HeldSpan(given.place(place), 0, history)
+    request = PlanRequest(
         model=shape,
         holding=Holding.alike(len(shape.layers), given.kinds(hold, shape), [span]),
         history=history,
@@ -134,7 +134,7 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
 
 
-def _span(row: Row) -> str:
+def _span(row: ExplainedRun) -> str:
     return f"{row.begin}" if row.end == row.begin + 1 else f"{row.begin}-{row.end - 1}"
 
 
@@ -197,7 +197,7 @@ def layout(
     typer.echo(f"all expected returns together: {chosen.restore_s * 1e3:,.3f} ms")
 
 
-def _facts(chosen: Layout) -> dict[str, float]:
+def _facts(chosen: SessionLayout) -> dict[str, float]:
     return {
         "bytes_per_token": chosen.bytes_per_token,
         "restore_s": chosen.restore_s,

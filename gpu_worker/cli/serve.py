@@ -17,12 +17,12 @@ import typer
 
 from gpu_worker.cli import options as given
 from gpu_worker.direct.path import Wanted
-from gpu_worker.sidecar.settings import MIB, Settings
+from gpu_worker.sidecar.settings import MIB, WorkerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 STUCK_EXIT_CODE = 13
 """As a device that failed."""
-_DEFAULTS = Settings()
+_DEFAULTS = WorkerSettings()
 
 
 def _store_file(variable: str, sentence: str) -> Any:
@@ -107,7 +107,7 @@ def serve(
     ] = _DEFAULTS.drain_timeout_s,
 ) -> None:
     """Serve engines on this host: restore their KV caches from the store, and save to it."""
-    settings = Settings(
+    settings = WorkerSettings(
         store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
         store_key=store_key, listen=listen, metrics_listen=metrics_listen,
         metrics_tls_certificate=metrics_tls_certificate, metrics_tls_key=metrics_tls_key, metrics_token_file=metrics_token_file,
@@ -124,7 +124,7 @@ def serve(
     sys.stderr.write("ctxcache: stopped: no engine's memory is mapped any more\n")
 
 
-def _announce(settings: Settings, metrics_address: str, direct_path: str) -> None:
+def _announce(settings: WorkerSettings, metrics_address: str, direct_path: str) -> None:
     facts = {
         "pid": os.getpid(),
         "listen": f"unix:{settings.socket}",
@@ -163,7 +163,7 @@ def stats(
 
     from gpu_worker.sidecar.client import WorkerClient  # noqa: PLC0415  as above
 
-    with WorkerClient(Settings(listen=listen).socket, timeout_s=TIMEOUT_S) as client:
+    with WorkerClient(WorkerSettings(listen=listen).socket, timeout_s=TIMEOUT_S) as client:
         found = client.stats()
     if as_json:
         typer.echo(

@@ -23,7 +23,7 @@ from gpu_worker.pipeline.source import LeasedSource, Verify
 THREADS = 16
 
 
-class Reading(Protocol):
+class DeviceRead(Protocol):
     """A read under way."""
 
     def get(self) -> int:
@@ -34,7 +34,7 @@ class Reading(Protocol):
 class DeviceFiles(Protocol):
     """Files that can be read into a device's memory, by their place in the server's list."""
 
-    def begin(self, path_index: int, offset_bytes: int, into: Tensor) -> Reading:
+    def begin(self, path_index: int, offset_bytes: int, into: Tensor) -> DeviceRead:
         """Begin to fill `into`, contiguous bytes on the device. Raises TierFailure."""
         ...
 
@@ -61,10 +61,10 @@ class KvikioFiles:
             problem = f"kvikio: {type(error).__name__}: {error}"
             raise TierFailure(path=", ".join(self._paths), problem=problem) from error
 
-    def begin(self, path_index: int, offset_bytes: int, into: Tensor) -> Reading:
+    def begin(self, path_index: int, offset_bytes: int, into: Tensor) -> DeviceRead:
         """See DeviceFiles."""
         try:
-            reading: Reading = self._files[path_index].pread(into, into.nbytes, offset_bytes)
+            reading: DeviceRead = self._files[path_index].pread(into, into.nbytes, offset_bytes)
         except Exception as error:
             problem = f"kvikio: {type(error).__name__}: {error}"
             raise TierFailure(path=self._paths[path_index], problem=problem) from error
@@ -82,7 +82,7 @@ class _Landing(NamedTuple):
     run: Run
     chunk: StoredChunk
     offset_bytes: int
-    reading: Reading
+    reading: DeviceRead
 
 
 class Landed:

@@ -26,7 +26,7 @@ from ctxcache.v1.session_pb2 import Session
 from gpu_worker.direct.path import DirectPath, KvikioFound, Live, Wanted, choose
 from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
-from gpu_worker.pipeline.source import LeasedSource, Source
+from gpu_worker.pipeline.source import LeasedSource, RowSource
 
 PROBE_TIMEOUT_S = 60.0
 _PROGRAM = r"""
@@ -135,7 +135,7 @@ class DirectStorage:
         return rows
 
     @contextmanager
-    def source(self, rows: SessionRows, model: CallerModel) -> Iterator[Source]:
+    def source(self, rows: SessionRows, model: CallerModel) -> Iterator[RowSource]:
         """The source of what `read` returned, for one restore, which is drained when it is left."""
         if not isinstance(rows, FiledRows):
             yield LeasedSource(rows)

@@ -23,7 +23,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.pipeline.device import device_of
 from gpu_worker.pipeline.kernels import KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.pipeline import Pipeline, Restoration, Settings
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.planned import Choice, Chooser
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
@@ -125,7 +125,12 @@ class SessionRestorer:
     """Begins restores of one model's sessions, on a pipeline that is replaced when it is stuck. Close it."""
 
     def __init__(
-        self, adapter: Adapter, chooser: Chooser, *, timeout_s: float, settings: Settings | None = None
+        self,
+        adapter: Adapter,
+        chooser: Chooser,
+        *,
+        timeout_s: float,
+        settings: PipelineSettings | None = None,
     ) -> None:
         self._adapter, self._chooser = adapter, chooser
         self._timeout_s, self._settings = timeout_s, settings

@@ -41,11 +41,11 @@ from gpu_worker.engines.restoring import Restoring, SessionRestorer
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import adapt
 from gpu_worker.generation import prefill, stream_greedy
-from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Chooser
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.layout import Return
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.probe import probe_of
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
@@ -186,7 +186,7 @@ class TransformersEngine:
         profile: Profile | None = None,
         expected: Sequence[Return] = (),
         restore_timeout_s: float = RESTORE_TIMEOUT_S,
-        settings: Settings | None = None,
+        settings: PipelineSettings | None = None,
         window: int | None = None,
         sink_count: int = SINK_TOKENS,
         durability: "session_pb2.Durability.ValueType" = session_pb2.DURABILITY_DISK,
@@ -211,7 +211,7 @@ class TransformersEngine:
         self._restorer = SessionRestorer(
             self._adapter, self._chooser, timeout_s=restore_timeout_s, settings=settings
         )
-        self._place = Place.DRAM
+        self._place = StatePlace.DRAM
         self._sink_count, self._durability = sink_count, durability
         probe = probe_of(self._adapter, spec, lambda ids: prefill(model, self._empty_cache(), ids))
         self._own = client.register_model(spec, probe)
@@ -338,7 +338,7 @@ class TransformersEngine:
         rows = self._client.read(session, self._own, streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
-            self._place = Place.DRAM if rows.is_local else Place.REMOTE
+            self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE
             # As it is read: others may have changed it since it was looked up.
             planned_count, session = session.token_count, rows.session
             ids = token_ids_of(rows.array(TOKENS))

@@ -52,7 +52,7 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class ProjectionWeights:
     """Heads from normed input: `weight` [H * C, D] as nn.Linear has it, `bias` [H * C] or None."""
 
     weight: Tensor

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.errors import RankLost, RestoreTooLate
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.lane import Deadline
 
 ROUNDS_KEPT = 64
@@ -43,10 +43,10 @@ def parse_rendezvous(url: str) -> str:
     return url
 
 
-class Ranks:
+class EngineRanks:
     """This rank among the others, as long as its engine is attached."""
 
-    def __init__(self, share: Share, rendezvous: str) -> None:
+    def __init__(self, share: ModelShare, rendezvous: str) -> None:
         """Nobody is waited for before the first round. Raises InvalidArgument."""
         self.share = share
         self._url = parse_rendezvous(rendezvous)
@@ -129,7 +129,7 @@ class Ranks:
         self._store = None
 
 
-def _connected(store: Store, share: Share, device: torch.device, timeout: timedelta) -> ProcessGroup:
+def _connected(store: Store, share: ModelShare, device: torch.device, timeout: timedelta) -> ProcessGroup:
     # Made one by one, not by init_process_group: a worker serves several engines, and ranks that failed meet again.
     found: ProcessGroup
     if device.type == "cuda":

@@ -20,12 +20,12 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.errors import RankFailed, RankLost, RanksDisagree
-from gpu_worker.parallel.ranks import Ranks, Store, problem_of, timeout_of
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.ranks import EngineRanks, Store, problem_of, timeout_of
+from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.target import Room, Target
+from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.pipeline.target import LayerRoom, Target
 from gpu_worker.plan import Method
 from gpu_worker.planning.profile import Stage
 
@@ -45,14 +45,14 @@ class Gathering:
         self._compute, self._gather = compute, gather
         self._seconds: dict[Stage, float] = defaultdict(float)
 
-    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute; `data` are this rank's rows of the tokens that `room` is for."""
         began_ns = time.perf_counter_ns()
         rows = self._gather.gather(data, len(room.pages.slots))
         self._seconds[Stage.of(method)] += (time.perf_counter_ns() - began_ns) / 1e9
         self._compute.restore(layer, method, rows, begin, room)
 
-    def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
+    def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
         self._compute.recompute(schedule, token_ids, target)
 
@@ -65,7 +65,7 @@ class Gathering:
 class StageTarget(Target):
     """The model's layers, of which `own` has those of the share."""
 
-    def __init__(self, own: Target, share: Share, layer_count: int) -> None:
+    def __init__(self, own: Target, share: ModelShare, layer_count: int) -> None:
         self._own, self._share = own, share
         self.token_count, self.layer_count, self.is_by_layer = own.token_count, layer_count, own.is_by_layer
 
@@ -74,7 +74,7 @@ class StageTarget(Target):
         own = self._index(layer)
         return 0 if own is None else self._own.first_token(own)
 
-    def room(self, layer: int, begin: int, end: int) -> Room:
+    def room(self, layer: int, begin: int, end: int) -> LayerRoom:
         """See Target."""
         own = self._index(layer)
         if own is None:
@@ -129,7 +129,7 @@ class Round(Protocol):
 class SharedRound:
     """See Round. Also what gathers rows in it."""
 
-    def __init__(self, ranks: Ranks, name: str, deadline: Deadline) -> None:
+    def __init__(self, ranks: EngineRanks, name: str, deadline: Deadline) -> None:
         self._ranks, self._name, self._deadline, self._share = ranks, name, deadline, ranks.share
         self._connection: Store | None = None
         self._group: ProcessGroup | None = None
@@ -314,7 +314,7 @@ class Alone:
 
 
 @contextmanager
-def taking_part(ranks: Ranks, name: str, deadline: Deadline) -> Iterator[SharedRound]:
+def taking_part(ranks: EngineRanks, name: str, deadline: Deadline) -> Iterator[SharedRound]:
     """Take part in the round of that name, which all ranks know and nobody used before.
 
     Leaving it by an error tells the other ranks. Raises RankLost, RestoreTooLate, InvalidArgument.

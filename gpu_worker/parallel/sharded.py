@@ -21,7 +21,7 @@ from gpu_worker.families.projection import (
     SeparateProjection,
     is_plain_linear,
 )
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.share import ModelShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ShardedAdapter(Adapter):
         return first[:, self.heads], second[:, self.heads]
 
 
-def shard(adapter: Adapter, share: Share) -> Adapter:
+def shard(adapter: Adapter, share: ModelShare) -> Adapter:
     """The adapter of one rank; the one given where a rank has all heads. Raises InvalidArgument."""
     if share.tensor_ranks == 1:
         return adapter
@@ -77,7 +77,7 @@ def shard(adapter: Adapter, share: Share) -> Adapter:
     return ShardedAdapter(**{**known, "layers": layers}, heads=heads)
 
 
-def cached_heads(adapter: Adapter, share: Share) -> int:
+def cached_heads(adapter: Adapter, share: ModelShare) -> int:
     """Heads that a rank's cache has per token and layer, as the engine repeats them."""
     own = share.heads(adapter.key.head_count)
     empty = [

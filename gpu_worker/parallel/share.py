@@ -9,7 +9,7 @@ from ctxcache.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShare:
     """One rank: its place among the `tensor_ranks` of its stage, and the layers [first_layer, end_layer) of the stage."""
 
     first_layer: int

@@ -18,8 +18,8 @@ from ctxcache.format.streams import Stream
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
 from gpu_worker.families.projection import Halves
-from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.target import Room, Target
+from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.pipeline.target import LayerRoom, Target
 from gpu_worker.plan import Method
 from gpu_worker.rows import widen
 
@@ -82,11 +82,11 @@ Decode = Callable[[Stream, Tensor], Tensor]
 class Compute(Protocol):
     """One model's way from rows to its cache, for one session's positions."""
 
-    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """Rows [t, row_bytes] uint8 of tokens [begin, begin + t) into `room`. Raises ShapeMismatch, UnsupportedDtype."""
         ...
 
-    def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
+    def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """Run the layers that the schedule recomputes over `token_ids` [T], into the target."""
         ...
 
@@ -160,13 +160,13 @@ class Modules:
             lambda stream, data: data if stream.kind in PACKINGS else data.view(adapter.model.dtype)
         )
 
-    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute."""
         rows = self._decode(Stream(layer, method.kind), data)
         keys, values = self._restorer.layer(layer, method, rows, begin=begin)
         room.put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
 
-    def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
+    def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
         scratch = target.scratch()
         is_apart = scratch is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctxcache.errors import CacheError
-from gpu_worker.pipeline.lane import Deadline, Event, HostLane, Lane, OnError, Work, passed
+from gpu_worker.pipeline.lane import Deadline, HostLane, Lane, LaneEvent, OnError, Work, passed
 
 
 class Device(ABC):
@@ -35,7 +35,7 @@ class Device(ABC):
         """A buffer [size_bytes] uint8 on the device."""
 
     @abstractmethod
-    def mark(self) -> Event:
+    def mark(self) -> LaneEvent:
         """The end of what the calling thread has issued to the device so far."""
 
     def host_lane(self, name: str) -> Lane:
@@ -46,14 +46,14 @@ class Device(ABC):
 _POLL_S = 20e-6
 
 
-class CudaEvent(Event):
+class CudaEvent(LaneEvent):
     """The end of work in a stream."""
 
     def __init__(self) -> None:
         self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._is_begun = False
-        self.issued: Event = passed()
+        self.issued: LaneEvent = passed()
         """The end of issuing; set by the lane before anybody sees the event."""
 
     def begin(self, stream: torch.cuda.Stream) -> None:
@@ -71,7 +71,7 @@ class CudaEvent(Event):
         stream.wait_event(self._end)
 
     def settle_by(self, deadline: Deadline) -> bool:
-        """See Event. Raises the device's own error where that has failed."""
+        """See LaneEvent. Raises the device's own error where that has failed."""
         if not self.issued.settle_by(deadline):
             return False
         while not self._end.query():  # type: ignore[no-untyped-call]
@@ -82,12 +82,12 @@ class CudaEvent(Event):
 
     @property
     def error(self) -> CacheError | None:
-        """See Event."""
+        """See LaneEvent."""
         return self.issued.error
 
     @property
     def busy_s(self) -> float:
-        """See Event."""
+        """See LaneEvent."""
         is_timed = self._is_begun and self.error is None
         return self._begin.elapsed_time(self._end) / 1e3 if is_timed else 0.0
 
@@ -101,8 +101,13 @@ class CudaLane(Lane):
         self._issuer = HostLane(name)
 
     def submit(
-        self, work: Work, *, after: Sequence[Event] = (), deadline: Deadline, on_error: OnError | None = None
-    ) -> Event:
+        self,
+        work: Work,
+        *,
+        after: Sequence[LaneEvent] = (),
+        deadline: Deadline,
+        on_error: OnError | None = None,
+    ) -> LaneEvent:
         """See Lane."""
         event = CudaEvent()
         event.issued = self._issuer.submit(
@@ -117,7 +122,7 @@ class CudaLane(Lane):
         finally:
             self._issuer.close(deadline)
 
-    def _issue(self, work: Work, after: Sequence[Event], deadline: Deadline, event: CudaEvent) -> None:
+    def _issue(self, work: Work, after: Sequence[LaneEvent], deadline: Deadline, event: CudaEvent) -> None:
         with torch.cuda.stream(self._stream):
             for before in after:
                 if isinstance(before, CudaEvent):
@@ -154,7 +159,7 @@ class Cuda(Device):
         torch.cuda.synchronize(self.device)
         return buffer
 
-    def mark(self) -> Event:
+    def mark(self) -> LaneEvent:
         """See Device."""
         event = CudaEvent()
         stream = torch.cuda.current_stream(self.device)
@@ -185,7 +190,7 @@ class Host(Device):
         """See Device."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def mark(self) -> Event:
+    def mark(self) -> LaneEvent:
         """See Device. What a thread has called on a CPU has ended."""
         return passed()
 

@@ -22,11 +22,20 @@ from gpu_worker.families.projection import (
 )
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
-from gpu_worker.kernels.operands import NO_NORM, HeadNorm, Norm, NormKind, Pages, Projection, Rotation, Rows
+from gpu_worker.kernels.operands import (
+    NO_NORM,
+    HeadNorm,
+    Norm,
+    NormKind,
+    Pages,
+    ProjectionWeights,
+    Rotation,
+    Rows,
+)
 from gpu_worker.kernels.rope_scatter import reference as scatter_reference
 from gpu_worker.pipeline.compute import Compute, Modules
-from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.target import Room, Target
+from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.pipeline.target import LayerRoom, Target
 from gpu_worker.plan import Method
 from gpu_worker.rows import quantized
 
@@ -95,13 +104,13 @@ def _epsilon(norm: nn.Module) -> float:
     return float(epsilon or 0.0)
 
 
-def _linear(linear: nn.Module, head_count: int) -> Projection:
+def _linear(linear: nn.Module, head_count: int) -> ProjectionWeights:
     weight: Tensor = linear.weight  # type: ignore[assignment]  # a Linear, as its family's builder says
     bias: Tensor | None = linear.bias  # type: ignore[assignment]
-    return Projection(weight, head_count, bias)
+    return ProjectionWeights(weight, head_count, bias)
 
 
-def _split(projection: FusedProjection, adapter: Adapter) -> tuple[Projection, Projection]:
+def _split(projection: FusedProjection, adapter: Adapter) -> tuple[ProjectionWeights, ProjectionWeights]:
     weight: Tensor = projection.qkv.weight  # type: ignore[assignment]
     bias: Tensor | None = projection.qkv.bias  # type: ignore[assignment]
     # What the module would put out for unit vectors, one row for each input: [1, D, out].
@@ -110,7 +119,7 @@ def _split(projection: FusedProjection, adapter: Adapter) -> tuple[Projection, P
     biases = (None, None) if bias is None else projection.split(bias.detach().view(1, 1, -1))
     halves = zip(columns, biases, (adapter.key, adapter.value), strict=True)
     first, second = (
-        Projection(
+        ProjectionWeights(
             half.flatten(1).T.contiguous(),
             shape.head_count,
             None if own is None else own.flatten().contiguous(),
@@ -135,7 +144,7 @@ class Kernels:
         wants_fused = adapter.layers[0].device.type == "cuda" if is_fused is None else is_fused
         self._project, self._scatter = _fused() if wants_fused else _reference()
 
-    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+    def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute."""
         is_hidden = method.unpacked is Method.HIDDEN
         weights = self._weights.of(layer) if is_hidden else None
@@ -148,11 +157,11 @@ class Kernels:
         else:
             self._scatter(rows, rotation, room.pages)
 
-    def recompute(self, schedule: Schedule, token_ids: Tensor, target: Target) -> None:
+    def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
         """See Compute."""
         self._modules.recompute(schedule, token_ids, target)
 
-    def _fits(self, room: Room) -> bool:
+    def _fits(self, room: LayerRoom) -> bool:
         adapter = self._adapter
         if adapter.kind is not StateKind.KV:
             return False

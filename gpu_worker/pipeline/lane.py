@@ -51,7 +51,7 @@ Work = Callable[[], None]
 OnError = Callable[[CacheError], object]
 
 
-class Event(ABC):
+class LaneEvent(ABC):
     """The end of a piece of work. Any thread may wait for it."""
 
     @abstractmethod
@@ -83,8 +83,13 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(
-        self, work: Work, *, after: Sequence[Event] = (), deadline: Deadline, on_error: OnError | None = None
-    ) -> Event:
+        self,
+        work: Work,
+        *,
+        after: Sequence[LaneEvent] = (),
+        deadline: Deadline,
+        on_error: OnError | None = None,
+    ) -> LaneEvent:
         """Have `work` done behind all that was submitted before, and behind the events `after`.
 
         If one of them failed, `work` is not done and the event fails alike. `on_error` hears of it before
@@ -101,7 +106,7 @@ class Lane(ABC):
             raise LaneStuck(lane=self.name)
 
 
-class HostEvent(Event):
+class HostEvent(LaneEvent):
     """The end of work that a thread does itself."""
 
     def __init__(self) -> None:
@@ -115,21 +120,21 @@ class HostEvent(Event):
         self._ended.set()
 
     def settle_by(self, deadline: Deadline) -> bool:
-        """See Event."""
+        """See LaneEvent."""
         return self._ended.wait(deadline.left_s)
 
     @property
     def error(self) -> CacheError | None:
-        """See Event."""
+        """See LaneEvent."""
         return self._error
 
     @property
     def busy_s(self) -> float:
-        """See Event."""
+        """See LaneEvent."""
         return self._busy_s
 
 
-def passed() -> Event:
+def passed() -> LaneEvent:
     """An event that has passed already."""
     event = HostEvent()
     event.end(None, 0.0)
@@ -139,7 +144,7 @@ def passed() -> Event:
 @dataclass(frozen=True, slots=True)
 class _Job:
     work: Work
-    after: Sequence[Event]
+    after: Sequence[LaneEvent]
     deadline: Deadline
     on_error: OnError | None
     event: HostEvent
@@ -155,8 +160,13 @@ class HostLane(Lane):
         self._thread.start()
 
     def submit(
-        self, work: Work, *, after: Sequence[Event] = (), deadline: Deadline, on_error: OnError | None = None
-    ) -> Event:
+        self,
+        work: Work,
+        *,
+        after: Sequence[LaneEvent] = (),
+        deadline: Deadline,
+        on_error: OnError | None = None,
+    ) -> LaneEvent:
         """See Lane."""
         job = _Job(work, after, deadline, on_error, HostEvent())
         self._jobs.put(job)

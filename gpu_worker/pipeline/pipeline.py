@@ -20,9 +20,9 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreTooLate
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.device import Device
-from gpu_worker.pipeline.lane import Deadline, Event, Lane, Work
-from gpu_worker.pipeline.schedule import Part, Schedule
-from gpu_worker.pipeline.source import Landing, Source
+from gpu_worker.pipeline.lane import Deadline, Lane, LaneEvent, Work
+from gpu_worker.pipeline.schedule import LayerPart, RestoreSchedule
+from gpu_worker.pipeline.source import LandingRows, RowSource
 from gpu_worker.pipeline.target import Target
 from gpu_worker.planning.profile import Stage
 from gpu_worker.rows import BATCH_TOKENS
@@ -31,7 +31,7 @@ POISON = 0xFF
 """Byte of poisoned buffers: NaN in every floating type."""
 
 
-class Ring:
+class BufferRing:
     """Buffers [size_bytes] uint8, all alike."""
 
     def __init__(self, buffers: list[Tensor], *, is_poisoned: bool = False) -> None:
@@ -40,7 +40,7 @@ class Ring:
             raise InvalidArgument(field="slot_count", problem="a ring has at least one buffer")
         self.size_bytes = int(buffers[0].nbytes)
         self._free = deque(buffers)
-        self._in_use: deque[tuple[Tensor, Event]] = deque()
+        self._in_use: deque[tuple[Tensor, LaneEvent]] = deque()
         self._is_poisoned = is_poisoned
         self._count = len(buffers)
         for buffer in buffers:
@@ -62,7 +62,7 @@ class Ring:
             self._reclaim(deadline)
         return self._free.popleft()
 
-    def bind(self, buffer: Tensor, consumer: Event) -> None:
+    def bind(self, buffer: Tensor, consumer: LaneEvent) -> None:
         """The buffer belongs to `consumer`'s work until that has passed."""
         self._in_use.append((buffer, consumer))
 
@@ -184,15 +184,15 @@ class Lanes(NamedTuple):
 class Rings(NamedTuple):
     """Buffers; both belong to the reading lane. No landing: the device reads the host's memory."""
 
-    staging: Ring
-    landing: Ring | None
+    staging: BufferRing
+    landing: BufferRing | None
 
 
 class Restoration:
     """Made by Pipeline.start. A context manager: leaving it cancels what is not done, and drains."""
 
     def __init__(
-        self, *, schedule: Schedule, source: Source, target: Target, compute: Compute, token_ids: Tensor | None,
+        self, *, schedule: RestoreSchedule, source: RowSource, target: Target, compute: Compute, token_ids: Tensor | None,
         lanes: Lanes, rings: Rings, batch_tokens: int, deadline: Deadline, on_stuck: Callable[[Lane], None],
         share: TokenShare | None = None,
     ) -> None:  # fmt: skip
@@ -201,7 +201,7 @@ class Restoration:
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
         self._on_stuck, self._share = on_stuck, share
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
-        self._events: list[tuple[Stage, Event]] = []
+        self._events: list[tuple[Stage, LaneEvent]] = []
         self._fill_s = 0.0
         self._begin_ns = time.perf_counter_ns()
         self._restored_ns = 0
@@ -276,7 +276,7 @@ class Restoration:
 
     # -- on the lanes ------------------------------------------------------------------------------
 
-    def begin(self, *, behind: Event) -> None:
+    def begin(self, *, behind: LaneEvent) -> None:
         """Submit everything; `behind` is what the target's memory must wait for. Called once, by the pipeline."""
         schedule = self.schedule
         # What is refused is refused before anything is submitted.
@@ -294,7 +294,7 @@ class Restoration:
                     self._submit(self._lanes.read, self._feeding(part, begin, end))
             self._submit(self._lanes.read, self._checking(layer))
 
-    def _batch(self, part: Part) -> int:
+    def _batch(self, part: LayerPart) -> int:
         """Tokens that one buffer takes."""
         row_bytes = self._source.row_bytes(part.stream)
         tokens = min(self._batch_tokens, self._rings.staging.size_bytes // row_bytes)
@@ -306,7 +306,7 @@ class Restoration:
             raise InvalidArgument(field="slot_bytes", problem=problem)
         return tokens
 
-    def _submit(self, lane: Lane, work: Work, *after: Event) -> Event:
+    def _submit(self, lane: Lane, work: Work, *after: LaneEvent) -> LaneEvent:
         def if_it_goes_on() -> None:
             self._go_on()
             work()
@@ -325,15 +325,15 @@ class Restoration:
             self._states.fill(layer)
         self._compute.recompute(self.schedule, self._token_ids, self.target)
 
-    def _feeding(self, part: Part, begin: int, end: int) -> Work:
+    def _feeding(self, part: LayerPart, begin: int, end: int) -> Work:
         return lambda: self._feed(part, begin, end)
 
-    def _feed(self, part: Part, begin: int, end: int) -> None:
+    def _feed(self, part: LayerPart, begin: int, end: int) -> None:
         """Read rows [begin, end) and hand them on. On the reading lane."""
         self._states.fill(part.layer)
         row_bytes = self._source.row_bytes(part.stream)
         first, last = (begin, end) if self._share is None else self._share(begin, end)
-        if self._rings.landing is not None and isinstance(self._source, Landing):
+        if self._rings.landing is not None and isinstance(self._source, LandingRows):
             self._land(self._source, self._rings.landing, part, (begin, end), (first, last))
             return
         slot = self._rings.staging.take(self.deadline)
@@ -351,7 +351,12 @@ class Restoration:
             raise
 
     def _land(
-        self, source: Landing, landing: Ring, part: Part, tokens: tuple[int, int], mine: tuple[int, int]
+        self,
+        source: LandingRows,
+        landing: BufferRing,
+        part: LayerPart,
+        tokens: tuple[int, int],
+        mine: tuple[int, int],
     ) -> None:
         """Have rows come straight onto the device; the copying lane, which has nothing to copy, verifies them."""
         first, last = mine
@@ -371,7 +376,7 @@ class Restoration:
             landing.drop(place)
             raise
 
-    def _carry(self, part: Part, tokens: tuple[int, int], slot: Tensor, rows: Tensor) -> None:
+    def _carry(self, part: LayerPart, tokens: tuple[int, int], slot: Tensor, rows: Tensor) -> None:
         landing = self._rings.landing
         if landing is None:
             self._rings.staging.bind(slot, self._project(part, tokens, rows))
@@ -383,7 +388,9 @@ class Restoration:
         self._rings.staging.bind(slot, copied)
         landing.bind(place, self._project(part, tokens, landed, copied))
 
-    def _project(self, part: Part, tokens: tuple[int, int], rows: Tensor, *after: Event) -> Event:
+    def _project(
+        self, part: LayerPart, tokens: tuple[int, int], rows: Tensor, *after: LaneEvent
+    ) -> LaneEvent:
         def work() -> None:
             room = self.target.room(part.layer, *tokens)
             self._compute.restore(part.layer, part.method, rows, tokens[0], room)
@@ -426,7 +433,7 @@ def _copy(rows: Tensor, landed: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PipelineSettings:
     """How much is under way at once.
 
     `slot_bytes` of each staging buffer, `slot_count` of them, and as many on a device with memory of its own;
@@ -442,15 +449,15 @@ class Settings:
 class Pipeline:
     """Lanes for reading, copying, computing and announcing, and the buffers between them. A context manager."""
 
-    def __init__(self, device: Device, settings: Settings | None = None) -> None:
+    def __init__(self, device: Device, settings: PipelineSettings | None = None) -> None:
         """Start the lanes and allocate the buffers. Raises InvalidArgument(field="slot_count")."""
-        self.device, self.settings = device, settings or Settings()
+        self.device, self.settings = device, settings or PipelineSettings()
         own = self.settings
         sizes = [own.slot_bytes] * own.slot_count
-        staging = Ring([device.host_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
+        staging = BufferRing([device.host_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         landing = None
         if not device.is_unified:
-            landing = Ring([device.device_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
+            landing = BufferRing([device.device_buffer(size) for size in sizes], is_poisoned=own.is_poisoned)
         self.rings = Rings(staging, landing)
         self.lanes = Lanes(
             read=device.host_lane("read"),
@@ -470,8 +477,8 @@ class Pipeline:
 
     def start(
         self,
-        schedule: Schedule,
-        source: Source,
+        schedule: RestoreSchedule,
+        source: RowSource,
         target: Target,
         compute: Compute,
         *,

@@ -14,15 +14,15 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.pipeline import Restoration
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.assignment import Step, Timeline, simulate
-from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.layout import Return, choose_layout
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.profiling.model_shape import model_shape
 
 
@@ -73,13 +73,13 @@ class Choice:
     methods: RestorePlan | None
     plan: Plan | None
 
-    def schedule(self, target: Target) -> Schedule:
+    def schedule(self, target: Target) -> RestoreSchedule:
         """What the pipeline is to do. Raises InvalidArgument(field="plan")."""
         first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
         if self.plan is not None:
-            return Schedule.of_plan(self.plan, first_tokens)
+            return RestoreSchedule.of_plan(self.plan, first_tokens)
         methods = self.methods or RestorePlan(())
-        return Schedule.of_methods(methods, target.token_count, first_tokens)
+        return RestoreSchedule.of_methods(methods, target.token_count, first_tokens)
 
     def streams(self) -> frozenset[Stream]:
         """The streams to read, token ids always: they tell what is common."""
@@ -120,7 +120,9 @@ class Chooser:
         self._shape = model_shape(adapter, adapter.architecture)
         self._planner: AdaptivePlanner | None = None
         if fixed is None and profile is not None:
-            engine = Engine(can_recompute=True, starts_by_layer=True, can_split=True, lossy_kinds=lossy_kinds)
+            engine = EngineAbilities(
+                can_recompute=True, starts_by_layer=True, can_split=True, lossy_kinds=lossy_kinds
+            )
             self._planner = AdaptivePlanner(self._shape, profile, engine=engine)
 
     @property
@@ -135,11 +137,11 @@ class Chooser:
                 TOKENS,
                 *(stream for stream in (self._fixed or RestorePlan(())).streams() if stream != TOKENS),
             )
-        engine = Engine(lossy_kinds=self._lossy_kinds)
+        engine = EngineAbilities(lossy_kinds=self._lossy_kinds)
         return choose_layout(self._shape, self._planner.profile, tuple(expected), engine=engine).streams()
 
     def choose(
-        self, held: Collection[Stream], history: int, new_tokens: int, *, place: Place = Place.DRAM
+        self, held: Collection[Stream], history: int, new_tokens: int, *, place: StatePlace = StatePlace.DRAM
     ) -> Choice:
         """How `history` tokens of a session come back of which the streams `held` lie in `place`.
 
@@ -147,7 +149,7 @@ class Chooser:
         """
         if self._planner is None:
             return Choice(_held_of(self._fixed or RestorePlan(()), held), None)
-        holding = _holding(held, len(self._shape.layers), Span(place, 0, history))
+        holding = _holding(held, len(self._shape.layers), HeldSpan(place, 0, history))
         return Choice(None, self._planner.plan(holding, history, new_tokens))
 
     def observe(self, choice: Choice, restoration: Restoration) -> None:
@@ -159,7 +161,7 @@ class Chooser:
             self._planner.observe(stage, predicted_s=predicted_s, observed_s=observed_s.get(stage, 0.0))
 
 
-def _holding(held: Iterable[Stream], layer_count: int, span: Span) -> Holding:
+def _holding(held: Iterable[Stream], layer_count: int, span: HeldSpan) -> Holding:
     kinds: list[list[StateKind]] = [[] for _ in range(layer_count)]
     for stream in sorted(held):
         if stream != TOKENS:

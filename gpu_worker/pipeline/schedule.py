@@ -14,7 +14,7 @@ from gpu_worker.planning.planner import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Tokens [begin, end) of a layer, from rows of `method`'s kind."""
 
     layer: int
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RestoreSchedule:
     """All parts of a restore of `token_count` tokens.
 
     The first `recomputed_layers` layers are run over the token ids; of the one behind them, the first
@@ -44,10 +44,10 @@ class Schedule:
     token_count: int
     recomputed_layers: int
     recomputed_tokens: int
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[LayerPart, ...], ...]
 
     @classmethod
-    def of_plan(cls, plan: Plan, first_tokens: Sequence[int]) -> "Schedule":
+    def of_plan(cls, plan: Plan, first_tokens: Sequence[int]) -> "RestoreSchedule":
         """Carry out a planner's plan; each layer from the first token that the target needs of it.
 
         Raises InvalidArgument(field="plan").
@@ -59,7 +59,9 @@ class Schedule:
         return cls.of_pieces(layers, plan.request.history, first_tokens)
 
     @classmethod
-    def of_methods(cls, plan: RestorePlan, token_count: int, first_tokens: Sequence[int]) -> "Schedule":
+    def of_methods(
+        cls, plan: RestorePlan, token_count: int, first_tokens: Sequence[int]
+    ) -> "RestoreSchedule":
         """Carry out a plan of whole layers. Raises InvalidArgument(field="plan")."""
         layers: list[list[tuple[Method, int, int]]] = [[(method, 0, token_count)] for method in plan.methods]
         return cls.of_pieces(layers, token_count, first_tokens)
@@ -70,7 +72,7 @@ class Schedule:
         layers: Sequence[Sequence[tuple[Method, int, int]]],
         token_count: int,
         first_tokens: Sequence[int],
-    ) -> "Schedule":
+    ) -> "RestoreSchedule":
         """Carry out (method, begin, end) of each layer, in token order. Raises InvalidArgument(field="plan")."""
         if len(layers) != len(first_tokens):
             problem = f"{len(layers)} layers, the target has {len(first_tokens)}"
@@ -78,7 +80,7 @@ class Schedule:
         is_whole = [[piece[0] for piece in pieces] == [Method.TOKENS] for pieces in layers]
         whole = is_whole.index(False) if False in is_whole else len(layers)
         cut = 0
-        parts: list[tuple[Part, ...]] = [()] * whole
+        parts: list[tuple[LayerPart, ...]] = [()] * whole
         for layer in range(whole, len(layers)):
             some = list(_parts(layer, layers[layer], first_tokens[layer]))
             _check_covers(layer, some, token_count)
@@ -102,15 +104,15 @@ class Schedule:
         return ((TOKENS,) if self.needs_token_ids else ()) + tuple(sorted(rows))
 
 
-def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: int) -> Iterator[Part]:
+def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: int) -> Iterator[LayerPart]:
     """The pieces from the target's first token on: the first one reaches back to it, or is cut there."""
     for index, (method, begin, end) in enumerate(pieces):
         start = first_token if index == 0 else max(begin, first_token)
         if method is Method.TOKENS or start < end:
-            yield Part(layer, method, start, end)
+            yield LayerPart(layer, method, start, end)
 
 
-def _check_covers(layer: int, parts: Sequence[Part], token_count: int) -> None:
+def _check_covers(layer: int, parts: Sequence[LayerPart], token_count: int) -> None:
     """A token that no part brings back would be announced as it was. No parts: the layer has no state of its own."""
     gaps = [one.end != other.begin for one, other in pairwise(parts)]
     if parts and (any(gaps) or parts[-1].end != token_count):

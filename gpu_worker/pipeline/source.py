@@ -19,7 +19,7 @@ from ctxcache.format.streams import Stream
 from gpu_worker.errors import ShapeMismatch
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows of one session. Tokens are counted from the session's first one."""
 
     def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
@@ -44,7 +44,7 @@ Verify = Callable[[], None]
 
 
 @runtime_checkable
-class Landing(Source, Protocol):
+class LandingRows(RowSource, Protocol):
     """A source whose rows need no memory of the host."""
 
     def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
@@ -67,7 +67,7 @@ class LeasedSource:
         self._begins: list[int] = []
 
     def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See Source. What the client verifies again is verified as it is copied."""
+        """See RowSource. What the client verifies again is verified as it is copied."""
         if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
             _check_range(stream, begin, end, self._rows.token_count)
             self._rows.copy_verified(stream, begin, end, into)
@@ -87,15 +87,15 @@ class LeasedSource:
             at, index = until, index + 1
 
     def row_bytes(self, stream: Stream) -> int:
-        """See Source."""
+        """See RowSource."""
         return self._rows.row_bytes(stream)
 
     def check(self) -> None:
-        """See Source."""
+        """See RowSource."""
         self._rows.check()
 
     def abort(self) -> None:
-        """See Source. A lease is kept until the copies under it have ended: its owner gives it back."""
+        """See RowSource. A lease is kept until the copies under it have ended: its owner gives it back."""
         if not self._rows.is_local:
             self._rows.close()
 

@@ -20,7 +20,7 @@ from gpu_worker.kernels.operands import Pages
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class LayerRoom:
     """Where some tokens of one layer go.
 
     `run_begin`: their first row, where they lie one behind the other in one page, so that copying is slicing.
@@ -52,7 +52,7 @@ class Target(ABC):
         """The first token whose keys and values the layer needs: not 0 where a window has passed it."""
 
     @abstractmethod
-    def room(self, layer: int, begin: int, end: int) -> Room:
+    def room(self, layer: int, begin: int, end: int) -> LayerRoom:
         """Where tokens [begin, end) of a layer go."""
 
     def scratch(self) -> Cache | None:
@@ -72,7 +72,7 @@ class Target(ABC):
         return
 
 
-class Layout(enum.Enum):
+class CacheAxes(enum.Enum):
     """How an engine lays out one layer's cache of B blocks of P tokens; the value is its order of axes."""
 
     TOKENS_FIRST = "2 B P H C"
@@ -81,13 +81,13 @@ class Layout(enum.Enum):
     BLOCKS_HEADS_FIRST = "B 2 H P C"
 
 
-def split_cache(cache: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def split_cache(cache: Tensor, layout: CacheAxes) -> tuple[Tensor, Tensor]:
     """One tensor of both halves -> keys and values [B, P, H, C], views. Raises InvalidArgument."""
-    axis = 0 if layout in (Layout.TOKENS_FIRST, Layout.HEADS_FIRST) else 1
+    axis = 0 if layout in (CacheAxes.TOKENS_FIRST, CacheAxes.HEADS_FIRST) else 1
     if cache.ndim != 5 or cache.shape[axis] != 2:
         raise InvalidArgument(field="cache", problem=f"shape {list(cache.shape)} is not {layout.value}")
     halves = cache.unbind(axis)
-    if layout in (Layout.HEADS_FIRST, Layout.BLOCKS_HEADS_FIRST):
+    if layout in (CacheAxes.HEADS_FIRST, CacheAxes.BLOCKS_HEADS_FIRST):
         halves = tuple(half.transpose(1, 2) for half in halves)
     return halves[0], halves[1]
 
@@ -125,10 +125,10 @@ class PagedTarget(Target):
         window = self._windows[layer]
         return 0 if window is None else max(0, self.token_count - max(window - 1, 1))
 
-    def room(self, layer: int, begin: int, end: int) -> Room:
+    def room(self, layer: int, begin: int, end: int) -> LayerRoom:
         """See Target."""
         keys, values = self._layers[layer]
-        return Room(Pages(keys, values, self._slots[begin:end]))
+        return LayerRoom(Pages(keys, values, self._slots[begin:end]))
 
     def announced(self, layer: int) -> None:
         """See Target."""
@@ -170,12 +170,12 @@ class CacheTarget(Target):
             return 0
         return max(0, self.token_count - max(window - 1, 1))
 
-    def room(self, layer: int, begin: int, end: int) -> Room:
+    def room(self, layer: int, begin: int, end: int) -> LayerRoom:
         """See Target. One page, whose first row is the layer's first token."""
         keys, values = (half.transpose(1, 2) for half in self._held[layer])
         first = self.first_token(layer)
         slots = torch.arange(begin - first, end - first, device=keys.device)
-        return Room(Pages(keys, values, slots), begin - first)
+        return LayerRoom(Pages(keys, values, slots), begin - first)
 
     def scratch(self) -> Cache | None:
         """See Target: a preallocated cache is recomputed into as it is."""

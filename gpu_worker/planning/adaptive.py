@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.planning.holding import Engine, Holding
-from gpu_worker.planning.planner import Plan, Request, plan
+from gpu_worker.planning.holding import EngineAbilities, Holding
+from gpu_worker.planning.planner import Plan, PlanRequest, plan
 from gpu_worker.planning.profile import NO_LIMIT, Profile, Stage
 from gpu_worker.planning.shape import ModelShape
 
@@ -110,11 +110,11 @@ class AdaptivePlanner:
         model: ModelShape,
         profile: Profile,
         *,
-        engine: Engine | None = None,
+        engine: EngineAbilities | None = None,
         bounds: DriftBounds | None = None,
     ) -> None:
         """Start from `profile`, measured or by datasheet."""
-        self._model, self._engine, self.profile = model, engine or Engine(), profile
+        self._model, self._engine, self.profile = model, engine or EngineAbilities(), profile
         self._detector = DriftDetector(bounds)
         self._plans: OrderedDict[tuple[Holding, int, int], Plan] = OrderedDict()
 
@@ -123,7 +123,7 @@ class AdaptivePlanner:
         key = (holding, history, new_tokens)
         if key not in self._plans:
             self._plans[key] = plan(
-                Request(self._model, holding, history, self.profile, new_tokens, self._engine)
+                PlanRequest(self._model, holding, history, self.profile, new_tokens, self._engine)
             )
         self._plans.move_to_end(key)
         while len(self._plans) > PLAN_LIMIT:

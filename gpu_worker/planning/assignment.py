@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpu_worker.plan import Method
-from gpu_worker.planning.block import Block
-from gpu_worker.planning.option import LayerOptions, Option, Piece
+from gpu_worker.planning.block import StreamBlock
+from gpu_worker.planning.option import LayerOptions, LayerPiece, Option
 
 
 class Step(NamedTuple):
@@ -104,14 +104,14 @@ class Pass:
 
 
 def timeline(
-    assignment: Assignment, layers: Sequence[LayerOptions], new_tokens: Pass, token_ids: Block
+    assignment: Assignment, layers: Sequence[LayerOptions], new_tokens: Pass, token_ids: StreamBlock
 ) -> Timeline:
     """Let an assignment through the pipeline."""
     return simulate(_steps(assignment, layers, new_tokens, token_ids))
 
 
 def _steps(
-    assignment: Assignment, layers: Sequence[LayerOptions], new_tokens: Pass, token_ids: Block
+    assignment: Assignment, layers: Sequence[LayerOptions], new_tokens: Pass, token_ids: StreamBlock
 ) -> Iterator[Step]:
     if assignment.needs_token_ids:
         yield Step(-1, TOKEN_IDS, token_ids.read_s, token_ids.copy_s)
@@ -127,7 +127,7 @@ def _steps(
                 yield Step(layer, PREFILL, compute_s=seconds)
 
 
-def pieces_of(assignment: Assignment, layers: Sequence[LayerOptions]) -> Iterator[tuple[Piece, ...]]:
+def pieces_of(assignment: Assignment, layers: Sequence[LayerOptions]) -> Iterator[tuple[LayerPiece, ...]]:
     """Each layer's pieces, layer 0 first."""
     for layer in layers[: assignment.recomputed_count]:
         if layer.recompute is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import Assignment
-from gpu_worker.planning.option import LayerOptions, Option, Piece
+from gpu_worker.planning.option import LayerOptions, LayerPiece, Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class MethodCounts:
     """How many layers by each method: recomputed ones first, K/V last."""
 
     recomputed: int
@@ -34,7 +34,7 @@ class Schedule:
     kv: int
 
 
-def hcache_schedule(layer_count: int, times: LayerTimes) -> Schedule:
+def hcache_schedule(layer_count: int, times: LayerTimes) -> MethodCounts:
     """HCache's bubble-free schedule, in both branches, rounded as in the paper.
 
     Projection slower than its copy: K/V of the last layers fills the copying stream,
@@ -47,10 +47,10 @@ def hcache_schedule(layer_count: int, times: LayerTimes) -> Schedule:
         _ceil(layer_count * other_s / (other_s + abs(surplus_s))) if other_s + abs(surplus_s) else layer_count
     )
     others = layer_count - hidden
-    return Schedule(0, hidden, others) if surplus_s > 0 else Schedule(others, hidden, 0)
+    return MethodCounts(0, hidden, others) if surplus_s > 0 else MethodCounts(others, hidden, 0)
 
 
-def naive_hybrid_schedule(layer_count: int, times: LayerTimes) -> Schedule:
+def naive_hybrid_schedule(layer_count: int, times: LayerTimes) -> MethodCounts:
     """Recomputation and K/V without hidden states: whole layers whose slower side is the least.
 
     HCache section 6.3.1 compares with this; the balance is r C_Token = (N - r) IO_KV.
@@ -59,7 +59,7 @@ def naive_hybrid_schedule(layer_count: int, times: LayerTimes) -> Schedule:
     balance = layer_count * times.kv_io_s / total_s if total_s else 0
     near = {math.floor(balance), min(layer_count, math.ceil(balance))}
     best = min(near, key=lambda r: max(r * times.token_compute_s, (layer_count - r) * times.kv_io_s))
-    return Schedule(best, 0, layer_count - best)
+    return MethodCounts(best, 0, layer_count - best)
 
 
 def kvpr_split(
@@ -87,17 +87,6 @@ def kvpr_time_s(token_count: int, split: int, activation_s: float, recompute_s: 
     return split * activation_s + max(split * recompute_s, (token_count - split) * kv_s)
 
 
-def read_buffer_bytes(
-    *, bytes_per_s: float, load_s: float, history_tokens: int, prefill_s: float, new_tokens: int
-) -> float:
-    """CachedAttention's buffer ahead of the engine, S = B (T_load L_hist - T_pref L_new); 0 where that is less.
-
-    `load_s` and `prefill_s` are per token, through all layers. So many bytes must be there when the
-    engine starts, or it will wait for a layer.
-    """
-    return max(0.0, bytes_per_s * (load_s * history_tokens - prefill_s * new_tokens))
-
-
 def _ceil(layers: float) -> int:
     # A ratio that is whole but for rounding is that number.
     return math.ceil(round(layers, 9))
@@ -115,7 +104,7 @@ class _Ways(NamedTuple):
 
     hidden: Option | None
     kv: Option | None
-    recompute: Piece | None
+    recompute: LayerPiece | None
 
 
 def baselines(
@@ -124,9 +113,9 @@ def baselines(
     """Return the assignments by name; `split_at` is None where the engine does not split layers."""
     ways = _ways(layers)
     found = {
-        RECOMPUTE: _assignment(ways, Schedule(len(layers), 0, 0)),
-        KV: _assignment(ways, Schedule(0, 0, len(layers))),
-        HIDDEN: _assignment(ways, Schedule(0, len(layers), 0)),
+        RECOMPUTE: _assignment(ways, MethodCounts(len(layers), 0, 0)),
+        KV: _assignment(ways, MethodCounts(0, 0, len(layers))),
+        HIDDEN: _assignment(ways, MethodCounts(0, len(layers), 0)),
     }
     times = _times(ways)
     if times is not None and found[RECOMPUTE]:
@@ -166,7 +155,7 @@ def _option(layer: LayerOptions, method: Method) -> Option | None:
     )
 
 
-def _assignment(ways: Sequence[_Ways], schedule: Schedule) -> Assignment | None:
+def _assignment(ways: Sequence[_Ways], schedule: MethodCounts) -> Assignment | None:
     recomputed, kv = schedule.recomputed, schedule.recomputed + schedule.hidden
     if any(way.recompute is None for way in ways[:recomputed]):
         return None

@@ -22,7 +22,7 @@ State = tuple[float, float, float]
 START: State = (0.0, 0.0, 0.0)
 
 
-class Block(NamedTuple):
+class StreamBlock(NamedTuple):
     """Seconds that a run of layers keeps each stream busy, and those of the longest way from one to another."""
 
     read_s: float
@@ -32,11 +32,11 @@ class Block(NamedTuple):
     copy_to_compute_s: float
     read_to_compute_s: float
 
-    def then(self, after: "Block") -> "Block":
+    def then(self, after: "StreamBlock") -> "StreamBlock":
         """Return both as one: this block's layers, then those of `after`."""
         read, copy, compute, read_copy, copy_compute, read_compute = self
         read2, copy2, compute2, read_copy2, copy_compute2, read_compute2 = after
-        return Block(
+        return StreamBlock(
             read + read2,
             copy + copy2,
             compute + compute2,
@@ -59,21 +59,21 @@ class Block(NamedTuple):
             computed = late
         return read + read_s, copied, computed
 
-    def never_later_than(self, other: "Block") -> bool:
+    def never_later_than(self, other: "StreamBlock") -> bool:
         """Whether this block ends no later than `other` on every stream, from any state; rounding apart."""
         return all(mine <= theirs * _ROUNDING for mine, theirs in zip(self, other, strict=True))
 
-    def powers(self, count: int) -> list["Block"]:
+    def powers(self, count: int) -> list["StreamBlock"]:
         """Return this block repeated 0 to `count` times."""
-        return list(accumulate(repeat(self, count), Block.then, initial=NOTHING))
+        return list(accumulate(repeat(self, count), StreamBlock.then, initial=NOTHING))
 
 
-NOTHING = Block(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = StreamBlock(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def step(*, read_s: float = 0.0, copy_s: float = 0.0, compute_s: float = 0.0) -> Block:
+def step(*, read_s: float = 0.0, copy_s: float = 0.0, compute_s: float = 0.0) -> StreamBlock:
     """Return the block of one layer's rows that are read, then copied, then computed on."""
-    return Block(
+    return StreamBlock(
         read_s,
         copy_s,
         compute_s,
@@ -83,7 +83,7 @@ def step(*, read_s: float = 0.0, copy_s: float = 0.0, compute_s: float = 0.0) ->
     )
 
 
-def is_better_first(one: Block, other: Block) -> bool:
+def is_better_first(one: StreamBlock, other: StreamBlock) -> bool:
     """Whether `one` before `other` is never worse than the other way round, from any state.
 
     For two streams this is Johnson's rule (1954) and always holds one way or the other; for three
@@ -92,7 +92,7 @@ def is_better_first(one: Block, other: Block) -> bool:
     return one.then(other).never_later_than(other.then(one))
 
 
-def in_order(blocks: Sequence[Block]) -> list[int] | None:
+def in_order(blocks: Sequence[StreamBlock]) -> list[int] | None:
     """Return the blocks' indexes so that any two are better that way round; None if no order does that."""
     ordered: list[int] = []
     for index, block in enumerate(blocks):

@@ -113,10 +113,6 @@ _REMOTE = Link(12.5e9, 200e-6)
 """A 100 Gbit/s network."""
 PM9A3_BYTES_PER_S = 6.9e9
 """One of HCache's SSDs."""
-HCACHE_BUS_BYTES_PER_S = 26e9
-"""What a PCIe 4.0 x16 bus carries (CachedAttention, section 2.4); four PM9A3 saturate it (HCache, 6.2.2)."""
-HCACHE_BALANCE_BYTES_PER_S: Mapping[str, float] = {"llama-2-7b": 24e9, "llama-2-13b": 21e9, "opt-30b": 37e9}
-"""Storage bandwidth at which copying hidden states takes as long as projecting them (HCache, 6.1.3)."""
 NVLINK = Link(200e9, 20e-6)
 """What one of several GPUs receives from the others, an estimate: a third of an A100's NVLink."""
 HOST_GATHER = Link(1e9, 300e-6)
@@ -178,18 +174,3 @@ def known_profile(name: str, *, ssd_count: int | None = None, gpu_count: int = 1
     one = _PROFILES[name]
     ssd = one.ssd if ssd_count is None else Link(ssd_count * PM9A3_BYTES_PER_S, one.ssd.latency_s)
     return replace(one, ssd=ssd).shared_by(gpu_count)
-
-
-def hcache_profile(model: str, *, ssd_bytes_per_s: float = HCACHE_BUS_BYTES_PER_S) -> Profile:
-    """HCache's A100 machine for one of its three models, from the figures that it prints.
-
-    The rate of projections follows from the bandwidth at which they take as long as their copy;
-    recomputation is counted at the same rate. Raises KeyError.
-    """
-    layer = known_model(model).layers[0]
-    flops_per_s = layer.project_flops * HCACHE_BALANCE_BYTES_PER_S[model] / layer.hidden_row_bytes
-    link = Link(ssd_bytes_per_s)
-    return Profile(
-        name=f"hcache testbed, {model}", copy=link, ssd=link, remote=link, is_direct=True,
-        gemm_flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s,
-    )  # fmt: skip

@@ -8,7 +8,7 @@ from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
 from gpu_worker.planning.assignment import PREFILL
 from gpu_worker.planning.layout import LOSSES_NATS, loss_nats
-from gpu_worker.planning.option import Piece
+from gpu_worker.planning.option import LayerPiece
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.shape import LayerKind, LayerShape
 
@@ -23,12 +23,12 @@ def reason(plan: Plan, layer: int) -> str:
     return sentence
 
 
-def _split(pieces: tuple[Piece, ...]) -> str:
+def _split(pieces: tuple[LayerPiece, ...]) -> str:
     first, second = (piece.method.value if piece.method else "nothing" for piece in pieces[:2])
     return f"{first} before token {pieces[0].end:,} and {second} from there on, so that both streams end together"
 
 
-def _whole(plan: Plan, layer: int, shape: LayerShape, piece: Piece) -> str:
+def _whole(plan: Plan, layer: int, shape: LayerShape, piece: LayerPiece) -> str:
     kinds = {kind for kind, _ in plan.request.holding.layers[layer].kinds}
     if piece.method is None:
         return "nothing to restore: it reads another layer's K/V" if plan.request.history else "no history"
@@ -80,7 +80,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExplainedRun:
     """Layers [begin, end) that come back alike."""
 
     begin: int
@@ -95,7 +95,7 @@ class Row:
     reason: str
 
 
-def rows(plan: Plan) -> list[Row]:
+def rows(plan: Plan) -> list[ExplainedRun]:
     """Return the plan's layers, those that are alike in one row."""
     by_layer = [(_method(pieces), reason(plan, layer)) for layer, pieces in enumerate(plan.layers)]
     found = []
@@ -103,7 +103,7 @@ def rows(plan: Plan) -> list[Row]:
         layers = list(group)
         pieces = [piece for layer in layers for piece in plan.layers[layer]]
         found.append(
-            Row(
+            ExplainedRun(
                 begin=layers[0],
                 end=layers[-1] + 1,
                 method=by_layer[layers[0]][0],
@@ -147,7 +147,7 @@ def document(plan: Plan, others_s: Mapping[str, float]) -> dict[str, object]:
     }
 
 
-def _pieces(pieces: tuple[Piece, ...]) -> Iterator[dict[str, object]]:
+def _pieces(pieces: tuple[LayerPiece, ...]) -> Iterator[dict[str, object]]:
     for piece in pieces:
         yield {
             "method": piece.method.value if piece.method else None,
@@ -160,7 +160,7 @@ def _pieces(pieces: tuple[Piece, ...]) -> Iterator[dict[str, object]]:
         }
 
 
-def _method(pieces: tuple[Piece, ...]) -> str:
+def _method(pieces: tuple[LayerPiece, ...]) -> str:
     names = [piece.method.value if piece.method else "-" for piece in pieces]
     if len(pieces) == 1:
         return names[0]

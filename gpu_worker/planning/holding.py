@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from gpu_worker.planning.profile import Place
+from gpu_worker.planning.profile import StatePlace
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class HeldSpan:
     """Tokens [begin, end) whose rows lie in one place."""
 
-    place: Place
+    place: StatePlace
     begin: int
     end: int
 
@@ -28,11 +28,13 @@ class Span:
 class LayerHolding:
     """One layer's kinds of state, each with its spans in token order."""
 
-    kinds: tuple[tuple[StateKind, tuple[Span, ...]], ...]
+    kinds: tuple[tuple[StateKind, tuple[HeldSpan, ...]], ...]
 
-    def sizes(self, kind: StateKind, begin: int, end: int, row_bytes: int) -> Mapping[Place, float] | None:
+    def sizes(
+        self, kind: StateKind, begin: int, end: int, row_bytes: int
+    ) -> Mapping[StatePlace, float] | None:
         """Bytes of tokens [begin, end) by place; None where a token's row is not held."""
-        sizes: dict[Place, float] = {}
+        sizes: dict[StatePlace, float] = {}
         for span in dict(self.kinds).get(kind, ()):
             if span.begin <= begin < span.end:
                 until = min(end, span.end)
@@ -48,7 +50,7 @@ class Holding:
     layers: tuple[LayerHolding, ...]
 
     @classmethod
-    def alike(cls, layer_count: int, kinds: Iterable[StateKind], spans: Iterable[Span]) -> "Holding":
+    def alike(cls, layer_count: int, kinds: Iterable[StateKind], spans: Iterable[HeldSpan]) -> "Holding":
         """The same kinds in the same places for every layer, as the store keeps them."""
         held = tuple(spans)
         return cls((LayerHolding(tuple((kind, held) for kind in kinds)),) * layer_count)
@@ -59,7 +61,7 @@ SPLIT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineAbilities:
     """An engine's abilities.
 
     `can_recompute`: it offers its first layers to be run by themselves. `starts_by_layer`: it begins

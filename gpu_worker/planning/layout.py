@@ -15,9 +15,9 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES, TOKENS, StateKind, Stream
 from gpu_worker.plan import Method
-from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
-from gpu_worker.planning.planner import Request, plan
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
+from gpu_worker.planning.planner import PlanRequest, plan
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
 
 LOSSES_NATS: Mapping[StateKind, float] = {
@@ -67,12 +67,12 @@ class Return:
 
     history: int
     new_tokens: int = 0
-    place: Place = Place.DRAM
+    place: StatePlace = StatePlace.DRAM
     count: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SessionLayout:
     """What to save. `restore_s` is what all expected returns take together."""
 
     kinds: Kinds
@@ -94,7 +94,7 @@ class Layout:
 class _Case:
     model: ModelShape
     profile: Profile
-    engine: Engine
+    engine: EngineAbilities
     returns: Sequence[Return]
 
 
@@ -103,21 +103,21 @@ def choose_layout(
     profile: Profile,
     returns: Sequence[Return],
     *,
-    engine: Engine | None = None,
+    engine: EngineAbilities | None = None,
     byte_price_s: float = 0.0,
-) -> Layout:
+) -> SessionLayout:
     """Return the layout with the least expected cost.
 
     `byte_price_s` is how many seconds of restoring one byte of storage is worth, so that state which
     saves little is not kept. Raises InvalidArgument(field="holding") where nothing works.
     """
-    case = _Case(model, profile, engine or Engine(), [each for each in returns if each.count > 0])
+    case = _Case(model, profile, engine or EngineAbilities(), [each for each in returns if each.count > 0])
     layouts = [layout for kinds in dict.fromkeys(_candidates(case)) if (layout := _layout(case, kinds))]
     if not layouts:
         raise InvalidArgument(field="holding", problem="no layout lets every layer come back")
     longest = max((each.history for each in case.returns), default=1)
 
-    def cost(layout: Layout) -> tuple[float, float]:
+    def cost(layout: SessionLayout) -> tuple[float, float]:
         size_bytes = layout.bytes_per_token * longest
         return layout.restore_s + byte_price_s * size_bytes, size_bytes
 
@@ -139,7 +139,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
                 yield tuple(None if method in (None, Method.TOKENS) else method.kind for method in methods)
 
 
-def _sets_of_kinds(engine: Engine) -> Iterator[frozenset[StateKind]]:
+def _sets_of_kinds(engine: EngineAbilities) -> Iterator[frozenset[StateKind]]:
     """What may be held together: two kinds each, since the best plan hardly needs more (docs/planner.md)."""
     wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT))
     yield wide
@@ -150,20 +150,20 @@ def _sets_of_kinds(engine: Engine) -> Iterator[frozenset[StateKind]]:
         yield frozenset((*pair, StateKind.LATENT))
 
 
-def _layout(case: _Case, kinds: Kinds) -> Layout | None:
+def _layout(case: _Case, kinds: Kinds) -> SessionLayout | None:
     held = tuple(() if kind is None else (kind,) for kind in kinds)
     try:
         restore_s = sum(each.count * plan(_request(case, held, each)).end_s for each in case.returns)
     except InvalidArgument:
         return None
     sizes = (_row_bytes(layer, kind) for layer, kind in zip(case.model.layers, kinds, strict=True))
-    return Layout(kinds, TOKEN_ROW_BYTES + sum(sizes), restore_s)
+    return SessionLayout(kinds, TOKEN_ROW_BYTES + sum(sizes), restore_s)
 
 
-def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], each: Return) -> Request:
-    spans = (Span(each.place, 0, each.history),)
+def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], each: Return) -> PlanRequest:
+    spans = (HeldSpan(each.place, 0, each.history),)
     holding = Holding(tuple(LayerHolding(tuple((kind, spans) for kind in some)) for some in kinds))
-    return Request(case.model, holding, each.history, case.profile, each.new_tokens, case.engine)
+    return PlanRequest(case.model, holding, each.history, case.profile, each.new_tokens, case.engine)
 
 
 def _rows(layer: LayerShape) -> StateKind | None:

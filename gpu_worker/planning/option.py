@@ -10,9 +10,9 @@ from operator import le
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKEN_ROW_BYTES
 from gpu_worker.plan import Method
-from gpu_worker.planning.block import NOTHING, Block, step
-from gpu_worker.planning.holding import SPLIT_TOKENS, Engine, LayerHolding
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.block import NOTHING, StreamBlock, step
+from gpu_worker.planning.holding import SPLIT_TOKENS, EngineAbilities, LayerHolding
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import LayerKind, LayerShape
 
 _SPLIT_KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT)
@@ -21,7 +21,7 @@ _FEW_OPTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayerPiece:
     """Tokens [begin, end) of one layer by one method. No method: the layer has nothing to restore."""
 
     method: Method | None
@@ -38,7 +38,7 @@ class Piece:
         """Seconds on the computing stream: gathering what other ranks read, then computing."""
         return self.gather_s + self.compute_s
 
-    def block(self, behind_s: float) -> Block:
+    def block(self, behind_s: float) -> StreamBlock:
         """What it does to the streams, and behind it the new tokens' pass through the layer."""
         return step(read_s=self.read_s, copy_s=self.copy_s, compute_s=self.device_s + behind_s)
 
@@ -47,14 +47,14 @@ class Piece:
 class Option:
     """One way for a layer, as the pieces that it consists of, in their order."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerPiece, ...]
 
     @property
     def method(self) -> Method | None:
         """The method of the largest piece."""
         return max(self.pieces, key=lambda piece: piece.end - piece.begin).method
 
-    def block(self, behind_s: float) -> Block:
+    def block(self, behind_s: float) -> StreamBlock:
         """What it does to the streams, and behind it the new tokens' pass through the layer."""
         block = NOTHING
         for piece in self.pieces[:-1]:
@@ -70,16 +70,16 @@ class LayerOptions:
     splits: tuple[Option, ...]
     frontier: tuple[Option, ...]
     """Splits of which a part is recomputed: the layers before must be recomputed."""
-    recompute: Piece | None
+    recompute: LayerPiece | None
 
 
 def layer_options(
-    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: Engine
+    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: EngineAbilities
 ) -> LayerOptions:
     """Return the ways to bring back one layer of `history` tokens."""
     recompute = _recomputed(layer, 0, history, profile) if engine.can_recompute else None
     if layer.kind is LayerKind.SHARED or not history:
-        nothing = Option((Piece(None, history, history),))
+        nothing = Option((LayerPiece(None, history, history),))
         return LayerOptions((nothing,), (), (), recompute)
     maker = _Maker.of(layer, holding, history, profile, engine)
     begin = layer.needed_from(history)
@@ -99,7 +99,12 @@ def layer_options(
 
 
 def split_option(
-    layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: Engine, cut: int
+    layer: LayerShape,
+    holding: LayerHolding,
+    history: int,
+    profile: Profile,
+    engine: EngineAbilities,
+    cut: int,
 ) -> Option | None:
     """Return the layer split at a token: hidden rows before it, K and V behind it; None where it cannot be."""
     if layer.kind not in _SPLIT_KINDS:
@@ -111,26 +116,26 @@ def split_option(
     return maker.split(begin, max(begin, min(cut, history)))
 
 
-def token_ids_block(place: Place, history: int, profile: Profile) -> Block:
+def token_ids_block(place: StatePlace, history: int, profile: Profile) -> StreamBlock:
     """What it takes to have the token ids on the device."""
     read_s, copy_s = profile.transfer_s({place: history * TOKEN_ROW_BYTES})
     return step(read_s=read_s, copy_s=copy_s)
 
 
-def _recomputed(layer: LayerShape, begin: int, end: int, profile: Profile) -> Piece:
-    return Piece(Method.TOKENS, begin, end, compute_s=profile.recompute_s(layer, begin, end))
+def _recomputed(layer: LayerShape, begin: int, end: int, profile: Profile) -> LayerPiece:
+    return LayerPiece(Method.TOKENS, begin, end, compute_s=profile.recompute_s(layer, begin, end))
 
 
-def _methods(layer: LayerShape, engine: Engine) -> tuple[Method, ...]:
+def _methods(layer: LayerShape, engine: EngineAbilities) -> tuple[Method, ...]:
     """The methods that are allowed, exact ones first, otherwise those with the smallest rows."""
     kinds = [kind for kind in layer.kinds if kind not in PACKINGS or kind in engine.lossy_kinds]
     kinds.sort(key=lambda kind: (kind in PACKINGS, 0 if kind not in PACKINGS else layer.row_bytes(kind)))
     return tuple(Method[kind.name] for kind in kinds)
 
 
-def _worth_a_look(pieces: list[Piece]) -> list[Piece]:
+def _worth_a_look(pieces: list[LayerPiece]) -> list[LayerPiece]:
     """The pieces without those that another one beats, or equals before them, on every stream."""
-    found: list[Piece] = []
+    found: list[LayerPiece] = []
     for i, piece in enumerate(pieces):
         others = (*found, *pieces[i + 1 :])
         if len(pieces) <= _FEW_OPTIONS or not any(
@@ -140,7 +145,7 @@ def _worth_a_look(pieces: list[Piece]) -> list[Piece]:
     return found
 
 
-def _is_no_later(one: Piece, other: Piece, *, is_first: bool) -> bool:
+def _is_no_later(one: LayerPiece, other: LayerPiece, *, is_first: bool) -> bool:
     ours, theirs = (one.read_s, one.copy_s, one.device_s), (other.read_s, other.copy_s, other.device_s)
     return all(map(le, ours, theirs)) and (is_first or ours != theirs)
 
@@ -169,7 +174,7 @@ class _Maker:
 
     @classmethod
     def of(
-        cls, layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: Engine
+        cls, layer: LayerShape, holding: LayerHolding, history: int, profile: Profile, engine: EngineAbilities
     ) -> "_Maker":
         held = {kind for kind, _ in holding.kinds}
         methods = tuple(method for method in _methods(layer, engine) if method.kind in held)
@@ -178,7 +183,7 @@ class _Maker:
         rows = tuple(method for method in by_size if method.unpacked is not Method.HIDDEN)
         return cls(layer, holding, history, profile, methods, hidden, rows)
 
-    def whole(self, method: Method, begin: int, end: int) -> Piece | None:
+    def whole(self, method: Method, begin: int, end: int) -> LayerPiece | None:
         """Tokens [begin, end) by one method."""
         layer, profile = self.layer, self.profile
         if layer.kind is LayerKind.LINEAR:
@@ -189,25 +194,27 @@ class _Maker:
             compute_s = profile.embed_s(layer, end - begin, method)
         return self._piece(method, begin, end, layer.row_bytes(method.kind), compute_s)
 
-    def hidden(self, begin: int, end: int) -> Piece | None:
+    def hidden(self, begin: int, end: int) -> LayerPiece | None:
         """From the layer's inputs, by the smallest rows of them."""
         return self._first_held(self.hidden_methods, begin, end)
 
-    def rows(self, begin: int, end: int) -> Piece | None:
+    def rows(self, begin: int, end: int) -> LayerPiece | None:
         """From K and V or latents, by the smallest rows of them."""
         return self._first_held(self.row_methods, begin, end)
 
-    def _first_held(self, methods: tuple[Method, ...], begin: int, end: int) -> Piece | None:
+    def _first_held(self, methods: tuple[Method, ...], begin: int, end: int) -> LayerPiece | None:
         pieces = (self.whole(method, begin, end) for method in methods)
         return next((piece for piece in pieces if piece), None)
 
-    def _linear(self, method: Method, end: int) -> Piece | None:
+    def _linear(self, method: Method, end: int) -> LayerPiece | None:
         """From all of a layer's inputs, or its state: one, held at the end of the history."""
         if method is Method.HIDDEN:
             compute_s = self.profile.project_s(self.layer, end)
             return self._piece(method, 0, end, self.layer.hidden_row_bytes, compute_s)
         last = self._piece(method, end - 1, end, self.layer.state_bytes, 0.0)
-        return last and Piece(method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0, last.gather_s)
+        return last and LayerPiece(
+            method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0, last.gather_s
+        )
 
     def split(self, begin: int, cut: int) -> Option:
         """Hidden rows before the cut, whose projection hides the copy of K and V behind it (KVPR)."""
@@ -221,11 +228,13 @@ class _Maker:
             if rest is not None:
                 yield Option((head, rest))
 
-    def _piece(self, method: Method, begin: int, end: int, row_bytes: int, compute_s: float) -> Piece | None:
+    def _piece(
+        self, method: Method, begin: int, end: int, row_bytes: int, compute_s: float
+    ) -> LayerPiece | None:
         sizes = self.holding.sizes(method.kind, begin, end, row_bytes)
         if sizes is None:
             return None
         read_s, copy_s = self.profile.transfer_s(sizes)
         size_bytes = sum(sizes.values())
         gather_s = self.profile.gather_s(size_bytes)
-        return Piece(method, begin, end, size_bytes, read_s, copy_s, compute_s, gather_s)
+        return LayerPiece(method, begin, end, size_bytes, read_s, copy_s, compute_s, gather_s)

@@ -12,17 +12,17 @@ from ctxcache.errors import InvalidArgument
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import PREFILL, Assignment, Pass, Timeline, pieces_of, timeline
 from gpu_worker.planning.baselines import SplitAt, baselines, split_everywhere
-from gpu_worker.planning.block import Block
-from gpu_worker.planning.holding import Engine, Holding
+from gpu_worker.planning.block import StreamBlock
+from gpu_worker.planning.holding import EngineAbilities, Holding
 from gpu_worker.planning.option import (
     LayerOptions,
+    LayerPiece,
     Option,
-    Piece,
     layer_options,
     split_option,
     token_ids_block,
 )
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.search import Choices, Solution, solve
 from gpu_worker.planning.shape import ModelShape
 
@@ -30,7 +30,7 @@ LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """What is to be restored: `history` tokens of a session, before `new_tokens` are prefilled."""
 
     model: ModelShape
@@ -38,7 +38,7 @@ class Request:
     history: int
     profile: Profile
     new_tokens: int = 0
-    engine: Engine = field(default_factory=Engine)
+    engine: EngineAbilities = field(default_factory=EngineAbilities)
 
     def __post_init__(self) -> None:
         if not self.model.layers or len(self.holding.layers) != len(self.model.layers):
@@ -57,8 +57,8 @@ class Plan:
     plan ends before `bound_s`. `is_exact`: none ends before this one.
     """
 
-    request: Request
-    layers: tuple[tuple[Piece, ...], ...]
+    request: PlanRequest
+    layers: tuple[tuple[LayerPiece, ...], ...]
     timeline: Timeline
     bound_s: float
     is_exact: bool
@@ -94,7 +94,7 @@ class Plan:
         return RestorePlan(tuple(methods))
 
 
-def plan(request: Request) -> Plan:
+def plan(request: PlanRequest) -> Plan:
     """Decide. Raises InvalidArgument(field="holding") for what can neither be restored nor recomputed."""
     problem = _Problem.of(request)
     solution = solve(_choices(problem), token_ids=problem.token_ids)
@@ -115,7 +115,7 @@ def plan(request: Request) -> Plan:
     )
 
 
-def _not_searched(request: Request, problem: "_Problem", *, is_exact: bool) -> Iterable[Assignment]:
+def _not_searched(request: PlanRequest, problem: "_Problem", *, is_exact: bool) -> Iterable[Assignment]:
     """What the papers do and the search may have missed: everything if it was cut short, else many splits only."""
     splitter = _splitter(request)
     if not is_exact:
@@ -124,7 +124,7 @@ def _not_searched(request: Request, problem: "_Problem", *, is_exact: bool) -> I
     return [] if everywhere is None else [everywhere]
 
 
-def compare(request: Request) -> Mapping[str, float]:
+def compare(request: PlanRequest) -> Mapping[str, float]:
     """Return in how many seconds others would be through the same pipeline, by name, none with a loss.
 
     Where a loss is allowed, `lossless` is the best plan without.
@@ -137,7 +137,7 @@ def compare(request: Request) -> Mapping[str, float]:
     return found | {name: other.end_s for name, other in alternatives(request).items()}
 
 
-def alternatives(request: Request) -> Mapping[str, Plan]:
+def alternatives(request: PlanRequest) -> Mapping[str, Plan]:
     """Return the plans of others by name, for a pipeline to carry out; see `baselines`. No search, hence no bound."""
     problem = _Problem.of(request)
     others = baselines(problem.layers, request.history, _splitter(request))
@@ -160,10 +160,10 @@ class _Problem:
 
     layers: list[LayerOptions]
     new_tokens: Pass
-    token_ids: Block
+    token_ids: StreamBlock
 
     @classmethod
-    def of(cls, request: Request) -> "_Problem":
+    def of(cls, request: PlanRequest) -> "_Problem":
         token_ids = token_ids_block(_token_place(request.holding), request.history, request.profile)
         return cls(_options(request), Pass(_prefill_s(request), request.engine.starts_by_layer), token_ids)
 
@@ -181,7 +181,7 @@ class _Problem:
         return timeline(assignment, self.layers, self.new_tokens, self.token_ids)
 
 
-def _options(request: Request) -> list[LayerOptions]:
+def _options(request: PlanRequest) -> list[LayerOptions]:
     # Layers of one kind that are held alike share their options, and their ways in the search.
     known: dict[tuple[int, int], LayerOptions] = {}
     found = []
@@ -193,7 +193,7 @@ def _options(request: Request) -> list[LayerOptions]:
     return found
 
 
-def _prefill_s(request: Request) -> tuple[float, ...]:
+def _prefill_s(request: PlanRequest) -> tuple[float, ...]:
     begin, end = request.history, request.history + request.new_tokens
     if begin == end:
         return (0.0,) * len(request.model.layers)
@@ -230,12 +230,12 @@ def _assignment(solution: Solution, layers: Sequence[LayerOptions]) -> Assignmen
     )
 
 
-def _token_place(holding: Holding) -> Place:
+def _token_place(holding: Holding) -> StatePlace:
     spans = (span for layer in holding.layers for _, spans in layer.kinds for span in spans)
-    return next((span.place for span in spans), Place.DRAM)
+    return next((span.place for span in spans), StatePlace.DRAM)
 
 
-def _splitter(request: Request) -> SplitAt | None:
+def _splitter(request: PlanRequest) -> SplitAt | None:
     if not request.engine.can_split or not request.history:
         return None
 

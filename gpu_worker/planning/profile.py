@@ -17,7 +17,7 @@ from gpu_worker.planning.shape import LayerShape
 NO_LIMIT = float("inf")
 
 
-class Place(enum.Enum):
+class StatePlace(enum.Enum):
     """Where rows lie before they are restored."""
 
     DRAM = "dram"
@@ -164,9 +164,9 @@ class Profile:
         """How many times as long as by datasheet or measurement the stage takes."""
         return self.factors.get(stage, 1.0)
 
-    def transfer_s(self, size_bytes: Mapping[Place, float]) -> tuple[float, float]:
+    def transfer_s(self, size_bytes: Mapping[StatePlace, float]) -> tuple[float, float]:
         """Seconds of reading and of copying for one layer's rows that lie so."""
-        ssd, remote = size_bytes.get(Place.SSD, 0.0), size_bytes.get(Place.REMOTE, 0.0)
+        ssd, remote = size_bytes.get(StatePlace.SSD, 0.0), size_bytes.get(StatePlace.REMOTE, 0.0)
         staged, read_s, copy_s = sum(size_bytes.values()), self.remote.seconds(remote), 0.0
         if self.is_direct and ssd:
             slower = min(self.ssd.bytes_per_s, self.copy.bytes_per_s)

@@ -17,7 +17,7 @@ from itertools import accumulate, chain, combinations
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpu_worker.planning.block import NOTHING, START, Block, State, in_order
+from gpu_worker.planning.block import NOTHING, START, State, StreamBlock, in_order
 
 _STREAMS = (0, 1, 2)
 _MOST_BALANCES = 9
@@ -25,7 +25,7 @@ _MOST_BALANCES = 9
 Weights = tuple[float, float, float]
 
 
-class Bound(NamedTuple):
+class SearchBound(NamedTuple):
     """One set of weights, and what each layer and all after it cost at least by them."""
 
     read: float
@@ -39,7 +39,9 @@ class Bound(NamedTuple):
         return self.read * seconds[0] + self.copy * seconds[1] + self.compute * seconds[2]
 
 
-def least_end_s(bounds: Sequence[Bound], state: State, layer: int, too_late_s: float = math.inf) -> float:
+def least_end_s(
+    bounds: Sequence[SearchBound], state: State, layer: int, too_late_s: float = math.inf
+) -> float:
     """Return the seconds before which the pipeline cannot end when layers from `layer` on are left.
 
     From `too_late_s` on any bound will do: the first that is no earlier is returned.
@@ -55,7 +57,9 @@ def least_end_s(bounds: Sequence[Bound], state: State, layer: int, too_late_s: f
     return least
 
 
-def bounds(choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int]) -> tuple[Bound, ...]:
+def bounds(
+    choices: Sequence[tuple[StreamBlock, ...]], option_counts: Sequence[int]
+) -> tuple[SearchBound, ...]:
     """Return bounds for layers with these choices each, the tightest from the start first.
 
     Weights are those that tell the first `option_counts` choices of a layer apart. A layer without choices
@@ -64,11 +68,15 @@ def bounds(choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int]) -
     options = {id(blocks): blocks[:count] for blocks, count in zip(choices, option_counts, strict=True)}
     kinds = {id(blocks): blocks for blocks in choices}
     layers = [id(blocks) for blocks in choices]
-    found = (Bound(*weights, _rest(layers, kinds, weights)) for weights in _all_weights(options.values()))
+    found = (
+        SearchBound(*weights, _rest(layers, kinds, weights)) for weights in _all_weights(options.values())
+    )
     return tuple(sorted(found, key=lambda bound: -bound.rest_s[0]))
 
 
-def _rest(layers: Sequence[int], kinds: Mapping[int, tuple[Block, ...]], weights: Weights) -> list[float]:
+def _rest(
+    layers: Sequence[int], kinds: Mapping[int, tuple[StreamBlock, ...]], weights: Weights
+) -> list[float]:
     least = {
         kind: min((_work(block, weights) for block in blocks), default=0.0) for kind, blocks in kinds.items()
     }
@@ -78,16 +86,16 @@ def _rest(layers: Sequence[int], kinds: Mapping[int, tuple[Block, ...]], weights
     return [*reversed(list(from_last)), 0.0]
 
 
-def _work(block: Block, weights: Weights) -> float:
+def _work(block: StreamBlock, weights: Weights) -> float:
     return weights[0] * block.read_s + weights[1] * block.copy_s + weights[2] * block.compute_s
 
 
-def _way(block: Block, weights: Weights) -> float:
+def _way(block: StreamBlock, weights: Weights) -> float:
     read, copy, compute = weights
     return read * block.read_to_compute_s + copy * block.copy_to_compute_s + compute * block.compute_s
 
 
-def _all_weights(kinds: Collection[tuple[Block, ...]]) -> list[Weights]:
+def _all_weights(kinds: Collection[tuple[StreamBlock, ...]]) -> list[Weights]:
     streams: list[Weights] = [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
     if any(block.read_s for blocks in kinds for block in blocks):
         streams.append((1.0, 0.0, 0.0))
@@ -96,7 +104,7 @@ def _all_weights(kinds: Collection[tuple[Block, ...]]) -> list[Weights]:
     return streams + balances[:: -(-len(balances) // _MOST_BALANCES) or 1]
 
 
-def _balances(blocks: Iterable[Block]) -> Iterable[Weights]:
+def _balances(blocks: Iterable[StreamBlock]) -> Iterable[Weights]:
     """Weights by which two choices of a layer cost the same: at one of them the relaxed optimum lies."""
     for one, other in combinations(blocks, 2):
         for first, second in combinations(_STREAMS, 2):
@@ -109,7 +117,7 @@ def _balances(blocks: Iterable[Block]) -> Iterable[Weights]:
 
 Picks = tuple[tuple[int, int], ...]
 """(pick, layers in a row that take it), first layer first."""
-Way = tuple[Picks, Block, bool]
+Way = tuple[Picks, StreamBlock, bool]
 """The picks, what they do to the streams, and whether one of them is a split."""
 
 
@@ -125,19 +133,19 @@ class _Kind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LikeLayers:
     """Layers [begin, end) with `option_count` options, and behind them in `blocks` the splits."""
 
     begin: int
     end: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[StreamBlock, ...]
     option_count: int
     kind: _Kind
-    powers: tuple[list[Block], ...]
+    powers: tuple[list[StreamBlock], ...]
     """By option: it once, twice, ...; empty where the run is one layer."""
 
     def ways(
-        self, state: State, begin: int, limits: Sequence[Bound], best_s: float, *, may_split: bool
+        self, state: State, begin: int, limits: Sequence[SearchBound], best_s: float, *, may_split: bool
     ) -> Iterator[Way]:
         """Yield the ways through layers [begin, end) from `state` that may end before `best_s`."""
         if self.end - self.begin == 1:
@@ -156,7 +164,7 @@ class Run:
         order = self.kind.orders[0] if self.kind.orders else range(self.option_count)
         return tuple((pick, taken[pick]) for pick in order if taken[pick])
 
-    def block(self, picks: Picks) -> Block:
+    def block(self, picks: Picks) -> StreamBlock:
         """Return what layers that take these picks do to the streams."""
         block = self._power(*picks[0])
         for pick in picks[1:]:
@@ -174,7 +182,7 @@ class Run:
             picks = tuple((pick, counts[pick]) for pick in order if counts[pick])
             yield picks, self.block(picks), split is not None
 
-    def _power(self, pick: int, count: int) -> Block:
+    def _power(self, pick: int, count: int) -> StreamBlock:
         return self.blocks[pick] if count == 1 else self.powers[pick][count]
 
     def _range(self, count: int, slack: Sequence[float], first: int, last: int) -> range:
@@ -192,11 +200,11 @@ class Run:
 
 
 def runs_of(
-    choices: Sequence[tuple[Block, ...]], option_counts: Sequence[int], limits: Sequence[Bound]
-) -> list[Run]:
+    choices: Sequence[tuple[StreamBlock, ...]], option_counts: Sequence[int], limits: Sequence[SearchBound]
+) -> list[LikeLayers]:
     """Return the runs of layers whose choices are one object, in layer order."""
     begin = 0
-    found: list[Run] = []
+    found: list[LikeLayers] = []
     kinds: dict[int, _Kind] = {}
     while begin < len(choices):
         blocks, option_count = choices[begin], option_counts[begin]
@@ -209,12 +217,12 @@ def runs_of(
         powers = (
             tuple(block.powers(end - begin) for block in blocks[:option_count]) if end > begin + 1 else ()
         )
-        found.append(Run(begin, end, blocks, option_count, kind, powers))
+        found.append(LikeLayers(begin, end, blocks, option_count, kind, powers))
         begin = end
     return found
 
 
-def _kind(blocks: tuple[Block, ...], option_count: int, limits: Sequence[Bound]) -> _Kind:
+def _kind(blocks: tuple[StreamBlock, ...], option_count: int, limits: Sequence[SearchBound]) -> _Kind:
     ways = [(((pick, 1),), block, pick >= option_count) for pick, block in enumerate(blocks)]
     return _Kind(
         orders=_orders(blocks, option_count),
@@ -224,7 +232,7 @@ def _kind(blocks: tuple[Block, ...], option_count: int, limits: Sequence[Bound])
     )
 
 
-def _orders(blocks: tuple[Block, ...], option_count: int) -> tuple[tuple[int, ...], ...] | None:
+def _orders(blocks: tuple[StreamBlock, ...], option_count: int) -> tuple[tuple[int, ...], ...] | None:
     """The better order of the options, and of the options with each split; at most one is taken."""
     if not 0 < option_count <= 2:
         return None
@@ -244,12 +252,12 @@ LEAST_FRONT = 2
 class Choices(NamedTuple):
     """What one layer may take. Layers whose options and splits are equal are alike."""
 
-    options: tuple[Block, ...]
-    splits: tuple[Block, ...] = ()
+    options: tuple[StreamBlock, ...]
+    splits: tuple[StreamBlock, ...] = ()
     """Choices of which the whole plan takes one at most."""
-    recompute: Block | None = None
+    recompute: StreamBlock | None = None
     """To recompute the layer, all before it recomputed; None: the engine does not."""
-    frontier: tuple[Block, ...] = ()
+    frontier: tuple[StreamBlock, ...] = ()
     """Splits that recompute a part: only for the layer right behind the recomputed ones."""
 
 
@@ -295,7 +303,7 @@ _STATE_AND_SPLIT = attrgetter("state", "has_split")
 
 
 def solve(
-    layers: Sequence[Choices], *, token_ids: Block = NOTHING, step_limit: int = STEP_LIMIT
+    layers: Sequence[Choices], *, token_ids: StreamBlock = NOTHING, step_limit: int = STEP_LIMIT
 ) -> Solution | None:
     """Return the best plan for one layer at least; None if one can neither be restored nor recomputed.
 
@@ -307,9 +315,9 @@ def solve(
 class _Search:
     """One problem, the best way so far, and what was counted."""
 
-    def __init__(self, layers: Sequence[Choices], token_ids: Block, step_limit: int) -> None:
+    def __init__(self, layers: Sequence[Choices], token_ids: StreamBlock, step_limit: int) -> None:
         # One object per kind of layer: whether layers are alike is then a question of identity.
-        shared: dict[object, tuple[Block, ...]] = {}
+        shared: dict[object, tuple[StreamBlock, ...]] = {}
         known = {id(layer): layer for layer in layers}
         blocks = {
             key: shared.setdefault(layer[:2], (*layer.options, *layer.splits)) for key, layer in known.items()
@@ -383,7 +391,7 @@ class _Search:
             ):
                 yield from self._split_at(count, begun, frontier)
 
-    def _split_at(self, count: int, begun: State, frontier: Sequence[Block]) -> Iterator[_Way]:
+    def _split_at(self, count: int, begun: State, frontier: Sequence[StreamBlock]) -> Iterator[_Way]:
         for pick, block in enumerate(frontier, len(self._choices[count])):
             state = block.after(begun)
             bound_s = self._bound_s(state, count + 1)
@@ -399,7 +407,7 @@ class _Search:
         if at is not None:
             self._finish(at)
 
-    def _descend_run(self, way: _Way, run: Run) -> _Way | None:
+    def _descend_run(self, way: _Way, run: LikeLayers) -> _Way | None:
         """None where the best end known cannot be beaten that way."""
         state, taken = way.state, [0] * run.option_count
         options = run.blocks[: run.option_count]
@@ -414,7 +422,9 @@ class _Search:
             state = run.block(picks).after(way.state)
         return _Way(way.bound_s, run.end, state, way.has_split, way.recomputed_count, picks, way)
 
-    def _most_promising(self, options: Sequence[Block], state: State, layer: int) -> tuple[int, State] | None:
+    def _most_promising(
+        self, options: Sequence[StreamBlock], state: State, layer: int
+    ) -> tuple[int, State] | None:
         """The option behind which, before `layer`, the bound is least, and the state there; None: none may be best."""
         least_s, found = self._best_s, None
         for pick, block in enumerate(options):
@@ -426,7 +436,7 @@ class _Search:
 
     # -- through the layers ------------------------------------------------------------------------
 
-    def _through(self, run: Run, front: list[_Way], roots: list[_Way], runs_left: int) -> list[_Way]:
+    def _through(self, run: LikeLayers, front: list[_Way], roots: list[_Way], runs_left: int) -> list[_Way]:
         """Return the ways past a run; none behind the last one."""
         found: list[_Way] = []
         is_last = run.end == len(self._layers)

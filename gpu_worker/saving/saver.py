@@ -42,11 +42,11 @@ from gpu_worker.errors import DeviceFailed
 from gpu_worker.saving.staging import (
     Bytes,
     Copies,
-    Frame,
+    RowRun,
     Rows,
-    Run,
     Slice,
-    Staging,
+    StagedPass,
+    StagingBuffers,
     copies_from,
     cut,
     rows_of,
@@ -58,7 +58,7 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 """Room that a session which goes on keeps: the segment that is filled, and one ahead."""
 
 
-class Lane:
+class SessionAppender:
     """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
 
     def __init__(self, client: Client, model: CallerModel, session: Session) -> None:
@@ -67,7 +67,9 @@ class Lane:
         """As its last commit left it."""
         self._writer: SessionWriter | None = None
 
-    def append(self, staging: Staging, runs: Sequence[Run], scratch: Bytes, *, is_last: bool) -> None:
+    def append(
+        self, staging: StagingBuffers, runs: Sequence[RowRun], scratch: Bytes, *, is_last: bool
+    ) -> None:
         """Write rows and commit them. `is_last`: none follow, the rest of the room is given back.
 
         Raises what an append raises; what is committed then, `session` says.
@@ -95,7 +97,7 @@ class Lane:
         )
 
     def _append_piece(
-        self, staging: Staging, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
+        self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
     ) -> None:
         was_open = self._writer is not None
         try:
@@ -107,7 +109,9 @@ class Lane:
                 raise
             self._write(staging, rows, count, scratch, is_last=is_last)
 
-    def _write(self, staging: Staging, rows: Rows, count: int, scratch: Bytes, *, is_last: bool) -> None:
+    def _write(
+        self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
+    ) -> None:
         writer = self._writer = self._writer or self._open(count, is_last=is_last)
         begin = self.session.token_count - writer.write_offset
         for stream in staging.specs:
@@ -127,19 +131,19 @@ class Lane:
             return self._client.writer(self.session, self._model, count, if_generation_match=generation)
 
 
-def scratch_for(staging: Staging) -> Bytes:
+def scratch_for(staging: StagingBuffers) -> Bytes:
     """Memory for one thread to put a piece's rows of a stream together."""
     return np.empty(PIECE_TOKENS * staging.widest_bytes, np.uint8)
 
 
-Part = tuple[Frame, Run]
+Part = tuple[StagedPass, RowRun]
 """A session's rows of one pass."""
 
 
 class Progress:
     """A session that is being saved: what of it is in staging, who works on it, what stopped it."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: SessionAppender) -> None:
         self.lane = lane
         self.name = lane.session.name
         self.token_count = lane.session.token_count
@@ -178,7 +182,7 @@ class Progress:
         """Whether rows are not in the store yet that may come to be there."""
         return bool(self.parts) or self.is_busy
 
-    def add(self, frame: Frame, run: Run) -> None:
+    def add(self, frame: StagedPass, run: RowRun) -> None:
         """Rows of a pass are its next tokens."""
         self.parts.append((frame, run))
         frame.holder_count += 1
@@ -198,7 +202,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveJob:
     """What one thread has of a session, alone until it is settled. `is_last`: nothing comes behind it."""
 
     progress: Progress
@@ -215,7 +219,7 @@ CLOSED_LIMIT = 4096
 class Board:
     """What an engine's thread and the saving threads have in common."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: StagingBuffers) -> None:
         self.changed = threading.Condition()
         self.sessions: dict[str, Progress] = {}
         self.shed: Counter[str] = Counter()
@@ -224,10 +228,10 @@ class Board:
         self.is_ended = False
         self._staging = staging
         self._due: deque[Progress] = deque()
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[StagedPass] = deque()
         self._closed: deque[Progress] = deque()
 
-    def take_frame(self, token_ids: npt.NDArray[np.int32]) -> Frame | None:
+    def take_frame(self, token_ids: npt.NDArray[np.int32]) -> StagedPass | None:
         """Room for a pass; None where there is none now."""
         while self._frames and self._frames[0].is_free:
             self._frames.popleft()
@@ -237,7 +241,7 @@ class Board:
             self._frames.append(frame)
         return frame
 
-    def add(self, progress: Progress, frame: Frame, run: Run) -> None:
+    def add(self, progress: Progress, frame: StagedPass, run: RowRun) -> None:
         """A session's rows of a pass are in staging, unless it takes no more by now."""
         if progress.failure is not None:
             self._count(len(run), progress.failure)
@@ -280,7 +284,7 @@ class Board:
             if progress.parts and progress.parts[0][0] in oldest:
                 self.make_due(progress)
 
-    def next(self) -> Job | None:
+    def next(self) -> SaveJob | None:
         """Wait for a session that is due, without the lock held before; None at the end."""
         with self.changed:
             self.changed.wait_for(lambda: self._due or self.is_ended)
@@ -288,9 +292,9 @@ class Board:
                 return None
             progress = self._due.popleft()
             progress.is_due, progress.is_busy = False, True
-            return Job(progress, progress.take(), progress.is_finished)
+            return SaveJob(progress, progress.take(), progress.is_finished)
 
-    def settle(self, job: Job, saved_count: int, failure: CacheError | None) -> None:
+    def settle(self, job: SaveJob, saved_count: int, failure: CacheError | None) -> None:
         """A job is done, without the lock held before. What failed takes what came behind it with it."""
         progress = job.progress
         with self.changed:
@@ -334,7 +338,7 @@ COPY_TIMEOUT_S = 30.0
 class Sorter:
     """Threads that work off a board until it is ended."""
 
-    def __init__(self, client: Client, board: Board, staging: Staging, *, thread_count: int) -> None:
+    def __init__(self, client: Client, board: Board, staging: StagingBuffers, *, thread_count: int) -> None:
         self._client, self._board, self._staging = client, board, staging
         self._threads = [
             threading.Thread(target=self._run, name=f"ctxcache-save-{number}", daemon=True)
@@ -356,7 +360,7 @@ class Sorter:
             failure = self._save(job, scratch)
             self._board.settle(job, lane.session.token_count - before, failure)
 
-    def _save(self, job: Job, scratch: Bytes) -> CacheError | None:
+    def _save(self, job: SaveJob, scratch: Bytes) -> CacheError | None:
         progress, lane = job.progress, job.progress.lane
         try:
             for frame, _ in job.parts:
@@ -405,7 +409,7 @@ class Saver:
     ) -> None:
         """Raises InvalidArgument for a stream that the model does not have."""
         self._client, self._model = client, model
-        self._staging = Staging(
+        self._staging = StagingBuffers(
             tuple(model.specs(streams).values()),
             copies or copies_from(device),
             size_bytes=staging_bytes,
@@ -414,7 +418,7 @@ class Saver:
         self._board = Board(self._staging)
         self._is_closing = False
         # The pass under way: the engine thread's own.
-        self._frame: Frame | None = None
+        self._frame: StagedPass | None = None
         self._failure: CacheError | None = None
         self._sorter = Sorter(client, self._board, self._staging, thread_count=thread_count)
 
@@ -458,7 +462,9 @@ class Saver:
         with self._board.changed:
             if session.name in self._board.sessions:
                 raise InvalidArgument(field="session", problem=f"{session.name} is being saved")
-            progress = self._board.sessions[session.name] = Progress(Lane(self._client, self._model, session))
+            progress = self._board.sessions[session.name] = Progress(
+                SessionAppender(self._client, self._model, session)
+            )
             progress.is_finished = progress.is_closed = self._is_closing
 
     def finish(self, session_name: str, *, durability: Durability.ValueType = DURABILITY_MEMORY) -> None:
@@ -549,7 +555,7 @@ class Saver:
             for part in slices:
                 progress = self._board.sessions.get(part.session_name)
                 if progress is not None and self._takes(progress, part):
-                    takers.append((progress, Run(row, row + part.count)))
+                    takers.append((progress, RowRun(row, row + part.count)))
                 row += part.count
             self._frame = self._board.take_frame(ids) if takers else None
             if takers and self._frame is None:
@@ -586,10 +592,10 @@ class Saver:
                 return
             for progress, run in takers:
                 begin = frame.rows.begin + run.begin
-                self._board.add(progress, frame, Run(begin, begin + len(run)))
+                self._board.add(progress, frame, RowRun(begin, begin + len(run)))
             self._board.relieve()
 
-    def _seal(self, frame: Frame) -> CacheError | None:
+    def _seal(self, frame: StagedPass) -> CacheError | None:
         try:
             self._staging.seal(frame)
         except CacheError as error:
@@ -599,5 +605,5 @@ class Saver:
         return None
 
 
-_Takers = list[tuple[Progress, Run]]
+_Takers = list[tuple[Progress, RowRun]]
 """Sessions that take rows of a pass, and which."""

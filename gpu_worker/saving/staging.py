@@ -39,7 +39,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Rows `[begin, end)` of the staging buffers."""
 
     begin: int
@@ -49,12 +49,12 @@ class Run:
         return self.end - self.begin
 
 
-def rows_of(runs: Iterable[Run]) -> Rows:
+def rows_of(runs: Iterable[RowRun]) -> Rows:
     """The rows of runs in order: a slice where they follow one another, else their numbers."""
-    joined: list[Run] = []
+    joined: list[RowRun] = []
     for run in runs:
         if joined and joined[-1].end == run.begin:
-            joined[-1] = Run(joined[-1].begin, run.end)
+            joined[-1] = RowRun(joined[-1].begin, run.end)
         else:
             joined.append(run)
     if len(joined) == 1:
@@ -62,14 +62,14 @@ def rows_of(runs: Iterable[Run]) -> Rows:
     return np.concatenate([np.arange(run.begin, run.end) for run in joined] or [np.zeros(0, np.int64)])
 
 
-def cut(runs: Sequence[Run], count: int) -> tuple[list[Run], list[Run]]:
+def cut(runs: Sequence[RowRun], count: int) -> tuple[list[RowRun], list[RowRun]]:
     """The first `count` rows of runs, and the rest."""
     first, rest = [], []
     for run in runs:
         middle = min(run.end, run.begin + count)
         count -= middle - run.begin
-        first += [Run(run.begin, middle)] if middle > run.begin else []
-        rest += [Run(middle, run.end)] if run.end > middle else []
+        first += [RowRun(run.begin, middle)] if middle > run.begin else []
+        rest += [RowRun(middle, run.end)] if run.end > middle else []
     return first, rest
 
 
@@ -163,12 +163,12 @@ class _CudaMark:
 _DONE = _Done()
 
 
-class Ring:
+class RowRing:
     """Rows `[0, row_count)`. Empty, it begins at 0 again, where memory is warm."""
 
     def __init__(self, row_count: int) -> None:
         self.row_count = row_count
-        self._runs: deque[Run] = deque()
+        self._runs: deque[RowRun] = deque()
 
     @property
     def used_count(self) -> int:
@@ -178,12 +178,12 @@ class Ring:
         span = self._runs[-1].end - self._runs[0].begin
         return span if span > 0 else span + self.row_count
 
-    def take(self, count: int) -> Run | None:
+    def take(self, count: int) -> RowRun | None:
         """Hand out `count` rows that follow one another; None where there is no such room now."""
         begin = self._place(count)
         if begin is None:
             return None
-        run = Run(begin, begin + count)
+        run = RowRun(begin, begin + count)
         self._runs.append(run)
         return run
 
@@ -207,10 +207,10 @@ ROWS_LIMIT = 1 << 16
 """Most rows, where they are so small that their bytes do not bound them."""
 
 
-class Frame:
+class StagedPass:
     """A pass in staging: its rows, where those of each stream go that are still to come, and who needs them."""
 
-    def __init__(self, rows: Run, targets: dict[Stream, Tensor]) -> None:
+    def __init__(self, rows: RowRun, targets: dict[Stream, Tensor]) -> None:
         self.rows = rows
         self.targets = targets
         """[T, row] for each stream."""
@@ -233,7 +233,7 @@ class Frame:
             wait_done(self.mark, timeout_s)
 
 
-class Staging:
+class StagingBuffers:
     """Buffers for `size_bytes` of rows, or ROWS_LIMIT of them. `specs` in storage order, token ids included.
 
     `put` by the engine's thread, `view` by any; whoever takes and frees does so under one lock.
@@ -245,7 +245,7 @@ class Staging:
         self.specs = {spec.stream: spec for spec in specs}
         self._copies = copies
         row_count = max(min(size_bytes // sum(spec.row_bytes for spec in specs), ROWS_LIMIT), 1)
-        self.ring = Ring(row_count)
+        self.ring = RowRing(row_count)
         self._arrays: dict[Stream, Bytes] = {}
         self._groups: list[tuple[list[Stream], Tensor]] = []
         for alike in _alike(specs):
@@ -263,7 +263,7 @@ class Staging:
         """Bytes of the longest row."""
         return max(spec.row_bytes for spec in self.specs.values())
 
-    def take(self, token_ids: npt.NDArray[np.int32]) -> Frame | None:
+    def take(self, token_ids: npt.NDArray[np.int32]) -> StagedPass | None:
         """Room for a pass of these tokens; None where there is none now."""
         rows = self.ring.take(len(token_ids))
         if rows is None:
@@ -274,9 +274,9 @@ class Staging:
             # All of them at once: between two layers nothing is in a cache, and each call costs what ten do elsewhere.
             targets.update(zip(streams, tensor[:, rows.begin : rows.end].unbind(), strict=True))
         del targets[TOKENS]
-        return Frame(rows, targets)
+        return StagedPass(rows, targets)
 
-    def put(self, frame: Frame, stream: Stream, rows: Tensor) -> None:
+    def put(self, frame: StagedPass, stream: Stream, rows: Tensor) -> None:
         """Begin to copy a pass's rows [T, row] of one stream; those of a stream that is not expected are passed over.
 
         Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable, RuntimeError for a device that failed.
@@ -289,7 +289,7 @@ class Staging:
         self._copies.copy(target, rows)
         del frame.targets[stream]
 
-    def seal(self, frame: Frame) -> None:
+    def seal(self, frame: StagedPass) -> None:
         """Nothing comes any more. Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed."""
         frame.mark = self._copies.mark()
         if frame.targets:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.sidecar.attachment import Attachment
-from gpu_worker.sidecar.restoring import Asked
+from gpu_worker.sidecar.restoring import RestoreOrder
 from gpu_worker.v1 import worker_pb2
 
 TOKEN_LIMIT = 1 << 24
@@ -20,7 +20,7 @@ _SESSION = re.compile(r"sessions/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 def restore(
     request: worker_pb2.RestoreRequest, attachment: Attachment, longest_s: float
-) -> tuple[Asked, float]:
+) -> tuple[RestoreOrder, float]:
     """What is to be restored, and within how many seconds. Raises InvalidArgument."""
     _check_session(request.session)
     if not 1 <= len(request.restore_id) <= 128:
@@ -34,7 +34,7 @@ def restore(
     if request.token_ids and len(request.token_ids) != request.token_end:
         problem = f"{len(request.token_ids)}, there are {request.token_end} tokens"
         raise InvalidArgument(field="token_ids", problem=problem)
-    asked = Asked(
+    asked = RestoreOrder(
         restore_id=request.restore_id,
         session=request.session,
         begin=request.token_begin,
@@ -47,7 +47,7 @@ def restore(
     return asked, _timeout_s(request, longest_s)
 
 
-def touched_blocks(asked: Asked, block_tokens: int) -> Sequence[int]:
+def touched_blocks(asked: RestoreOrder, block_tokens: int) -> Sequence[int]:
     """The blocks that a restore writes to."""
     return asked.block_ids[asked.begin // block_tokens :]
 

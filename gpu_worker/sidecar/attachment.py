@@ -18,7 +18,7 @@ from torch import Tensor
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.streams import Stream
 from gpu_worker.errors import RestoreTooLate
-from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.ranks import EngineRanks
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.target import PagedTarget
 from gpu_worker.sidecar.cache_layout import CacheLayout, overlap
@@ -26,7 +26,7 @@ from gpu_worker.sidecar.errors import BlockInUse, RestoreAlreadyExists
 from gpu_worker.sidecar.regions import Regions
 
 
-class Control:
+class RestoreControl:
     """One restore. Thread-safe."""
 
     def __init__(self, deadline: Deadline) -> None:
@@ -72,7 +72,7 @@ class End:
 class Running:
     """One restore: what is told of it, and who ends it."""
 
-    def __init__(self, control: Control, block_ids: Sequence[int]) -> None:
+    def __init__(self, control: RestoreControl, block_ids: Sequence[int]) -> None:
         self.control = control
         self.block_ids = frozenset(block_ids)
         """Those that it may write to."""
@@ -132,7 +132,7 @@ class Attachment:
     save_area: Regions | None
     evicted: "asyncio.Future[CacheError]"
     """Why the worker ended it; not done while it lasts."""
-    ranks: Ranks | None = None
+    ranks: EngineRanks | None = None
     """The engine's other ranks; None where it has all of the model."""
     running: dict[str, Running] = field(default_factory=dict)
     threads: "set[asyncio.Future[None]]" = field(default_factory=set)

@@ -27,15 +27,15 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from gpu_worker.errors import RestoreCancelled
-from gpu_worker.parallel.ranks import Ranks, parse_rendezvous
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.ranks import EngineRanks, parse_rendezvous
+from gpu_worker.parallel.share import ModelShare
 from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.sidecar.cache_layout import CacheLayout, parse_layout
-from gpu_worker.sidecar.edge import Room
+from gpu_worker.sidecar.edge import AdmissionLimit
 from gpu_worker.sidecar.errors import AttachmentNotFound, MemoryInUse
-from gpu_worker.sidecar.model import AttachedModel, Models
+from gpu_worker.sidecar.model import AttachedModel, AttachedModels
 from gpu_worker.sidecar.regions import Opener, Regions
-from gpu_worker.sidecar.settings import Settings
+from gpu_worker.sidecar.settings import WorkerSettings
 from gpu_worker.v1 import attachment_pb2
 
 LEFT, LOST = "left", "lost"
@@ -79,7 +79,9 @@ _MODEL_NAME = re.compile(r"models/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 class Attachments:
     """All that are attached. Call `attach`, then `detach`."""
 
-    def __init__(self, settings: Settings, client: Client, models: Models, opener: Opener) -> None:
+    def __init__(
+        self, settings: WorkerSettings, client: Client, models: AttachedModels, opener: Opener
+    ) -> None:
         self._settings, self._client, self._models, self._opener = settings, client, models, opener
         self._by_id: dict[str, Attachment] = {}
         self._by_engine: dict[str, Attachment] = {}
@@ -87,7 +89,7 @@ class Attachments:
         """Those that were attached and whose memory is mapped: it may be that something is written for them yet."""
         self._detaching: set[asyncio.Task[None]] = set()
         # One that takes another's place is there before that one is gone.
-        self.room = Room("attached engines", settings.max_attachments)
+        self.room = AdmissionLimit("attached engines", settings.max_attachments)
         self._mapped_bytes = 0
 
     def __iter__(self) -> Iterator[Attachment]:
@@ -137,7 +139,7 @@ class Attachments:
         attachment = Attachment(
             attachment_id=secrets.token_hex(16), engine=hello.engine, model=model, layout=layout, memory=memory,
             save_area=save_area, evicted=asyncio.get_running_loop().create_future(),
-            ranks=None if share is None else Ranks(share, hello.rank.rendezvous),
+            ranks=None if share is None else EngineRanks(share, hello.rank.rendezvous),
         )  # fmt: skip
         self._mapped_bytes += attachment.mapped_bytes
         try:
@@ -191,7 +193,7 @@ class Attachments:
         self.room.give_back()
 
     def _known(
-        self, directory: Path, spec: ModelSpec, probe: ModelProbe | None, share: Share | None
+        self, directory: Path, spec: ModelSpec, probe: ModelProbe | None, share: ModelShare | None
     ) -> AttachedModel:
         """The model, read and registered with the store."""
         model = self._models.get(directory, spec, share)
@@ -239,7 +241,7 @@ def _layout(cache: attachment_pb2.KvCache, model: AttachedModel) -> CacheLayout:
     )
 
 
-def _share(hello: attachment_pb2.AttachHello, layer_count: int) -> Share | None:
+def _share(hello: attachment_pb2.AttachHello, layer_count: int) -> ModelShare | None:
     """The engine's part of the model; None: all of it. Raises InvalidArgument."""
     rank = hello.rank
     tensor_ranks, stages = rank.tensor_ranks or 1, rank.stages or 1
@@ -249,4 +251,4 @@ def _share(hello: attachment_pb2.AttachHello, layer_count: int) -> Share | None:
         raise InvalidArgument(field="rank", problem=f"more than {RANKS_LIMIT} ranks, or fewer than 0 layers")
     parse_rendezvous(rank.rendezvous)
     end_layer = rank.first_layer + rank.layer_count if rank.layer_count else layer_count
-    return Share(rank.first_layer, end_layer, rank.tensor_rank, tensor_ranks, rank.stage, stages)
+    return ModelShare(rank.first_layer, end_layer, rank.tensor_rank, tensor_ranks, rank.stage, stages)

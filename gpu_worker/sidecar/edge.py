@@ -25,7 +25,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 OWN_SERVICES = "/gpu_worker."
 
 
-class Room:
+class AdmissionLimit:
     """How much of one sort is under way, and whether more is taken. Owned by the event loop."""
 
     def __init__(self, what: str, limit: int) -> None:
@@ -72,7 +72,7 @@ class Room:
             self.give_back()
 
 
-class Edge(grpc.aio.ServerInterceptor):
+class WorkerEdge(grpc.aio.ServerInterceptor):
     """Puts decoding, error mapping and a span around each of the worker's rpcs."""
 
     def __init__(self, spans: Spans = NO_SPANS) -> None:

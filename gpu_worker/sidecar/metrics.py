@@ -27,7 +27,7 @@ from ctxcache.observe.metric import Group, Kind, counter, gauge
 from ctxcache.runtime.files import check_secret, secret_refusal
 from gpu_worker.direct.path import DirectPath, Live
 from gpu_worker.sidecar.attachments import Attached, Counts
-from gpu_worker.sidecar.edge import Room
+from gpu_worker.sidecar.edge import AdmissionLimit
 
 TABLE = Group("Workers", (
     counter("worker_restores", "restores", "Restores that ended: `restored`, or `missed` and why.", "`missed` is much of it: the reason says why; of `SESSION_NOT_FOUND` ask the store, `ctxcache why-miss`.", "result", "reason"),
@@ -83,7 +83,7 @@ class WorkerCollector(Collector):
     def __init__(
         self,
         counts: Counts,
-        rooms: Iterable[tuple[str, Room]],
+        rooms: Iterable[tuple[str, AdmissionLimit]],
         attached: Callable[[], Attached],
         direct: Direct,
     ) -> None:

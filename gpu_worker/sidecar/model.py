@@ -27,14 +27,14 @@ from gpu_worker.families import Adapter, adapt
 from gpu_worker.families.adapter import DecoderLayer
 from gpu_worker.model_spec import digest_checkpoint, model_spec
 from gpu_worker.parallel.sharded import cached_heads, shard
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Compute
 from gpu_worker.pipeline.kernels import KernelWeights, compute_for
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.datasheets import HOST_GATHER, NVLINK, known_profile
-from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Link, Place, Profile, Stage
+from gpu_worker.planning.profile import Link, Profile, Stage, StatePlace
 from gpu_worker.planning.shape import ModelShape
 from gpu_worker.profiling.measure import hardware_name
 from gpu_worker.profiling.model_shape import model_shape
@@ -231,12 +231,16 @@ class AttachedModel:
     """One model, or a rank's share of it, on one device."""
 
     def __init__(
-        self, weights: LazyWeights, profile: Profile, share: Share | None = None, gather: Link = HOST_GATHER
+        self,
+        weights: LazyWeights,
+        profile: Profile,
+        share: ModelShare | None = None,
+        gather: Link = HOST_GATHER,
     ) -> None:
         """`share`: all of the model by default. Raises InvalidArgument for one that the model cannot be shared out by."""
         layer_count = weights.spec.layer_count
         self.own = CallerModel(weights.spec)
-        self.weights, self.share = weights, share or Share(0, layer_count)
+        self.weights, self.share = weights, share or ModelShare(0, layer_count)
         if self.share.end_layer > layer_count:
             problem = f"layers end at {self.share.end_layer}, the model has {layer_count}"
             raise InvalidArgument(field="rank.layer_count", problem=problem)
@@ -247,7 +251,7 @@ class AttachedModel:
         # Recomputing needs the whole model, of which only projections are here. An engine whose model has packed
         # kinds takes them.
         lossy = frozenset(kind for kind in self.kinds if kind in PACKINGS)
-        self._engine = Engine(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
+        self._engine = EngineAbilities(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
         self._planner = self._made(profile)
         self._lock = threading.Lock()
 
@@ -321,7 +325,7 @@ class AttachedModel:
         return AdaptivePlanner(self._shape, shared, engine=self._engine)
 
     def _holding(self, held: frozenset[Stream], token_count: int) -> Holding:
-        spans = (Span(Place.DRAM, 0, token_count),)
+        spans = (HeldSpan(StatePlace.DRAM, 0, token_count),)
         known: dict[tuple[StateKind, ...], LayerHolding] = {}
         layers = []
         for layer in range(self.share.first_layer, self.share.end_layer):
@@ -331,17 +335,17 @@ class AttachedModel:
         return Holding(tuple(layers))
 
 
-class Models:
+class AttachedModels:
     """The models of the engines that are attached."""
 
     def __init__(self, device: torch.device, profile_directory: Path | None) -> None:
         self._device, self._profile_directory = device, profile_directory
-        self._models: weakref.WeakValueDictionary[tuple[Path, bytes, Share | None], AttachedModel] = (
+        self._models: weakref.WeakValueDictionary[tuple[Path, bytes, ModelShare | None], AttachedModel] = (
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
 
-    def get(self, directory: Path, spec: ModelSpec, share: Share | None = None) -> AttachedModel:
+    def get(self, directory: Path, spec: ModelSpec, share: ModelShare | None = None) -> AttachedModel:
         """The model, or a share of it, read if no engine has it attached. Raises as LazyWeights and AttachedModel do."""
         key = (directory, spec.fingerprint(), share)
         with self._lock:

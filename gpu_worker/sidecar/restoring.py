@@ -20,16 +20,16 @@ from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarget, taking_part
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.device import device_of
-from gpu_worker.pipeline.pipeline import Pipeline, Restoration, Settings
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import Target
 from gpu_worker.plan import Method
 from gpu_worker.planning.planner import Plan
 from gpu_worker.planning.profile import Stage
 from gpu_worker.rows import token_ids_of
-from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, Control, slots_of
+from gpu_worker.sidecar.attachment import Attachment, BlocksTarget, RestoreControl, slots_of
 from gpu_worker.sidecar.errors import TokensDiffer
 
 RING_SLOTS = 4
@@ -40,7 +40,7 @@ class Pipelines:
 
     def __init__(self, device: torch.device, ring_bytes: int) -> None:
         self.device = device
-        self._settings = Settings(slot_bytes=max(ring_bytes // RING_SLOTS, 1), slot_count=RING_SLOTS)
+        self._settings = PipelineSettings(slot_bytes=max(ring_bytes // RING_SLOTS, 1), slot_count=RING_SLOTS)
         self._lock = threading.Lock()
         self._free: list[Pipeline] = []
 
@@ -73,7 +73,7 @@ class Pipelines:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RestoreOrder:
     """Tokens [begin, end) of a session into blocks; checked against the attachment."""
 
     restore_id: str
@@ -87,7 +87,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RestoreOutcome:
     """What is known of a restore by its end, well or not."""
 
     plan: Plan | None = None
@@ -97,8 +97,8 @@ class Outcome:
 
 
 def restore(
-    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
-    outcome: Outcome, on_layer: Callable[[int], None],
+    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: RestoreOrder, control: RestoreControl,
+    outcome: RestoreOutcome, on_layer: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Restore all that is asked for, or raise why it cannot be had; nothing is written once this has returned.
 
@@ -114,8 +114,8 @@ def restore(
 
 
 def _restore(
-    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: Asked, control: Control,
-    outcome: Outcome, on_layer: Callable[[int], None], together: Alone | SharedRound,
+    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: RestoreOrder, control: RestoreControl,
+    outcome: RestoreOutcome, on_layer: Callable[[int], None], together: Alone | SharedRound,
 ) -> None:  # fmt: skip
     model, share = attachment.model, attachment.model.share
     session = client.get_session(asked.session)
@@ -172,7 +172,10 @@ def _restore(
 
 
 def _follow(
-    restoration: Restoration, share: Share, on_layer: Callable[[int], None], together: Alone | SharedRound
+    restoration: Restoration,
+    share: ModelShare,
+    on_layer: Callable[[int], None],
+    together: Alone | SharedRound,
 ) -> None:
     """Tell of each layer; return, or raise, when nothing is written any more."""
     with restoration:
@@ -193,7 +196,7 @@ def _pieces(plan: Plan) -> list[list[tuple[str, int, int]]]:
 
 def _schedule(
     pieces: Sequence[Sequence[tuple[str, int, int]]], target: Target, attachment: Attachment
-) -> Schedule:
+) -> RestoreSchedule:
     """The layers of the share by their pieces, nothing for those of others. Raises InvalidArgument(field="plan")."""
     share = attachment.model.share
     layers: list[list[tuple[Method, int, int]]] = [[] for _ in range(target.layer_count)]
@@ -201,10 +204,10 @@ def _schedule(
         [(Method[name], begin, end) for name, begin, end in some] for some in pieces
     ]
     first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
-    return Schedule.of_pieces(layers, target.token_count, first_tokens)
+    return RestoreSchedule.of_pieces(layers, target.token_count, first_tokens)
 
 
-def _target(attachment: Attachment, asked: Asked) -> Target:
+def _target(attachment: Attachment, asked: RestoreOrder) -> Target:
     model = attachment.model
     own = BlocksTarget(
         attachment.memory.layers(attachment.layout),
@@ -216,14 +219,14 @@ def _target(attachment: Attachment, asked: Asked) -> Target:
     return own if model.share.layer_count == layer_count else StageTarget(own, model.share, layer_count)
 
 
-def _read_bytes(schedule: Schedule, rows: SessionRows, share: Share) -> int:
+def _read_bytes(schedule: RestoreSchedule, rows: SessionRows, share: ModelShare) -> int:
     """Bytes that this rank reads, as if in one batch."""
     parts = [part for parts in schedule.parts for part in parts]
     ranges = [(share.tokens(part.begin, part.end), part) for part in parts]
     return sum((end - begin) * rows.row_bytes(part.stream) for (begin, end), part in ranges)
 
 
-def _check_session(session: Session, asked: Asked, attachment: Attachment) -> None:
+def _check_session(session: Session, asked: RestoreOrder, attachment: Attachment) -> None:
     attachment.model.own.check(session.name, session.model_fingerprint)
     if session.token_count < asked.end:
         raise TokenRangeOutOfBounds(begin=asked.begin, end=asked.end, token_count=session.token_count)

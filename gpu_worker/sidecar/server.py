@@ -28,14 +28,14 @@ from ctxcache.runtime.spans import NO_SPANS, Spans
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck
 from gpu_worker.sidecar.attachments import Attachments
-from gpu_worker.sidecar.edge import Edge
+from gpu_worker.sidecar.edge import WorkerEdge
 from gpu_worker.sidecar.handles.host import DescriptorSocket
 from gpu_worker.sidecar.metrics import MetricsGuard, MetricsServer, WorkerCollector
-from gpu_worker.sidecar.model import Models
+from gpu_worker.sidecar.model import AttachedModels
 from gpu_worker.sidecar.regions import Opener
 from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.service import WorkerService
-from gpu_worker.sidecar.settings import Settings
+from gpu_worker.sidecar.settings import WorkerSettings
 from gpu_worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Worker:
     """A running worker. Use `start`, then `stop`."""
 
     def __init__(
-        self, settings: Settings, on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS
+        self, settings: WorkerSettings, on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS
     ) -> None:
         self.settings = settings
         self._files = ExitStack()
@@ -61,7 +61,7 @@ class Worker:
         )  # fmt: skip
         self._pipelines = Pipelines(device, settings.ring_bytes)
         self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
-        models = Models(device, settings.profile_directory)
+        models = AttachedModels(device, settings.profile_directory)
         self._attachments = Attachments(settings, self._client, models, Opener(device, self._descriptors))
         self._direct = DirectStorage(self._client, device, settings.direct)
         self._service = WorkerService(
@@ -69,7 +69,7 @@ class Worker:
         )
         self._metrics: MetricsServer | None = None
         self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(interceptors=[Edge(spans)], options=OPTIONS)
+        self._grpc = grpc.aio.server(interceptors=[WorkerEdge(spans)], options=OPTIONS)
 
     @property
     def metrics_address(self) -> str:
@@ -174,7 +174,7 @@ class _Claimed:
 
 
 async def serve(
-    settings: Settings, on_ready: Callable[[str, str], None], on_stuck: Callable[[LaneStuck], None]
+    settings: WorkerSettings, on_ready: Callable[[str, str], None], on_stuck: Callable[[LaneStuck], None]
 ) -> None:
     """Run until SIGTERM or SIGINT; `on_ready` is told the metrics' address and how SSD is read. Raises as `Worker.start` does."""
     ended = asyncio.Event()
@@ -191,7 +191,7 @@ async def serve(
             await worker.stop()
 
 
-def _spans(settings: Settings, files: ExitStack) -> Spans:
+def _spans(settings: WorkerSettings, files: ExitStack) -> Spans:
     if not settings.trace_endpoint:
         return NO_SPANS
     spans, close = open_spans(
@@ -201,7 +201,7 @@ def _spans(settings: Settings, files: ExitStack) -> Spans:
     return spans
 
 
-def _tls(settings: Settings) -> ClientTls | None:
+def _tls(settings: WorkerSettings) -> ClientTls | None:
     if settings.store_ca is None and settings.store_certificate is None:
         return None
     return ClientTls(settings.store_ca, settings.store_certificate, settings.store_key)

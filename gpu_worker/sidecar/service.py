@@ -32,13 +32,13 @@ from gpu_worker.planning.profile import Profile
 from gpu_worker.profiling.measure import hardware_name, measure_restoring
 from gpu_worker.profiling.profile_file import Measured
 from gpu_worker.sidecar import asking, restoring, saving
-from gpu_worker.sidecar.attachment import Attachment, Control, End, Running
+from gpu_worker.sidecar.attachment import Attachment, End, RestoreControl, Running
 from gpu_worker.sidecar.attachments import LEFT, LOST, Attachments, Counts
-from gpu_worker.sidecar.edge import Context, Room
+from gpu_worker.sidecar.edge import AdmissionLimit, Context
 from gpu_worker.sidecar.errors import TokensDiffer
 from gpu_worker.sidecar.model import AttachedModel
 from gpu_worker.sidecar.restoring import Pipelines
-from gpu_worker.sidecar.settings import Settings
+from gpu_worker.sidecar.settings import WorkerSettings
 from gpu_worker.v1 import worker_pb2, worker_pb2_grpc
 from gpu_worker.v1.attachment_pb2 import AttachHello
 
@@ -52,16 +52,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """See proto/gpu_worker/v1/worker.proto."""
 
     def __init__(
-        self, settings: Settings, client: Client, direct: DirectStorage, pipelines: Pipelines, attachments: Attachments,
+        self, settings: WorkerSettings, client: Client, direct: DirectStorage, pipelines: Pipelines, attachments: Attachments,
         on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS,
     ) -> None:  # fmt: skip
         """`on_stuck` ends the process: memory of an engine may be written to by nobody knows whom."""
         self._settings, self._client, self._direct, self._pipelines = settings, client, direct, pipelines
         self._attachments, self._on_stuck, self._spans = attachments, on_stuck, spans
         self.counts = Counts()
-        self.restores = Room("restores under way", settings.max_concurrent_restores)
-        self.saves = Room("saves under way", settings.max_concurrent_saves)
-        self._measuring = Room("measurements", 1)
+        self.restores = AdmissionLimit("restores under way", settings.max_concurrent_restores)
+        self.saves = AdmissionLimit("saves under way", settings.max_concurrent_saves)
+        self._measuring = AdmissionLimit("measurements", 1)
         # A thread for each that is admitted: nothing waits for one.
         self._restorers = ThreadPoolExecutor(settings.max_concurrent_restores, "ctxcache-restore")
         self._savers = ThreadPoolExecutor(settings.max_concurrent_saves, "ctxcache-save")
@@ -118,8 +118,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = self._attachments.used(request.attachment_id)
         asked, timeout_s = asking.restore(request, attachment, self._settings.longest_restore_s)
         touched = asking.touched_blocks(asked, attachment.layout.block_tokens)
-        running = Running(Control(Deadline.after_s(timeout_s)), touched)
-        outcome = restoring.Outcome()
+        running = Running(RestoreControl(Deadline.after_s(timeout_s)), touched)
+        outcome = restoring.RestoreOutcome()
         self._begin(attachment, request.restore_id, asked, running, outcome)
         try:
             while not isinstance(event := await running.next(), End):
@@ -138,8 +138,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         yield worker_pb2.RestoreResponse(result=result)
 
     def _begin(
-        self, attachment: Attachment, restore_id: str, asked: restoring.Asked, running: Running,
-        outcome: restoring.Outcome,
+        self, attachment: Attachment, restore_id: str, asked: restoring.RestoreOrder, running: Running,
+        outcome: restoring.RestoreOutcome,
     ) -> None:  # fmt: skip
         """Restore in a thread; what it takes is given back when that has ended, whoever still waits for it."""
         loop = asyncio.get_running_loop()
@@ -187,7 +187,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
         return lambda *arguments, **named: context.run(spanned, *arguments, **named)
 
-    def _count(self, asked: restoring.Asked, outcome: restoring.Outcome, error: CacheError | None) -> None:
+    def _count(
+        self, asked: restoring.RestoreOrder, outcome: restoring.RestoreOutcome, error: CacheError | None
+    ) -> None:
         if error is None:
             self.counts.restored += 1
             self.counts.restored_tokens += asked.end - asked.begin
@@ -313,7 +315,7 @@ def measure(model: AttachedModel, device: torch.device, lengths: Sequence[int]) 
 
 
 def _result(
-    outcome: restoring.Outcome, error: CacheError | None, invalid: Sequence[int]
+    outcome: restoring.RestoreOutcome, error: CacheError | None, invalid: Sequence[int]
 ) -> worker_pb2.RestoreResult:
     result = worker_pb2.RestoreResult(is_restored=error is None, invalid_block_ids=invalid)
     if error is not None:

@@ -21,7 +21,7 @@ def default_socket() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkerSettings:
     """Every knob of `ctxcache worker serve`, with unit and default."""
 
     store: str = "127.0.0.1:7420"

@@ -17,8 +17,8 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.device import device_of
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.source import Source
+from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.pipeline.source import RowSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import RestorePlan
 
@@ -32,26 +32,26 @@ class HeldRows:
         self._rows_of = rows_of
 
     def row_bytes(self, stream: Stream) -> int:
-        """See Source."""
+        """See RowSource."""
         rows = self._rows_of(stream)
         return rows.shape[1] * rows.element_size()
 
     def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See Source."""
+        """See RowSource."""
         np.copyto(into, self._rows_of(stream)[begin:end].contiguous().view(torch.uint8).numpy())
 
     def check(self) -> None:
-        """See Source: rows in memory are nobody else's."""
+        """See RowSource: rows in memory are nobody else's."""
 
     def abort(self) -> None:
-        """See Source: a read of memory never waits."""
+        """See RowSource: a read of memory never waits."""
 
 
 def restored_cache(
     pipeline: Pipeline,
     adapter: Adapter,
     plan: RestorePlan,
-    source: Source,
+    source: RowSource,
     *,
     positions: Tensor,
     token_ids: Tensor | None = None,
@@ -64,7 +64,7 @@ def restored_cache(
     target = CacheTarget(adapter, count)
     first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
     with pipeline.start(
-        Schedule.of_methods(plan, count, first_tokens),
+        RestoreSchedule.of_methods(plan, count, first_tokens),
         source,
         target,
         Modules(adapter, positions),

@@ -27,12 +27,12 @@ from gpu_worker.errors import IncompleteRestore
 from gpu_worker.families import adapt
 from gpu_worker.generation import PREFILL_PIECE_TOKENS, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Choice, Chooser
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Place
+from gpu_worker.planning.profile import StatePlace
 from gpu_worker.profiling.model_shape import model_shape
 from gpu_worker.rows import pack_rows
 from lab.demo.embedded_store import EmbeddedStore
@@ -63,7 +63,7 @@ class Case:
     """One way to a first token. No `plan`: recomputation. `start`: when the engine begins, or `verified`."""
 
     plan: Plan | None
-    place: Place = Place.DRAM
+    place: StatePlace = StatePlace.DRAM
     start: str = LEAD
 
     @property
@@ -128,7 +128,7 @@ class Bed:
         # The plans are given; what a chooser would learn from them is the planner's here.
         chooser = Chooser(self.adapter, RestorePlan.uniform(Method.KV, len(self.adapter.layers)), None)
         self._restorer = SessionRestorer(
-            self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=Settings()
+            self.adapter, chooser, timeout_s=RESTORE_TIMEOUT_S, settings=PipelineSettings()
         )
         self._stack.callback(self._restorer.close)
         self._saved: list[Saved] = []
@@ -202,10 +202,10 @@ class Bed:
         rows = torch.cat(self._known.stored[Stream(spec.stream.layer, wide)])
         return pack_rows(rows if kind in WIDE_KINDS else rows.to(self.model.device), spec)
 
-    def _placed(self, choice: Choice, place: Place) -> str:
+    def _placed(self, choice: Choice, place: StatePlace) -> str:
         """A session that has what the choice reads, where the case wants it."""
         streams = frozenset(stream for stream in choice.streams() if stream != TOKENS)
-        if place is Place.SSD:
+        if place is StatePlace.SSD:
             # A session of these streams alone: the store brings whole segments back.
             name = self._session(streams)
             self._client.demote_session(name)

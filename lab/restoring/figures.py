@@ -11,10 +11,10 @@ from typing import Any
 
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
-from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE, Schedule
+from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE, MethodCounts
 from gpu_worker.planning.datasheets import known_model
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Place
+from gpu_worker.planning.profile import StatePlace
 
 WIDE_KINDS = (StateKind.HIDDEN, StateKind.KV)
 PLANNED, HIDDEN_INT8 = "planned", "hidden int8"
@@ -48,7 +48,7 @@ class Work:
     flops: float
 
     @classmethod
-    def of(cls, plan: Plan, place: Place) -> "Work":
+    def of(cls, plan: Plan, place: StatePlace) -> "Work":
         """Count a plan whose rows lie in `place`."""
         size_bytes = flops = 0.0
         for layer, pieces in zip(plan.request.model.layers, plan.layers, strict=True):
@@ -61,7 +61,7 @@ class Work:
                 size_bytes += piece.size_bytes
                 if piece.method is not None and piece.method.unpacked is Method.HIDDEN:
                     flops += tokens * layer.project_flops
-        return cls(size_bytes, size_bytes if place is Place.SSD else 0.0, flops)
+        return cls(size_bytes, size_bytes if place is StatePlace.SSD else 0.0, flops)
 
     def limit_s(self, ceilings: Ceilings) -> tuple[float, str]:
         """Seconds that no restore of it is below, and what says so."""
@@ -98,7 +98,7 @@ class _Comparison:
 
 
 def _dram(method: str, start: str = WHOLE) -> Key:
-    return (method, Place.DRAM.value, start)
+    return (method, StatePlace.DRAM.value, start)
 
 
 _RECOMPUTED: Key = (RECOMPUTE, "", "")
@@ -148,9 +148,9 @@ def compared(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 # HCache, Table 3: what is not listed is recomputed.
 _SCHEDULES = {
-    "llama-2-7b": Schedule(0, 31, 1),
-    "llama-2-13b": Schedule(0, 36, 4),
-    "opt-30b": Schedule(8, 40, 0),
+    "llama-2-7b": MethodCounts(0, 31, 1),
+    "llama-2-13b": MethodCounts(0, 36, 4),
+    "opt-30b": MethodCounts(8, 40, 0),
 }
 
 

@@ -9,9 +9,9 @@ from gpu_worker.pipeline.planned import alone, lead, pass_seconds
 from gpu_worker.planning import explain
 from gpu_worker.planning.adaptive import AdaptivePlanner, DriftBounds
 from gpu_worker.planning.baselines import HCACHE, HIDDEN, KV, KVPR, NAIVE_HYBRID, RECOMPUTE
-from gpu_worker.planning.holding import Engine, Holding, Span
-from gpu_worker.planning.planner import Plan, Request, alternatives, plan
-from gpu_worker.planning.profile import Place, Profile
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
+from gpu_worker.planning.planner import Plan, PlanRequest, alternatives, plan
+from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.planning.shape import ModelShape
 from lab.restoring.bed import Bed, Case, Taken, bounds
 from lab.restoring.figures import (
@@ -27,8 +27,10 @@ from lab.restoring.figures import (
 )
 
 CALIBRATIONS = 3
-_ENGINE = Engine(can_recompute=True, starts_by_layer=True, can_split=True)
-_INT8 = Engine(can_recompute=False, starts_by_layer=True, lossy_kinds=frozenset({StateKind.HIDDEN_INT8}))
+_ENGINE = EngineAbilities(can_recompute=True, starts_by_layer=True, can_split=True)
+_INT8 = EngineAbilities(
+    can_recompute=False, starts_by_layer=True, lossy_kinds=frozenset({StateKind.HIDDEN_INT8})
+)
 _FROM_SSD = (KV, HIDDEN, HIDDEN_INT8, PLANNED)
 _QUICK = DriftBounds(enter=1.05, leave=1.02, least_count=2, weight=0.5)
 Row = dict[str, Any]
@@ -48,11 +50,11 @@ class Rounds:
         bed, history = self._bed, len(token_ids)
         bed.save(token_ids, new_ids)
         known = calibrated(bed, profile, history, len(new_ids))
-        places = (Place.DRAM, Place.SSD) if with_ssd else (Place.DRAM,)
+        places = (StatePlace.DRAM, StatePlace.SSD) if with_ssd else (StatePlace.DRAM,)
         named: dict[tuple[str, str, str], Case] = {(RECOMPUTE, "", ""): Case(None)}
         for place in places:
             for name, each in plans(bed.shape, known, history, len(new_ids), place).items():
-                if place is Place.DRAM or name in _FROM_SSD:
+                if place is StatePlace.DRAM or name in _FROM_SSD:
                     for start in starts(name, place):
                         named[name, place.value, start] = Case(each, place, start)
         # Two names for one plan are one case.
@@ -118,16 +120,16 @@ def calibrated(bed: Bed, profile: Profile, history: int, new_tokens: int) -> Pro
     planner = AdaptivePlanner(bed.shape, profile, engine=_ENGINE, bounds=_QUICK)
     for _ in range(CALIBRATIONS):
         for name in (KV, HIDDEN, NAIVE_HYBRID, HIDDEN_INT8):
-            each = plans(bed.shape, planner.profile, history, new_tokens, Place.DRAM)[name]
-            bed.run(Case(each, Place.DRAM, WHOLE), planner)
+            each = plans(bed.shape, planner.profile, history, new_tokens, StatePlace.DRAM)[name]
+            bed.run(Case(each, StatePlace.DRAM, WHOLE), planner)
     return planner.profile
 
 
-def starts(name: str, place: Place) -> tuple[str, ...]:
+def starts(name: str, place: StatePlace) -> tuple[str, ...]:
     """When the engine begins, by case."""
     if name == RECOMPUTE:
         return ()
-    if name in (KV, HIDDEN) and place is Place.DRAM:
+    if name in (KV, HIDDEN) and place is StatePlace.DRAM:
         return (WHOLE, FIRST, LEAD, VERIFIED)
     return (WHOLE,) if name in (HCACHE, KVPR) else (WHOLE, LEAD)
 
@@ -143,13 +145,13 @@ def identity(case: Case) -> object:
 
 
 def plans(
-    shape: ModelShape, profile: Profile, history: int, new_tokens: int, place: Place
+    shape: ModelShape, profile: Profile, history: int, new_tokens: int, place: StatePlace
 ) -> Mapping[str, Plan]:
     """The papers' plans, the planner's own and that of 8-bit hidden states, by name."""
 
-    def request(kinds: tuple[StateKind, ...], engine: Engine) -> Request:
-        holding = Holding.alike(len(shape.layers), kinds, [Span(place, 0, history)])
-        return Request(shape, holding, history, profile, new_tokens, engine)
+    def request(kinds: tuple[StateKind, ...], engine: EngineAbilities) -> PlanRequest:
+        holding = Holding.alike(len(shape.layers), kinds, [HeldSpan(place, 0, history)])
+        return PlanRequest(shape, holding, history, profile, new_tokens, engine)
 
     wide = request((StateKind.HIDDEN, StateKind.KV), _ENGINE)
     packed = request((StateKind.HIDDEN_INT8,), _INT8)

@@ -37,7 +37,7 @@ from gpu_worker.pipeline.device import device_of
 from gpu_worker.pipeline.kernels import KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.rows import pack_rows
@@ -87,7 +87,7 @@ class Bed:
         adapter, count = self._adapter, session.token_count
         target = CacheTarget(adapter, count)
         plan = RestorePlan.uniform(method, target.layer_count)
-        schedule = Schedule.of_methods(plan, count, [0] * target.layer_count)
+        schedule = RestoreSchedule.of_methods(plan, count, [0] * target.layer_count)
         compute = compute_for(adapter, self._weights, torch.arange(count))
         begin = time.perf_counter()
         with (

@@ -27,7 +27,7 @@ from gpu_worker.kernels.chunk_checksum import reference as checksum_reference
 from gpu_worker.kernels.kv_projection import fused as projection_fused
 from gpu_worker.kernels.kv_projection import reference as projection_reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
-from gpu_worker.kernels.operands import Norm, NormKind, Pages, Projection, Rotation
+from gpu_worker.kernels.operands import Norm, NormKind, Pages, ProjectionWeights, Rotation
 from gpu_worker.kernels.quantization import quantize
 from gpu_worker.kernels.rope_scatter import fused as scatter_fused
 from gpu_worker.kernels.rope_scatter import reference as scatter_reference
@@ -185,7 +185,7 @@ def _operands(
         shape.kind, 1e-5, normal(shape.hidden).abs() + 0.5, normal(shape.hidden) if is_layer else None
     )
     key, value = (
-        Projection(normal(size, shape.hidden) / shape.hidden**0.5, shape.kv_heads) for _ in range(2)
+        ProjectionWeights(normal(size, shape.hidden) / shape.hidden**0.5, shape.kv_heads) for _ in range(2)
     )
     rates = 10000 ** -(torch.arange(shape.head_size // 2, device=device) / (shape.head_size // 2))
     angles = torch.arange(token_count, device=device)[:, None] * rates

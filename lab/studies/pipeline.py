@@ -25,7 +25,7 @@ from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.device import device_of
 from gpu_worker.pipeline.lane import Deadline
 from gpu_worker.pipeline.pipeline import Pipeline
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import Method, RestorePlan
@@ -68,7 +68,7 @@ def _pipelined(pipeline: Pipeline, client: Client, adapter: Adapter, name: str, 
     ) as rows:
         count = rows.token_count
         target = CacheTarget(adapter, count)
-        schedule = Schedule.of_methods(
+        schedule = RestoreSchedule.of_methods(
             RestorePlan.uniform(method, target.layer_count), count, [0] * target.layer_count
         )
         compute = Modules(adapter, torch.arange(count))

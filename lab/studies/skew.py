@@ -28,7 +28,7 @@ from rich.table import Table
 
 from gpu_worker.families import adapt
 from gpu_worker.planning.baselines import HIDDEN, KV, RECOMPUTE
-from gpu_worker.planning.profile import Place
+from gpu_worker.planning.profile import StatePlace
 from gpu_worker.profiling.measure import Stopwatch, measure
 from gpu_worker.profiling.model_shape import model_shape
 from lab.demo.embedded_store import embedded_store
@@ -131,8 +131,8 @@ def measured(subject: Subject, setup: Setup, skews: Sequence[float]) -> Iterator
             # Its sessions have all streams that any method reads.
             saved[-1].stored.clear()
         known = calibrated(bed, profile, history, new_tokens)
-        found = plans(shape, known, history, new_tokens, Place.DRAM)
-        cases = {name: Case(found[name], Place.DRAM, LEAD) for name in (KV, HIDDEN, PLANNED)}
+        found = plans(shape, known, history, new_tokens, StatePlace.DRAM)
+        cases = {name: Case(found[name], StatePlace.DRAM, LEAD) for name in (KV, HIDDEN, PLANNED)}
         skewed = Skewed(bed, saved, {RECOMPUTE: Case(None), **cases}, setup.kept, facts)
         for skew in skews:
             yield from skewed.measure(skew, setup.requests, setup.count_of_rounds)

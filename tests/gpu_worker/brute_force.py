@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, permutations, product
 
 from gpu_worker.planning.assignment import Step, simulate
-from gpu_worker.planning.block import NOTHING, Block, step
+from gpu_worker.planning.block import NOTHING, StreamBlock, step
 from gpu_worker.planning.search import Choices
 
 Seconds = tuple[float, float, float]
@@ -97,7 +97,7 @@ def instance(generator: random.Random) -> Instance:
     return Instance(layers, generator.choice([0.0, 0.1]))
 
 
-def block(way: Way) -> Block:
+def block(way: Way) -> StreamBlock:
     """A way as one block."""
     whole = NOTHING
     for read_s, copy_s, compute_s in way:

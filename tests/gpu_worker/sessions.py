@@ -21,8 +21,8 @@ from gpu_worker.generation import continue_greedy
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.device import Host
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.pipeline import Pipeline, Settings
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.plan import RestorePlan
 from gpu_worker.rows import stored_dtype
@@ -69,9 +69,9 @@ def restored_cache(
     count = len(positions)
     target = CacheTarget(adapter, count, cache)
     first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
-    schedule = Schedule.of_methods(plan, count, first_tokens)
+    schedule = RestoreSchedule.of_methods(plan, count, first_tokens)
     with (
-        Pipeline(Host(), Settings(slot_bytes=1 << 16, slot_count=2)) as pipeline,
+        Pipeline(Host(), PipelineSettings(slot_bytes=1 << 16, slot_count=2)) as pipeline,
         pipeline.start(
             schedule,
             source if isinstance(source, HeldRows) else HeldRows(source),

@@ -10,17 +10,17 @@ from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method
 from gpu_worker.planning.baselines import (
     LayerTimes,
-    Schedule,
+    MethodCounts,
     hcache_schedule,
     kvpr_split,
     kvpr_time_s,
     naive_hybrid_schedule,
-    read_buffer_bytes,
 )
-from gpu_worker.planning.datasheets import PM9A3_BYTES_PER_S, hcache_profile, known_model
-from gpu_worker.planning.holding import Engine, LayerHolding, Span
+from gpu_worker.planning.datasheets import PM9A3_BYTES_PER_S, known_model
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, LayerHolding
 from gpu_worker.planning.option import layer_options
-from gpu_worker.planning.profile import Link, Place, Profile
+from gpu_worker.planning.profile import Link, Profile, StatePlace
+from lab.restoring.papers import hcache_profile, read_buffer_bytes
 
 TOKENS = 1024
 _SECONDS = st.floats(0.01, 10.0)
@@ -28,9 +28,9 @@ _SECONDS = st.floats(0.01, 10.0)
 
 def hcache_times(model: str, profile: Profile) -> LayerTimes:
     """One layer of a model with multi-head attention, in the formulas' words."""
-    spans = (Span(Place.SSD, 0, TOKENS),)
+    spans = (HeldSpan(StatePlace.SSD, 0, TOKENS),)
     held = LayerHolding(((StateKind.HIDDEN, spans), (StateKind.KV, spans)))
-    options = layer_options(known_model(model).layers[0], held, TOKENS, profile, Engine())
+    options = layer_options(known_model(model).layers[0], held, TOKENS, profile, EngineAbilities())
     pieces = {option.method: option.pieces[0] for option in options.options}
     assert options.recompute is not None
     return LayerTimes(
@@ -43,9 +43,9 @@ def hcache_times(model: str, profile: Profile) -> LayerTimes:
 
 @pytest.mark.parametrize(
     ("model", "layer_count", "schedule"),
-    [("llama-2-7b", 32, Schedule(0, 31, 1)), ("llama-2-13b", 40, Schedule(0, 36, 4))],
+    [("llama-2-7b", 32, MethodCounts(0, 31, 1)), ("llama-2-13b", 40, MethodCounts(0, 36, 4))],
 )
-def test_hcache_table_3(model: str, layer_count: int, schedule: Schedule) -> None:
+def test_hcache_table_3(model: str, layer_count: int, schedule: MethodCounts) -> None:
     """The paper's schedules follow from its bandwidths: 26 GB/s of bus, 24 and 21 GB/s of balance."""
     assert hcache_schedule(layer_count, hcache_times(model, hcache_profile(model))) == schedule
 
@@ -55,7 +55,7 @@ def test_hcache_table_3_for_opt_30b_asks_for_slower_ssds(ssd_gb_per_s: float) ->
     """40 + 8 is the formula's answer where four devices read 16 GB/s together, 4 GB/s for each SSD."""
     times = hcache_times("opt-30b", hcache_profile("opt-30b", ssd_bytes_per_s=ssd_gb_per_s * 1e9))
 
-    assert hcache_schedule(48, times) == Schedule(8, 40, 0)
+    assert hcache_schedule(48, times) == MethodCounts(8, 40, 0)
 
 
 def test_hcache_figure_11_for_opt_30b_is_what_its_ssds_give() -> None:
@@ -63,7 +63,7 @@ def test_hcache_figure_11_for_opt_30b_is_what_its_ssds_give() -> None:
     times = hcache_times("opt-30b", hcache_profile("opt-30b", ssd_bytes_per_s=4 * PM9A3_BYTES_PER_S))
     schedule = hcache_schedule(48, times)
 
-    assert schedule == Schedule(2, 46, 0)
+    assert schedule == MethodCounts(2, 46, 0)
     assert 48 * times.kv_io_s / (schedule.hidden * times.hidden_io_s) == pytest.approx(2.09, abs=0.005)
 
 
@@ -71,7 +71,7 @@ def test_hcache_section_6_3_2() -> None:
     """13B with one SSD: 31 layers from hidden states, 9 recomputed."""
     times = hcache_times("llama-2-13b", hcache_profile("llama-2-13b", ssd_bytes_per_s=PM9A3_BYTES_PER_S))
 
-    assert hcache_schedule(40, times) == Schedule(9, 31, 0)
+    assert hcache_schedule(40, times) == MethodCounts(9, 31, 0)
 
 
 @given(st.integers(1, 64), _SECONDS, _SECONDS, _SECONDS, _SECONDS)

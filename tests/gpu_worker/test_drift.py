@@ -7,7 +7,7 @@ import pytest
 from ctxcache.errors import InvalidArgument
 from gpu_worker.planning.adaptive import Drift, DriftBounds, DriftDetector
 from gpu_worker.planning.datasheets import known_profile
-from gpu_worker.planning.profile import Place, Stage
+from gpu_worker.planning.profile import Stage, StatePlace
 
 
 def _watch(
@@ -65,7 +65,7 @@ def test_a_stage_that_came_back_may_be_reported_again() -> None:
 def test_corrected_predictions_end_the_drift() -> None:
     """With the reported factor in the profile, and the stage rebased, there is nothing left to report."""
     profile, detector = known_profile("a100-40gb"), DriftDetector()
-    size_bytes = {Place.DRAM: 1e9}
+    size_bytes = {StatePlace.DRAM: 1e9}
     truth_s = 1.7 * profile.transfer_s(size_bytes)[1]
     reports = 0
     for _ in range(200):

@@ -19,7 +19,7 @@ from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.datasheets import known_profile
@@ -27,7 +27,7 @@ from gpu_worker.rows import token_ids_of
 
 REPLY_TOKENS = 6
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
-SMALL = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
+SMALL = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 
 
 @cache

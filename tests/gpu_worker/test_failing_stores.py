@@ -23,13 +23,13 @@ from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.generation import continue_greedy, prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.source import LeasedSource
 from gpu_worker.plan import RestorePlan
 
 REPLY_TOKENS = 3
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
-SMALL = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
+SMALL = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 MISSES = ("", "RESTORE_TOO_LATE", "UNAVAILABLE", "LEASE_NOT_FOUND", "DEADLINE_EXCEEDED")
 
 

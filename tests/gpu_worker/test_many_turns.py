@@ -24,7 +24,7 @@ from gpu_worker.conversation import common_prefix, fit
 from gpu_worker.engines.transformers import TransformersEngine, _Start
 from gpu_worker.generation import prefill
 from gpu_worker.model_spec import model_spec
-from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.plan import RestorePlan
 from gpu_worker.planning.profile import Link, Profile
 from gpu_worker.rows import token_ids_of
@@ -43,7 +43,7 @@ EXACT_PLANS = [
 LOSSY_PLANS = [
     "kv_int8:0-2", "hidden_int8:0-2", "kv_int4:0,hidden:1,kv_int8:2", "tokens:0,hidden_int8:1,kv:2", "hidden_int4:0-2",
 ]  # fmt: skip
-TIGHT = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
+TIGHT = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 
 
 @pytest.fixture(scope="module")

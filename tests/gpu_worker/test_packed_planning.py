@@ -12,18 +12,18 @@ from ctxcache.format.streams import TOKEN_ROW_BYTES, StateKind
 from gpu_worker.plan import Method
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.explain import reason
-from gpu_worker.planning.holding import Engine, Holding, LayerHolding
+from gpu_worker.planning.holding import EngineAbilities, Holding, LayerHolding
 from gpu_worker.planning.layout import (
     LOSSES_NATS,
-    Layout,
     Return,
+    SessionLayout,
     allowed_loss,
     choose_layout,
     kinds_within,
     loss_nats,
 )
 from gpu_worker.planning.planner import LOSSLESS, compare, plan
-from gpu_worker.planning.profile import Place, Stage
+from gpu_worker.planning.profile import Stage, StatePlace
 from gpu_worker.planning.shape import LayerKind, ModelShape
 
 HIDDEN, KV = StateKind.HIDDEN, StateKind.KV
@@ -34,19 +34,19 @@ GROUPED = ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "qwen2.5-14b")
 ALL = (HIDDEN, KV, *PACKINGS)
 
 
-def _times_smaller(model: str, layout: Layout) -> float:
+def _times_smaller(model: str, layout: SessionLayout) -> float:
     """How many times K/V's bytes a token are the layout's, token ids counted on both sides."""
     kv_bytes = TOKEN_ROW_BYTES + sum(layer.kv_row_bytes for layer in known_model(model).layers)
     return kv_bytes / layout.bytes_per_token
 
 
-def _layout(model: str, lossy_kinds: frozenset[StateKind]) -> Layout:
+def _layout(model: str, lossy_kinds: frozenset[StateKind]) -> SessionLayout:
     """What is saved where bytes are dear, but token ids alone will not do."""
-    engine = Engine(can_recompute=False, lossy_kinds=lossy_kinds)
+    engine = EngineAbilities(can_recompute=False, lossy_kinds=lossy_kinds)
     return choose_layout(
         known_model(model),
         known_profile("h100"),
-        [Return(4096, place=Place.SSD)],
+        [Return(4096, place=StatePlace.SSD)],
         engine=engine,
         byte_price_s=1.0,
     )
@@ -87,9 +87,9 @@ def test_rows_have_the_documented_sizes(model: str, kind: StateKind, row_bytes: 
     assert known_model(model, element_bytes=4).layers[0].row_bytes(kind) == row_bytes
 
 
-@pytest.mark.parametrize("place", [Place.SSD, Place.DRAM])
+@pytest.mark.parametrize("place", [StatePlace.SSD, StatePlace.DRAM])
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "gemma-3-270m"])
-def test_nothing_lossy_is_planned_unless_allowed(model: str, place: Place) -> None:
+def test_nothing_lossy_is_planned_unless_allowed(model: str, place: StatePlace) -> None:
     """Though it is held, and faster."""
     exact = plan(request(model, 2048, kinds=ALL, place=place))
     without = plan(request(model, 2048, kinds=(HIDDEN, KV), place=place))
@@ -104,8 +104,8 @@ def test_what_is_held_only_with_a_loss_is_recomputed_or_refused() -> None:
 
     assert set(plan(held).methods) == {Method.TOKENS}
     with pytest.raises(InvalidArgument, match="not held and cannot be recomputed"):
-        plan(replace(held, engine=Engine(can_recompute=False)))
-    by_loss = plan(replace(held, engine=Engine(can_recompute=False, lossy_kinds=EIGHT_BITS)))
+        plan(replace(held, engine=EngineAbilities(can_recompute=False)))
+    by_loss = plan(replace(held, engine=EngineAbilities(can_recompute=False, lossy_kinds=EIGHT_BITS)))
     assert set(by_loss.methods) == {Method.HIDDEN_INT8}
     assert reason(by_loss, 0) == "only hidden_int8 is held, at a loss of 7e-05 nats a token"
 
@@ -116,7 +116,7 @@ def test_what_is_held_only_with_a_loss_is_recomputed_or_refused() -> None:
 @pytest.mark.parametrize("can_split", [False, True])
 def test_an_allowed_loss_is_never_slower(model: str, can_split: bool) -> None:  # noqa: FBT001  # a case of the test
     """More ways can only help; `lossless` in the comparison is the plan without."""
-    engine = Engine(can_split=can_split, lossy_kinds=frozenset(PACKINGS))
+    engine = EngineAbilities(can_split=can_split, lossy_kinds=frozenset(PACKINGS))
     lossy = request(model, 4096, kinds=ALL, engine=engine)
     exact = plan(replace(lossy, engine=replace(engine, lossy_kinds=frozenset())))
     chosen = plan(lossy)
@@ -142,7 +142,7 @@ def test_an_allowed_loss_is_never_slower(model: str, can_split: bool) -> None:  
 def test_four_kinds_at_once_are_planned_as_well_as_by_trying(model: str, hardware: str) -> None:
     """Each layer held by one kind only, in every combination: none of them ends earlier."""
     few = ModelShape("few", known_model(model).layers[:3])
-    engine = Engine(can_recompute=False, lossy_kinds=EIGHT_BITS)
+    engine = EngineAbilities(can_recompute=False, lossy_kinds=EIGHT_BITS)
     kinds = (HIDDEN, KV, HIDDEN_INT8, KV_INT8)
     together = request(few, 512, profile=hardware, kinds=kinds, engine=engine)
     spans = together.holding.layers[0].kinds[0][1]
@@ -157,7 +157,7 @@ def test_four_kinds_at_once_are_planned_as_well_as_by_trying(model: str, hardwar
 def test_a_split_layer_takes_packed_rows_on_both_sides() -> None:
     """The smallest rows of each sort that are held and allowed."""
     model = ModelShape("one", known_model("llama-2-7b").layers[:1])
-    engine = Engine(can_recompute=False, can_split=True, lossy_kinds=EIGHT_BITS)
+    engine = EngineAbilities(can_recompute=False, can_split=True, lossy_kinds=EIGHT_BITS)
     chosen = plan(request(model, 8192, kinds=(HIDDEN_INT8, KV_INT8), engine=engine))
 
     assert [piece.method for piece in chosen.layers[0]] == [Method.HIDDEN_INT8, Method.KV_INT8]

@@ -15,19 +15,14 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
 from gpu_worker.plan import Method, RestorePlan
 from gpu_worker.planning.assignment import PREFILL
-from gpu_worker.planning.datasheets import (
-    MODEL_NAMES,
-    PROFILE_NAMES,
-    hcache_profile,
-    known_model,
-    known_profile,
-)
+from gpu_worker.planning.datasheets import MODEL_NAMES, PROFILE_NAMES, known_model, known_profile
 from gpu_worker.planning.explain import reason
-from gpu_worker.planning.holding import Engine, Holding, LayerHolding, Span
-from gpu_worker.planning.planner import Request, compare, plan
-from gpu_worker.planning.profile import Curve, Link, Place, Stage
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding, LayerHolding
+from gpu_worker.planning.planner import PlanRequest, compare, plan
+from gpu_worker.planning.profile import Curve, Link, Stage, StatePlace
 from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT
 from gpu_worker.planning.shape import LayerKind, LayerShape, ModelShape
+from lab.restoring.papers import hcache_profile
 
 KV_ONLY = (StateKind.KV,)
 
@@ -56,14 +51,21 @@ def _counts(plan_methods: tuple[Method | None, ...]) -> Counter[Method | None]:
     profile=st.sampled_from(PROFILE_NAMES),
     history=st.integers(1, 20_000),
     new_tokens=st.sampled_from([0, 1, 64, 1000]),
-    place=st.sampled_from(Place),
+    place=st.sampled_from(StatePlace),
     is_direct=st.booleans(),
     engine=st.builds(
-        Engine, can_recompute=st.booleans(), starts_by_layer=st.booleans(), can_split=st.booleans()
+        EngineAbilities, can_recompute=st.booleans(), starts_by_layer=st.booleans(), can_split=st.booleans()
     ),
 )
 def test_plans_are_never_behind_any_baseline(
-    model: str, profile: str, history: int, new_tokens: int, place: Place, engine: Engine, *, is_direct: bool
+    model: str,
+    profile: str,
+    history: int,
+    new_tokens: int,
+    place: StatePlace,
+    engine: EngineAbilities,
+    *,
+    is_direct: bool,
 ) -> None:
     """Not behind HCache, KVPR, the naive hybrid, K/V, hidden states or recomputation alone, on any machine."""
     asked = request(
@@ -96,7 +98,7 @@ def test_plans_for_unlike_layers_are_never_behind_either() -> None:
     assert inexact_count > 8
 
 
-def _unlike(generator: random.Random) -> Request:
+def _unlike(generator: random.Random) -> PlanRequest:
     """A model of up to 128 layers of several kinds in no order, on some machine."""
     names = ["llama-2-7b", "opt-13b", "smollm2-135m-mha", "llama-2-13b"]
     base = known_model(generator.choice(names)).layers[0]
@@ -112,9 +114,9 @@ def _unlike(generator: random.Random) -> Request:
     ]
     layers = tuple(generator.choice(kinds) for _ in range(generator.randint(20, 128)))
     history = generator.choice([1000, 4096, 9000])
-    engine = Engine(can_recompute=generator.random() < 0.5, can_split=generator.random() < 0.3)
+    engine = EngineAbilities(can_recompute=generator.random() < 0.5, can_split=generator.random() < 0.3)
     machine = replace(known_profile(generator.choice(PROFILE_NAMES)), is_direct=generator.random() < 0.5)
-    place = generator.choice([Place.SSD, Place.DRAM])
+    place = generator.choice([StatePlace.SSD, StatePlace.DRAM])
     return request(ModelShape("unlike", layers), history, profile=machine, place=place, engine=engine)
 
 
@@ -153,7 +155,7 @@ def test_grouped_heads_come_back_as_kv(model: str) -> None:
 
 def test_latents_come_back_as_latents() -> None:
     """MLA rows are a twelfth of hidden rows."""
-    found = plan(request("deepseek-v3", 4096, profile="h100", engine=Engine(can_recompute=False)))
+    found = plan(request("deepseek-v3", 4096, profile="h100", engine=EngineAbilities(can_recompute=False)))
 
     assert set(found.methods) == {Method.LATENT}
     assert "12.4 times" in reason(found, 0)
@@ -161,7 +163,7 @@ def test_latents_come_back_as_latents() -> None:
 
 def test_windows_need_their_last_tokens_only() -> None:
     """A sliding layer's rows before the window are not transferred."""
-    found = plan(request("gemma-3-270m", 4096, profile="h100", engine=Engine(can_recompute=False)))
+    found = plan(request("gemma-3-270m", 4096, profile="h100", engine=EngineAbilities(can_recompute=False)))
     sizes = [sum(piece.size_bytes for piece in pieces) for pieces in found.layers]
 
     assert sizes[0] == 511 * 2 * 256 * 2
@@ -171,7 +173,7 @@ def test_windows_need_their_last_tokens_only() -> None:
 
 def test_linear_layers_come_back_as_their_state() -> None:
     """Of fixed size whatever the history; from hidden rows only where no state is held."""
-    engine = Engine(can_recompute=False)
+    engine = EngineAbilities(can_recompute=False)
     both = plan(request("qwen3-next-80b", 8192, engine=engine))
     hidden = plan(request("qwen3-next-80b", 8192, kinds=(StateKind.HIDDEN,), engine=engine))
 
@@ -186,7 +188,7 @@ def test_layers_without_state_of_their_own_are_skipped() -> None:
     """A layer that reads another one's K/V has nothing to restore, and nothing to wait for."""
     layer = known_model("llama-3-8b").layers[0]
     model = ModelShape("shared", (layer, _shared_layer(layer), layer))
-    found = plan(request(model, 1024, engine=Engine(can_recompute=False)))
+    found = plan(request(model, 1024, engine=EngineAbilities(can_recompute=False)))
 
     assert found.methods == (Method.KV, None, Method.KV)
     assert found.timeline.restored_s(1) == found.timeline.restored_s(0)
@@ -199,7 +201,7 @@ def test_layers_without_state_of_their_own_are_skipped() -> None:
 def test_layers_that_all_share_are_planned(can_recompute: bool) -> None:  # noqa: FBT001  # a case of the test
     """A pipeline stage may own none with a state: then there is nothing to restore, nor anything to split."""
     model = ModelShape("shared", (_shared_layer(known_model("llama-3-8b").layers[0]),) * 2)
-    asked = request(model, 1024, engine=Engine(can_recompute=can_recompute, can_split=True))
+    asked = request(model, 1024, engine=EngineAbilities(can_recompute=can_recompute, can_split=True))
 
     assert plan(asked).end_s == 0
     assert plan(asked).methods == (None, None)
@@ -208,7 +210,7 @@ def test_layers_that_all_share_are_planned(can_recompute: bool) -> None:  # noqa
 
 def test_only_what_is_held_is_planned() -> None:
     """With K/V alone no layer comes from hidden states, and the reason says so."""
-    found = plan(request("llama-2-7b", 4096, kinds=KV_ONLY, engine=Engine(can_recompute=False)))
+    found = plan(request("llama-2-7b", 4096, kinds=KV_ONLY, engine=EngineAbilities(can_recompute=False)))
 
     assert set(found.methods) == {Method.KV}
     assert reason(found, 0) == "only kv is held"
@@ -217,36 +219,40 @@ def test_only_what_is_held_is_planned() -> None:
 def test_what_is_not_held_is_recomputed_from_the_start() -> None:
     """A missing layer in the middle makes all layers up to it recomputed ones."""
     model = known_model("llama-2-7b")
-    spans = (Span(Place.SSD, 0, 512),)
+    spans = (HeldSpan(StatePlace.SSD, 0, 512),)
     kv = LayerHolding(((StateKind.KV, spans),))
     lost = replace(kv, kinds=())
-    asked = Request(model, Holding((kv,) * 9 + (lost,) + (kv,) * 22), 512, known_profile("a100-40gb"))
+    asked = PlanRequest(model, Holding((kv,) * 9 + (lost,) + (kv,) * 22), 512, known_profile("a100-40gb"))
     found = plan(asked)
 
     assert found.methods[:10] == (Method.TOKENS,) * 10
     assert reason(found, 9) == "nothing of it is held"
     with pytest.raises(InvalidArgument, match="not held and cannot be recomputed"):
-        plan(replace(asked, engine=Engine(can_recompute=False)))
+        plan(replace(asked, engine=EngineAbilities(can_recompute=False)))
 
 
 def test_a_gap_makes_a_kind_unusable() -> None:
     """Rows of [0, 64) and [128, 256) are not those of [0, 256), wherever they lie."""
     layer = known_model("llama-2-7b").layers[0]
-    gap = LayerHolding(((StateKind.KV, (Span(Place.DRAM, 0, 64), Span(Place.SSD, 128, 256))),))
-    whole = LayerHolding(((StateKind.KV, (Span(Place.DRAM, 0, 64), Span(Place.SSD, 64, 256))),))
+    gap = LayerHolding(
+        ((StateKind.KV, (HeldSpan(StatePlace.DRAM, 0, 64), HeldSpan(StatePlace.SSD, 128, 256))),)
+    )
+    whole = LayerHolding(
+        ((StateKind.KV, (HeldSpan(StatePlace.DRAM, 0, 64), HeldSpan(StatePlace.SSD, 64, 256))),)
+    )
 
     assert gap.sizes(StateKind.KV, 0, 256, layer.kv_row_bytes) is None
-    assert gap.sizes(StateKind.KV, 128, 256, 2) == {Place.SSD: 256}
-    assert whole.sizes(StateKind.KV, 0, 256, 2) == {Place.DRAM: 128, Place.SSD: 384}
+    assert gap.sizes(StateKind.KV, 128, 256, 2) == {StatePlace.SSD: 256}
+    assert whole.sizes(StateKind.KV, 0, 256, 2) == {StatePlace.DRAM: 128, StatePlace.SSD: 384}
 
 
 def test_what_lies_in_dram_is_not_read() -> None:
     """Through host memory, SSD rows are read and copied, DRAM rows only copied; direct ones only copied."""
     staged = replace(known_profile("a100-40gb"), is_direct=False)
-    engine = Engine(can_recompute=False)
-    dram = plan(request("llama-3-8b", 4096, profile=staged, place=Place.DRAM, engine=engine))
-    ssd = plan(request("llama-3-8b", 4096, profile=staged, place=Place.SSD, engine=engine))
-    direct = plan(request("llama-3-8b", 4096, place=Place.SSD, engine=engine))
+    engine = EngineAbilities(can_recompute=False)
+    dram = plan(request("llama-3-8b", 4096, profile=staged, place=StatePlace.DRAM, engine=engine))
+    ssd = plan(request("llama-3-8b", 4096, profile=staged, place=StatePlace.SSD, engine=engine))
+    direct = plan(request("llama-3-8b", 4096, place=StatePlace.SSD, engine=engine))
 
     assert dram.timeline.busy_s["read"] == direct.timeline.busy_s["read"] == 0
     assert ssd.timeline.busy_s["read"] > 0
@@ -255,8 +261,10 @@ def test_what_lies_in_dram_is_not_read() -> None:
 
 def test_starting_by_layer_hides_restoration_behind_the_new_tokens() -> None:
     """An engine that begins with layer 0 while later ones are on their way ends earlier than one that waits."""
-    waits = request("llama-2-13b", 2048, kinds=KV_ONLY, new_tokens=512, engine=Engine(can_recompute=False))
-    follows = replace(waits, engine=Engine(can_recompute=False, starts_by_layer=True))
+    waits = request(
+        "llama-2-13b", 2048, kinds=KV_ONLY, new_tokens=512, engine=EngineAbilities(can_recompute=False)
+    )
+    follows = replace(waits, engine=EngineAbilities(can_recompute=False, starts_by_layer=True))
     waiting, following = plan(waits), plan(follows)
     prefill_s = sum(timed.step.compute_s for timed in waiting.timeline.steps if timed.step.what == PREFILL)
 
@@ -268,7 +276,7 @@ def test_splits_end_both_streams_together() -> None:
     """One layer split where the pipeline would otherwise have a bubble; only where the engine can."""
     profile = hcache_profile("llama-2-7b")
     whole = plan(request("llama-2-7b", 1024, profile=profile))
-    split = plan(request("llama-2-7b", 1024, profile=profile, engine=Engine(can_split=True)))
+    split = plan(request("llama-2-7b", 1024, profile=profile, engine=EngineAbilities(can_split=True)))
 
     assert whole.split_layers == ()
     assert len(split.split_layers) == 1
@@ -280,7 +288,7 @@ def test_kvpr_is_taken_where_splitting_every_layer_is_better() -> None:
     """On one layer nothing else balances at single tokens."""
     model = ModelShape("one", known_model("opt-6.7b").layers[:1])
     profile = replace(hcache_profile("llama-2-7b"), gemm_flops_per_s=6e13)
-    asked = request(model, 50, profile=profile, engine=Engine(can_split=True, can_recompute=False))
+    asked = request(model, 50, profile=profile, engine=EngineAbilities(can_split=True, can_recompute=False))
     found = plan(asked)
 
     assert found.end_s == compare(asked)["kvpr"]
@@ -307,7 +315,7 @@ def test_uniform_128_layers_take_a_handful_of_steps() -> None:
     model = ModelShape("deep", known_model("llama-2-7b").layers[:1] * 128)
 
     assert plan(request(model, 4096)).step_count <= 16
-    assert plan(request(model, 4096, engine=Engine(can_split=True))).step_count <= 64
+    assert plan(request(model, 4096, engine=EngineAbilities(can_split=True))).step_count <= 64
 
 
 @pytest.mark.parametrize(
@@ -315,7 +323,7 @@ def test_uniform_128_layers_take_a_handful_of_steps() -> None:
     [
         lambda: Link(0.0),
         lambda: Link(1.0, -1.0),
-        lambda: Span(Place.SSD, 5, 4),
+        lambda: HeldSpan(StatePlace.SSD, 5, 4),
         lambda: replace(known_profile("cpu"), gemm_flops_per_s=0.0),
         lambda: known_profile("cpu", gpu_count=0),
         lambda: replace(request("llama-2-7b", 5), history=-1),
@@ -380,7 +388,7 @@ def test_what_was_measured_replaces_the_datasheet() -> None:
         5.0,
     ]
     assert slower.project_s(layer, 150) == 6.0
-    assert slower.transfer_s({Place.DRAM: 1e9})[1] == 3 * profile.transfer_s({Place.DRAM: 1e9})[1]
+    assert slower.transfer_s({StatePlace.DRAM: 1e9})[1] == 3 * profile.transfer_s({StatePlace.DRAM: 1e9})[1]
     assert slower.embed_s(layer, 150) == profile.embed_s(layer, 150)
     with pytest.raises(InvalidArgument, match="no ascending points"):
         Curve(((200, 1.0), (100, 2.0)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_worker.planning.assignment import Step, simulate
-from gpu_worker.planning.block import NOTHING, START, Block, in_order, step
+from gpu_worker.planning.block import NOTHING, START, StreamBlock, in_order, step
 from gpu_worker.planning.search import LEAST_FRONT, STEP_LIMIT, Choices, Solution, bounds, least_end_s, solve
 
 ROUNDING = 1e-9
@@ -96,7 +96,7 @@ def test_powers_repeat_a_block(seconds: Seconds, count: int) -> None:
     """The n-th power is the block n times."""
     once = block((seconds,))
 
-    assert once.powers(count) == list(accumulate([once] * count, Block.then, initial=NOTHING))
+    assert once.powers(count) == list(accumulate([once] * count, StreamBlock.then, initial=NOTHING))
 
 
 @given(st.lists(st.tuples(_TIMES, _TIMES), min_size=2, max_size=3, unique=True))

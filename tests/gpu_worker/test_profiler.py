@@ -16,14 +16,15 @@ from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.families import adapt
 from gpu_worker.plan import Method
 from gpu_worker.planning.adaptive import AdaptivePlanner, stage_seconds
-from gpu_worker.planning.datasheets import hcache_profile, known_model, known_profile
-from gpu_worker.planning.holding import Engine, Holding, Span
+from gpu_worker.planning.datasheets import known_model, known_profile
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import NO_LIMIT, Place, Stage
+from gpu_worker.planning.profile import NO_LIMIT, Stage, StatePlace
 from gpu_worker.planning.shape import LayerKind
 from gpu_worker.profiling.measure import LENGTHS, Stopwatch, copy_bytes_per_s, measure, read_bytes_per_s
 from gpu_worker.profiling.model_shape import model_shape, representatives
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
+from lab.restoring.papers import hcache_profile
 
 CPU = torch.device("cpu")
 HISTORY = 1024
@@ -98,8 +99,8 @@ def test_window_of_the_shape_is_what_restoring_reads() -> None:
             asked.append((stream.layer, begin))
             super().fill(stream, begin, end, into)
 
-    plan = AdaptivePlanner(shape, known_profile("cpu"), engine=Engine(can_recompute=False)).plan(
-        Holding.alike(LAYER_COUNT, [StateKind.KV], [Span(Place.DRAM, 0, session.token_count)]),
+    plan = AdaptivePlanner(shape, known_profile("cpu"), engine=EngineAbilities(can_recompute=False)).plan(
+        Holding.alike(LAYER_COUNT, [StateKind.KV], [HeldSpan(StatePlace.DRAM, 0, session.token_count)]),
         session.token_count,
     )
     source = Asked(session.rows.__getitem__)
@@ -113,7 +114,7 @@ def test_what_is_planned_restores_what_was_saved(name: str) -> None:
     """A plan by measured times, recomputation included, goes on with the tokens of the cache that stayed."""
     session, measured = saved_session(name), _measured(name)
     kinds = [StateKind.HIDDEN, session.adapter.kind]
-    held = Holding.alike(LAYER_COUNT, kinds, [Span(Place.SSD, 0, session.token_count)])
+    held = Holding.alike(LAYER_COUNT, kinds, [HeldSpan(StatePlace.SSD, 0, session.token_count)])
     chosen = AdaptivePlanner(measured.model, measured.profile).plan(held, session.token_count)
 
     assert session.continue_on(session.restore(str(chosen.restore_plan()))) == session.expected_ids
@@ -196,7 +197,7 @@ def test_damaged_profiles_are_refused(tmp_path: Path, damage: Callable[[str], st
 
 
 def _plan_of(planner: AdaptivePlanner) -> Plan:
-    held = Holding.alike(40, [StateKind.HIDDEN, StateKind.KV], [Span(Place.SSD, 0, HISTORY)])
+    held = Holding.alike(40, [StateKind.HIDDEN, StateKind.KV], [HeldSpan(StatePlace.SSD, 0, HISTORY)])
     return planner.plan(held, HISTORY)
 
 

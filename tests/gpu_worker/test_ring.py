@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.saving.staging import Ring, Run, cut, rows_of
+from gpu_worker.saving.staging import RowRing, RowRun, cut, rows_of
 
 
 @given(
@@ -14,7 +14,7 @@ from gpu_worker.saving.staging import Ring, Run, cut, rows_of
 )
 def test_runs_never_overlap_and_empty_is_all_free(size: int, steps: list[int | None]) -> None:
     """Whatever is taken and freed, runs in use are apart and within; an empty ring has room for all of it."""
-    ring, used = Ring(size), deque[Run]()
+    ring, used = RowRing(size), deque[RowRun]()
 
     for count in steps:
         if count is None:
@@ -34,26 +34,26 @@ def test_runs_never_overlap_and_empty_is_all_free(size: int, steps: list[int | N
         ring.free_oldest()
 
     assert ring.used_count == 0
-    assert ring.take(size) == Run(0, size)
+    assert ring.take(size) == RowRun(0, size)
 
 
 def test_a_full_ring_has_no_room() -> None:
     """Room at the begin and at the end is not put together."""
-    ring = Ring(10)
+    ring = RowRing(10)
     ring.take(4)
     ring.take(4)
     ring.free_oldest()
 
     assert ring.take(5) is None
-    assert ring.take(3) == Run(0, 3)
-    assert ring.take(1) == Run(3, 4)
+    assert ring.take(3) == RowRun(0, 3)
+    assert ring.take(1) == RowRun(3, 4)
     assert ring.take(1) is None
 
 
 def test_rows_that_follow_one_another_are_a_slice() -> None:
     """What lies together is viewed; anything else is put together by number, in order."""
-    assert rows_of([Run(2, 4), Run(4, 7)]) == slice(2, 7)
-    scattered = rows_of([Run(8, 9), Run(0, 2)])
+    assert rows_of([RowRun(2, 4), RowRun(4, 7)]) == slice(2, 7)
+    scattered = rows_of([RowRun(8, 9), RowRun(0, 2)])
     assert not isinstance(scattered, slice)
     assert scattered.tolist() == [8, 0, 1]
 
@@ -61,7 +61,7 @@ def test_rows_that_follow_one_another_are_a_slice() -> None:
 @given(st.lists(st.integers(1, 5), max_size=8), st.integers(0, 40))
 def test_a_cut_loses_nothing(lengths: list[int], count: int) -> None:
     """The first part has as many rows as were asked for, or all; both together are what was there."""
-    runs = [Run(10 * i, 10 * i + length) for i, length in enumerate(lengths)]
+    runs = [RowRun(10 * i, 10 * i + length) for i, length in enumerate(lengths)]
     rows = [row for run in runs for row in range(run.begin, run.end)]
 
     first, rest = cut(runs, count)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gpu_worker.kernels.device import IS_INTERPRETED, destinations, dimensions, load_rows, store_head, turn
 from gpu_worker.kernels.kv_projection.reference import LayerWeights, check
-from gpu_worker.kernels.operands import Norm, NormKind, Pages, Pairing, Projection, Rotation, Rows
+from gpu_worker.kernels.operands import Norm, NormKind, Pages, Pairing, ProjectionWeights, Rotation, Rows
 from gpu_worker.kernels.rope_scatter.fused import parts_of, tables_of
 
 BLOCK_TOKENS = 64
@@ -31,7 +31,7 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
 
 
 def _launch(
-    hidden: Rows, layer: LayerWeights, projection: Projection, rotation: Rotation | None, pages: Pages,
+    hidden: Rows, layer: LayerWeights, projection: ProjectionWeights, rotation: Rotation | None, pages: Pages,
     cache: torch.Tensor, *, is_key: bool,
 ) -> None:  # fmt: skip
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(hidden)

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_worker.kernels.operands import HeadNorm, Norm, NormKind, Pages, Projection, Quantized, Rotation, Rows
+from gpu_worker.kernels.operands import (
+    HeadNorm,
+    Norm,
+    NormKind,
+    Pages,
+    ProjectionWeights,
+    Quantized,
+    Rotation,
+    Rows,
+)
 from gpu_worker.kernels.quantization import dequantize
 from gpu_worker.kernels.rope_scatter.reference import check_tokens, rotate, scatter
 
@@ -16,8 +25,8 @@ class LayerWeights:
     """One layer's way from its input to its rows of K and V."""
 
     norm: Norm
-    key: Projection
-    value: Projection
+    key: ProjectionWeights
+    value: ProjectionWeights
     key_norm: HeadNorm | None = None
 
 
@@ -62,7 +71,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     return x if norm.bias is None else x + norm.bias.float()
 
 
-def project(x: Tensor, projection: Projection) -> Tensor:
+def project(x: Tensor, projection: ProjectionWeights) -> Tensor:
     """Float32 [T, D] -> [T, H, C]."""
     bias = None if projection.bias is None else projection.bias.float()
     out = functional.linear(x, projection.weight.float(), bias)

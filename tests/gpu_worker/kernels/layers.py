@@ -13,7 +13,7 @@ from gpu_worker.kernels.operands import (
     NormKind,
     Pages,
     Pairing,
-    Projection,
+    ProjectionWeights,
     Quantized,
     Rotation,
     Rows,
@@ -50,8 +50,8 @@ def layer_of(
     head_norm = HeadNorm((normal(head_size, seed=5).abs() + 0.5).to(dtype), 1e-6) if has_head_norm else None
     return LayerWeights(
         norm_of(kind, size, dtype),
-        Projection(weight, count, normal(count * head_size, seed=6).to(dtype)),
-        Projection(value_weight, value_heads[0]), head_norm,
+        ProjectionWeights(weight, count, normal(count * head_size, seed=6).to(dtype)),
+        ProjectionWeights(value_weight, value_heads[0]), head_norm,
     )  # fmt: skip
 
 

@@ -10,7 +10,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from gpu_worker.kernels.kv_projection import fused, reference
 from gpu_worker.kernels.kv_projection.reference import LayerWeights
-from gpu_worker.kernels.operands import NO_NORM, Norm, NormKind, Pages, Pairing, Projection, Rotation, Rows
+from gpu_worker.kernels.operands import (
+    NO_NORM,
+    Norm,
+    NormKind,
+    Pages,
+    Pairing,
+    ProjectionWeights,
+    Rotation,
+    Rows,
+)
 
 Kernel = Callable[[Rows, LayerWeights, Rotation | None, Pages], None]
 HEADS = {"whole": (2, 16, 8), "partial": (2, 24, 6), "odd": (1, 17, 4), "wide": (2, 80, 40)}
@@ -154,7 +163,7 @@ def test_a_llama_layers_own_cache(kernel: Kernel) -> None:
     attention, norm = block.self_attn, block.input_layernorm
     layer = LayerWeights(
         Norm(NormKind.RMS, norm.variance_epsilon, norm.weight.detach()),
-        Projection(attention.k_proj.weight.detach(), 2), Projection(attention.v_proj.weight.detach(), 2),
+        ProjectionWeights(attention.k_proj.weight.detach(), 2), ProjectionWeights(attention.v_proj.weight.detach(), 2),
     )  # fmt: skip
     ids = torch.arange(30, device=layers.DEVICE).unsqueeze(0)
     with torch.no_grad():
@@ -185,8 +194,8 @@ def test_an_opt_layers_own_cache() -> None:
     attention, norm = block.self_attn, block.self_attn_layer_norm
     layer = LayerWeights(
         Norm(NormKind.LAYER, norm.eps, norm.weight.detach(), norm.bias.detach()),
-        Projection(attention.k_proj.weight.detach(), 4, attention.k_proj.bias.detach()),
-        Projection(attention.v_proj.weight.detach(), 4, attention.v_proj.bias.detach()),
+        ProjectionWeights(attention.k_proj.weight.detach(), 4, attention.k_proj.bias.detach()),
+        ProjectionWeights(attention.v_proj.weight.detach(), 4, attention.v_proj.bias.detach()),
     )  # fmt: skip
     ids = torch.arange(30, device=layers.DEVICE).unsqueeze(0)
     with torch.no_grad():
@@ -203,8 +212,8 @@ def test_a_projection_alone() -> None:
     """Without norm, bias and rotation a unit matrix copies."""
     layer = LayerWeights(
         NO_NORM,
-        Projection(torch.eye(32, device=layers.DEVICE), 2),
-        Projection(2 * torch.eye(32, device=layers.DEVICE), 2),
+        ProjectionWeights(torch.eye(32, device=layers.DEVICE), 2),
+        ProjectionWeights(2 * torch.eye(32, device=layers.DEVICE), 2),
     )
     pages = layers.poisoned(2, (2, 16), (2, 16), torch.float32)
     hidden = layers.normal(2, 32)

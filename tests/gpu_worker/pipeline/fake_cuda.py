@@ -17,7 +17,7 @@ from gpu_worker.pipeline import pipeline
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.device import Cuda
 from gpu_worker.pipeline.lane import HostLane, Lane
-from gpu_worker.pipeline.target import Room
+from gpu_worker.pipeline.target import LayerRoom
 from gpu_worker.plan import Method
 
 _JOIN_S = 30.0
@@ -157,7 +157,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     copy, restore = pipeline._copy, Modules.restore
     monkeypatch.setattr(pipeline, "_copy", lambda rows, landed: driver.launch(lambda: copy(rows, landed)))
 
-    def launched(self: Modules, layer: int, method: Method, data: Tensor, begin: int, room: Room) -> None:
+    def launched(
+        self: Modules, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom
+    ) -> None:
         driver.launch(lambda: restore(self, layer, method, data, begin, room))
 
     monkeypatch.setattr(Modules, "restore", launched)

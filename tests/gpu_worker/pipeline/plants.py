@@ -10,9 +10,9 @@ from ctxcache.format.streams import Stream
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.device import CudaEvent
-from gpu_worker.pipeline.lane import Event, passed
-from gpu_worker.pipeline.pipeline import Restoration, Ring
-from gpu_worker.pipeline.schedule import Part
+from gpu_worker.pipeline.lane import LaneEvent, passed
+from gpu_worker.pipeline.pipeline import BufferRing, Restoration
+from gpu_worker.pipeline.schedule import LayerPart
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 
@@ -37,7 +37,7 @@ def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def layers_swapped(patch: pytest.MonkeyPatch) -> None:
     """Layers 0 and 1 get each other's rows."""
     patch.setattr(
-        Part,
+        LayerPart,
         "stream",
         property(lambda part: Stream({0: 1, 1: 0}.get(part.layer, part.layer), part.method.kind)),
     )
@@ -56,10 +56,10 @@ def copy_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 def buffers_reused_early(patch: pytest.MonkeyPatch) -> None:
     """R3: a buffer is free as soon as its consumer was submitted."""
 
-    def bind(ring: Ring, buffer: Tensor, _consumer: Event) -> None:
+    def bind(ring: BufferRing, buffer: Tensor, _consumer: LaneEvent) -> None:
         ring.drop(buffer)
 
-    patch.setattr(Ring, "bind", bind)
+    patch.setattr(BufferRing, "bind", bind)
 
 
 @_register

@@ -14,18 +14,18 @@ from torch import Tensor
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
 from ctxcache.format.streams import Stream
-from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.ranks import EngineRanks
 from gpu_worker.parallel.rounds import Gathering, SharedRound, StageTarget, taking_part
 from gpu_worker.parallel.sharded import cached_heads, shard
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.share import ModelShare
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.pipeline import Pipeline, Settings
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import PagedTarget
 from gpu_worker.plan import RestorePlan
 
-SETTINGS = Settings(slot_bytes=1 << 14, slot_count=2, batch_tokens=32, is_poisoned=True)
+SETTINGS = PipelineSettings(slot_bytes=1 << 14, slot_count=2, batch_tokens=32, is_poisoned=True)
 PAGE_TOKENS = 16
 
 
@@ -33,7 +33,7 @@ PAGE_TOKENS = 16
 class Order:
     """What a rank is to do: rounds by name, each whole or with a fault in this rank."""
 
-    share: Share
+    share: ModelShare
     rendezvous: str
     family: str = "llama"
     plan: str = "kv:0-2"
@@ -65,7 +65,7 @@ def run(order: Order, told: Connection) -> None:
     """Take part in all rounds; tells of each its reason, empty where it is whole."""
     torch.set_num_threads(1)
     session = saved_session(order.family)
-    ranks = Ranks(order.share, order.rendezvous)
+    ranks = EngineRanks(order.share, order.rendezvous)
     cache = _empty(session, order.share)
     for name, fault in order.rounds:
         for half in (half for layer in cache for half in layer):
@@ -97,7 +97,7 @@ def _restore(
         [(method, 0, session.token_count)] if share.first_layer <= layer < share.end_layer else []
         for layer, method in enumerate(methods)
     ]
-    schedule = Schedule.of_pieces(layers, session.token_count, [0] * count)
+    schedule = RestoreSchedule.of_pieces(layers, session.token_count, [0] * count)
     together.ready()
     together.connect(torch.device("cpu"))
     modules = Modules(shard(session.adapter, share), session.positions)
@@ -113,7 +113,7 @@ def _restore(
         together.whole()
 
 
-def _empty(session: Session, share: Share) -> list[tuple[Tensor, Tensor]]:
+def _empty(session: Session, share: ModelShare) -> list[tuple[Tensor, Tensor]]:
     adapter = session.adapter
     pages, heads = -(-session.token_count // PAGE_TOKENS), cached_heads(adapter, share)
     shapes = [(pages, PAGE_TOKENS, heads, half.head_size) for half in (adapter.key, adapter.value)]

@@ -12,15 +12,15 @@ from transformers import Cache
 from ctxcache.errors import CacheError
 from gpu_worker.pipeline.compute import Compute, Modules
 from gpu_worker.pipeline.device import Host
-from gpu_worker.pipeline.lane import Deadline, Event, HostLane, Lane, OnError, Work
-from gpu_worker.pipeline.pipeline import Pipeline, Restoration, Settings
-from gpu_worker.pipeline.schedule import Schedule
+from gpu_worker.pipeline.lane import Deadline, HostLane, Lane, LaneEvent, OnError, Work
+from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
+from gpu_worker.pipeline.schedule import RestoreSchedule
 from gpu_worker.pipeline.target import CacheTarget, Target
 from gpu_worker.plan import RestorePlan
 
 DELAY_S = 0.003
 DEADLINE_S = 20.0
-SMALL = Settings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
+SMALL = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 
 
 class RowsSource(HeldRows):
@@ -41,8 +41,13 @@ class SlowLane(HostLane):
     """A lane at whose begin every piece of work is held up."""
 
     def submit(
-        self, work: Work, *, after: Sequence[Event] = (), deadline: Deadline, on_error: OnError | None = None
-    ) -> Event:
+        self,
+        work: Work,
+        *,
+        after: Sequence[LaneEvent] = (),
+        deadline: Deadline,
+        on_error: OnError | None = None,
+    ) -> LaneEvent:
         """See Lane."""
 
         def held_up() -> None:
@@ -69,17 +74,17 @@ class SlowHost(Host):
 
 
 def slowed(
-    *lanes: str, is_unified: bool = False, settings: Settings = SMALL
+    *lanes: str, is_unified: bool = False, settings: PipelineSettings = SMALL
 ) -> AbstractContextManager[Pipeline]:
     """A pipeline of small poisoned buffers, some of whose lanes are slow."""
     return Pipeline(SlowHost(lanes, is_unified=is_unified), settings)
 
 
-def schedule_of(session: Session, target: Target, plan: str) -> Schedule:
+def schedule_of(session: Session, target: Target, plan: str) -> RestoreSchedule:
     """A plan in its compact form; `saved` stands for the session's own kind of rows."""
     text = plan.replace("saved", session.adapter.kind.name.lower())
     first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
-    return Schedule.of_methods(RestorePlan.parse(text), session.token_count, first_tokens)
+    return RestoreSchedule.of_methods(RestorePlan.parse(text), session.token_count, first_tokens)
 
 
 def start(

@@ -21,11 +21,11 @@ from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.direct.path import DirectPath
 from gpu_worker.direct.source import Landed, LandingSource
 from gpu_worker.direct.storage import DirectStorage
-from gpu_worker.pipeline.pipeline import Settings
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.source import Verify
 
 WAYS = ("posix", "gds")
-CHUNKS = Settings(slot_bytes=1 << 16, slot_count=2, batch_tokens=SEGMENT_TOKENS, is_poisoned=True)
+CHUNKS = PipelineSettings(slot_bytes=1 << 16, slot_count=2, batch_tokens=SEGMENT_TOKENS, is_poisoned=True)
 """Buffers of whole chunks."""
 
 

@@ -28,7 +28,7 @@ from gpu_worker.engines.restoring import SessionRestorer
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed, RestoreTooLate
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.pipeline import LayerState, Pipeline, Restoration, Settings
+from gpu_worker.pipeline.pipeline import LayerState, Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.planned import Choice, Chooser
 from gpu_worker.plan import Method, RestorePlan
 
@@ -257,7 +257,7 @@ def test_a_row_that_no_buffer_holds_is_refused() -> None:
     session = saved_session("deepseek")
     target = poisoned_target(session)
 
-    settings = Settings(slot_bytes=200, slot_count=2)
+    settings = PipelineSettings(slot_bytes=200, slot_count=2)
     with slowed(settings=settings) as pipeline, pytest.raises(InvalidArgument, match="slot_bytes"):
         start(pipeline, session, target, "saved:0,hidden:1-2")
 

@@ -8,21 +8,21 @@ from slow_pipelines import poisoned_target, slowed, start
 
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.pipeline.planned import Chooser, lead
-from gpu_worker.planning.baselines import read_buffer_bytes
 from gpu_worker.planning.datasheets import known_model, known_profile
-from gpu_worker.planning.holding import Engine, Holding, Span
+from gpu_worker.planning.holding import EngineAbilities, HeldSpan, Holding
 from gpu_worker.planning.option import LayerOptions, layer_options
-from gpu_worker.planning.planner import Plan, Request, plan
-from gpu_worker.planning.profile import Place, Stage
+from gpu_worker.planning.planner import Plan, PlanRequest, plan
+from gpu_worker.planning.profile import Stage, StatePlace
 from gpu_worker.planning.shape import LayerShape
+from lab.restoring.papers import read_buffer_bytes
 
-KV_ONLY = Engine(can_recompute=False, starts_by_layer=True)
+KV_ONLY = EngineAbilities(can_recompute=False, starts_by_layer=True)
 
 
 def _plan(history: int, new_tokens: int, model: str = "llama-2-13b") -> Plan:
     shape = known_model(model)
-    holding = Holding.alike(len(shape.layers), [StateKind.KV], [Span(Place.DRAM, 0, history)])
-    return plan(Request(shape, holding, history, known_profile("a100-40gb"), new_tokens, KV_ONLY))
+    holding = Holding.alike(len(shape.layers), [StateKind.KV], [HeldSpan(StatePlace.DRAM, 0, history)])
+    return plan(PlanRequest(shape, holding, history, known_profile("a100-40gb"), new_tokens, KV_ONLY))
 
 
 @pytest.mark.parametrize("new_tokens", [1, 100, 400, 1600])

@@ -18,7 +18,7 @@ from sessions import RELATIVE_BOUND, saved_session
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from gpu_worker.parallel.share import Share
+from gpu_worker.parallel.share import ModelShare
 
 LAYER_COUNT = 3
 PATIENCE_S = 60.0
@@ -73,7 +73,7 @@ def orders_of(
     borders = [LAYER_COUNT * stage // stages for stage in range(stages + 1)]
     return [
         rank_process.Order(
-            Share(borders[stage], borders[stage + 1], rank, tensor_ranks, stage, stages),
+            ModelShare(borders[stage], borders[stage + 1], rank, tensor_ranks, stage, stages),
             f"file://{place}/meeting", family, plan, result=place / f"{stage}-{rank}",
         )
         for stage in range(stages)

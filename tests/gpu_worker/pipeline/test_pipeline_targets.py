@@ -9,20 +9,20 @@ from torch import Tensor
 from ctxcache.errors import InvalidArgument
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline
-from gpu_worker.pipeline.schedule import Schedule
-from gpu_worker.pipeline.target import Layout, PagedTarget, split_cache
+from gpu_worker.pipeline.schedule import RestoreSchedule
+from gpu_worker.pipeline.target import CacheAxes, PagedTarget, split_cache
 from gpu_worker.plan import Method, RestorePlan
 
 BLOCK_TOKENS = 16
 BLOCK_COUNT = 12
 
 
-def _axes(layout: Layout, heads: int, size: int) -> list[int]:
+def _axes(layout: CacheAxes, heads: int, size: int) -> list[int]:
     sizes = {"2": 2, "B": BLOCK_COUNT, "P": BLOCK_TOKENS, "H": heads, "C": size}
     return [sizes[axis] for axis in layout.value.split()]
 
 
-def _paged(session: Session, layout: Layout) -> tuple[list[Tensor], PagedTarget]:
+def _paged(session: Session, layout: CacheAxes) -> tuple[list[Tensor], PagedTarget]:
     """Caches of NaN, and a session's blocks in no order, the last of them not full."""
     adapter = session.adapter
     caches = [
@@ -38,17 +38,17 @@ def _paged(session: Session, layout: Layout) -> tuple[list[Tensor], PagedTarget]
     return caches, PagedTarget([split_cache(cache, layout) for cache in caches], slots, windows=windows)
 
 
-def _gathered(cache: Tensor, layout: Layout, target: PagedTarget, layer: int) -> list[Tensor]:
+def _gathered(cache: Tensor, layout: CacheAxes, target: PagedTarget, layer: int) -> list[Tensor]:
     """What the blocks hold of the tokens that a layer needs, as the engine's own cache has it."""
     slots = target._slots[target.first_token(layer) :]
     halves = split_cache(cache, layout)
     return [half[slots // BLOCK_TOKENS, slots % BLOCK_TOKENS].transpose(0, 1).unsqueeze(0) for half in halves]
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", CacheAxes)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize("plan", ["saved:0-2", "tokens:0,hidden:1,saved:2"])
-def test_every_layout_of_blocks_is_filled(name: str, layout: Layout, plan: str) -> None:
+def test_every_layout_of_blocks_is_filled(name: str, layout: CacheAxes, plan: str) -> None:
     """Each token's keys and values are in its slot, and no other slot was written to."""
     session = saved_session(name)
     caches, target = _paged(session, layout)
@@ -68,7 +68,7 @@ def test_every_layout_of_blocks_is_filled(name: str, layout: Layout, plan: str) 
 def test_blocks_of_a_failed_restore_are_named() -> None:
     """Whatever was usable before: all blocks of the session, and no others."""
     session = saved_session("llama")
-    _, target = _paged(session, Layout.TOKENS_FIRST)
+    _, target = _paged(session, CacheAxes.TOKENS_FIRST)
     source = RowsSource(session)
     with slowed() as pipeline, start(pipeline, session, target, source=source) as restoration:
         restoration.wait(0)
@@ -109,7 +109,7 @@ def test_layers_may_be_split(name: str, pieces: list[list[tuple[str, int, int | 
         [(kind if what == "saved" else Method(what), begin, end or count) for what, begin, end in some]
         for some in pieces
     ]
-    schedule = Schedule.of_pieces(layers, count, [target.first_token(layer) for layer in range(3)])
+    schedule = RestoreSchedule.of_pieces(layers, count, [target.first_token(layer) for layer in range(3)])
 
     with (
         slowed() as pipeline,
@@ -140,7 +140,7 @@ def test_layers_may_be_split(name: str, pieces: list[list[tuple[str, int, int | 
 def test_what_cannot_be_run_is_refused(layers: list[list[tuple[Method, int, int]]]) -> None:
     """A layer is recomputed from the one before it, from the first token on."""
     with pytest.raises(InvalidArgument, match="plan"):
-        Schedule.of_pieces(layers, 82, [0, 0])
+        RestoreSchedule.of_pieces(layers, 82, [0, 0])
 
 
 def test_a_schedule_reads_what_it_restores() -> None:

@@ -23,11 +23,11 @@ from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.rows import pack_rows
 from gpu_worker.sidecar.attachments import Attachments
 from gpu_worker.sidecar.handles.host import DescriptorSocket
-from gpu_worker.sidecar.model import Models
+from gpu_worker.sidecar.model import AttachedModels
 from gpu_worker.sidecar.regions import Opener
 from gpu_worker.sidecar.restoring import Pipelines
 from gpu_worker.sidecar.service import WorkerService
-from gpu_worker.sidecar.settings import Settings
+from gpu_worker.sidecar.settings import WorkerSettings
 from gpu_worker.v1 import worker_pb2
 
 BLOCKS = [3, 1, 9, 5, 0, 8]
@@ -105,8 +105,8 @@ class OneSession:
 @asynccontextmanager
 async def _service(engine: PagedEngine, rows: HeldRows, weights: Path) -> Any:  # an async generator
     client: Any = OneSession(engine, rows)
-    settings, pipelines = Settings(), Pipelines(CPU, 1 << 20)
-    attachments = Attachments(settings, client, Models(CPU, None), Opener(CPU, DescriptorSocket("")))
+    settings, pipelines = WorkerSettings(), Pipelines(CPU, 1 << 20)
+    attachments = Attachments(settings, client, AttachedModels(CPU, None), Opener(CPU, DescriptorSocket("")))
     direct = DirectStorage(client, CPU)
     service = WorkerService(settings, client, direct, pipelines, attachments, on_stuck=_stuck)
     attachment = await attachments.attach(engine.hello(write_weights("llama", weights)))

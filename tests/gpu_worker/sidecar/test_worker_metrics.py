@@ -29,7 +29,7 @@ from ctxcache.errors import AddressUnusable, CacheError, InvalidConfiguration, T
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.sidecar.attachments import Attached, Counts
 from gpu_worker.sidecar.client import WorkerClient
-from gpu_worker.sidecar.edge import Room
+from gpu_worker.sidecar.edge import AdmissionLimit
 from gpu_worker.sidecar.metrics import METRICS, MetricsGuard, MetricsServer, WorkerCollector
 
 
@@ -104,10 +104,10 @@ def test_by_default_nobody_listens(worker: WorkerProcess) -> None:
 
 
 def _collector() -> WorkerCollector:
-    return _collector_of(Counts(), Room("restores", 1))
+    return _collector_of(Counts(), AdmissionLimit("restores", 1))
 
 
-def _collector_of(counts: Counts, room: Room) -> WorkerCollector:
+def _collector_of(counts: Counts, room: AdmissionLimit) -> WorkerCollector:
     store: Any = None  # nobody asks it
     direct = DirectStorage(store, torch.device("cpu"))
     return WorkerCollector(counts, [("restores", room)], lambda: Attached(0, 0.0), direct)
@@ -142,7 +142,7 @@ def test_an_address_that_is_taken_is_refused() -> None:
 
 def test_a_sample_is_of_a_metric_of_the_table() -> None:
     """Each has the labels that the table gives it, those that only a refusal brings too."""
-    room = Room("restores", 0)
+    room = AdmissionLimit("restores", 0)
     with pytest.raises(TooManyRequests):
         room.take()
     counts = Counts()

@@ -18,7 +18,7 @@ from ctxcache.errors import InvalidConfiguration
 from ctxcache.observe.tracing import OtelSpans
 from gpu_worker.sidecar.client import WorkerClient
 from gpu_worker.sidecar.server import Worker
-from gpu_worker.sidecar.settings import Settings
+from gpu_worker.sidecar.settings import WorkerSettings
 
 SERVICE = "gpu_worker.v1.WorkerService"
 
@@ -41,7 +41,7 @@ async def test_an_engines_trace_goes_through_its_worker(
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    settings = Settings(store=store.target, listen=tmp_path / "worker.sock")
+    settings = WorkerSettings(store=store.target, listen=tmp_path / "worker.sock")
     worker = Worker(settings, on_stuck=lambda error: pytest.fail(str(error)), spans=OtelSpans(provider))
     asked_by: list[str] = []
     get_session = worker._client.get_session
@@ -84,4 +84,4 @@ def _facts(span: ReadableSpan) -> dict[str, object]:
 def test_a_ratio_that_is_none_is_refused(ratio: float) -> None:
     """Before anything listens."""
     with pytest.raises(InvalidConfiguration, match="trace_ratio"):
-        Settings(trace_ratio=ratio)
+        WorkerSettings(trace_ratio=ratio)

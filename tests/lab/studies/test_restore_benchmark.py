@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gpu_worker.planning.datasheets import known_model, known_profile
 from gpu_worker.planning.planner import Plan
-from gpu_worker.planning.profile import Place
+from gpu_worker.planning.profile import StatePlace
 from lab.demo.embedded_store import embedded_store
 from lab.restoring.bed import Bed, Bounds, Taken, halves
 from lab.restoring.figures import (
@@ -44,7 +44,7 @@ MACHINE = Ceilings(
 )
 
 
-def llama_plans(place: Place = Place.DRAM) -> Mapping[str, Plan]:
+def llama_plans(place: StatePlace = StatePlace.DRAM) -> Mapping[str, Plan]:
     """Of 1,024 tokens of Llama-2-7B."""
     return plans(known_model("llama-2-7b"), known_profile("a100-40gb"), 1024, 16, place)
 
@@ -56,7 +56,7 @@ def limit(work: Work, machine: Ceilings) -> tuple[Any, ...]:
 
 def test_work_and_limit_of_hidden_states_by_hand() -> None:
     """Bytes of the rows, FLOPs of the projections; the slower of both is the limit."""
-    work = Work.of(llama_plans()["hidden"], Place.DRAM)
+    work = Work.of(llama_plans()["hidden"], StatePlace.DRAM)
     assert work == Work(32 * 1024 * 8192, 0, 32 * 1024 * 2 * 4096 * 8192)
     # 268 MB at 25 GB/s are 10.7 ms, 2.2 TFLOP at 200 TFLOP/s are 11.0 ms.
     assert limit(work, MACHINE) == ("FLOPs", pytest.approx(10.995e-3, rel=1e-3))
@@ -65,14 +65,14 @@ def test_work_and_limit_of_hidden_states_by_hand() -> None:
 
 def test_rows_on_ssd_are_limited_by_it() -> None:
     """They pass the SSD and the copy."""
-    work = Work.of(llama_plans(Place.SSD)["kv"], Place.SSD)
+    work = Work.of(llama_plans(StatePlace.SSD)["kv"], StatePlace.SSD)
     assert (work.copied_bytes, work.ssd_bytes, work.flops) == (32 * 1024 * 16384, 32 * 1024 * 16384, 0)
     assert limit(work, MACHINE) == ("SSD", pytest.approx(536.9e6 / 5e9, rel=1e-3))
 
 
 def test_recomputed_layers_count_all_matrices_and_attention_but_no_bytes() -> None:
     """Recomputation reads nothing to speak of."""
-    work = Work.of(llama_plans()["recompute"], Place.DRAM)
+    work = Work.of(llama_plans()["recompute"], StatePlace.DRAM)
     matrices = 4 * 4096 * 4096 + 3 * 4096 * 11008
     pairs = 1024 * 1025 / 2
     assert work.copied_bytes == 0

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import Cache
 
 from gpu_worker.planning.datasheets import known_profile
-from gpu_worker.planning.profile import Place
+from gpu_worker.planning.profile import StatePlace
 from lab.demo.embedded_store import embedded_store
 from lab.restoring.bed import Bed, Case, Saved, Taken, halves
 from lab.restoring.figures import LEAD, PLANNED
@@ -118,8 +118,8 @@ class Known:
 
     def rows(self, *, room_count: int = 2, rounds: int = 2) -> list[Row]:
         """Rows of 12 requests a round at skew 1."""
-        found = plans(self.bed.shape, known_profile("cpu"), HISTORY, NEW, Place.DRAM)
-        cases = {name: Case(found[name], Place.DRAM, LEAD) for name in ("kv", "hidden", PLANNED)}
+        found = plans(self.bed.shape, known_profile("cpu"), HISTORY, NEW, StatePlace.DRAM)
+        cases = {name: Case(found[name], StatePlace.DRAM, LEAD) for name in ("kv", "hidden", PLANNED)}
         facts = {
             "model": "tiny",
             "device": "cpu",
