@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ctxcache.runtime.spans import current_trace_id, named_by, trace_id_of
+from ctxcache.runtime.spans import TRACE_PARENT, current_trace_id, trace_id_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
@@ -32,7 +32,7 @@ async def test_a_task_has_a_trace_of_its_own() -> None:
     """And what it begins has it too; nobody else."""
 
     async def one(parent: str) -> str:
-        named_by(lambda: parent)
+        TRACE_PARENT.set(lambda: parent)
         await asyncio.sleep(0)
         return await asyncio.create_task(_current())
 

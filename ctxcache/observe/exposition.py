@@ -21,9 +21,7 @@ from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.observe.reading import read_cache
 from ctxcache.observe.samples import Sample, families, taken
 from ctxcache.observe.table import OWN
-from ctxcache.service.admission import Admissions
-from ctxcache.service.connections import Connections
-from ctxcache.service.rpc_times import RpcTimes
+from ctxcache.service.admission import Admissions, Connections, RpcTimes
 from ctxcache.wire.status import code_name
 
 

@@ -63,21 +63,14 @@ _TRACE_PARENT = re.compile(
 _TRACE_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
 
 
-def _none() -> str:
-    return ""
-
-
-_NAMED: ContextVar[Callable[[], str]] = ContextVar("trace_parent", default=_none)
-
-
-def named_by(find: Callable[[], str]) -> None:
-    """Let `find` say the `traceparent` of whatever this task does from here on; it is asked late, or never."""
-    _NAMED.set(find)
+TRACE_PARENT: ContextVar[Callable[[], str] | str] = ContextVar("trace_parent", default="")
+"""The `traceparent` of what this task does, or what finds it: asked late, or never."""
 
 
 def current_trace_id() -> str:
     """In whose trace this task works: 32 hex digits; empty where its caller named none."""
-    return trace_id_of(_NAMED.get()())
+    found = TRACE_PARENT.get()
+    return trace_id_of(found if isinstance(found, str) else found())
 
 
 def trace_id_of(text: str) -> str:

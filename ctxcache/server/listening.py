@@ -15,9 +15,9 @@ import grpc
 
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
 from ctxcache.runtime.sockets import remove_stale
-from ctxcache.service.appending import CHUNK_BYTES_LIMIT
 from ctxcache.service.bulk import BulkPlaces
 from ctxcache.service.edge import Edge
+from ctxcache.service.rows import CHUNK_BYTES_LIMIT
 from ctxcache.service.tls import Tls
 from ctxcache.settings.config import Settings
 

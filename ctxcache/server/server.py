@@ -52,26 +52,20 @@ from ctxcache.server.listening import (
 )
 from ctxcache.server.reload import Reloaded, Reloading
 from ctxcache.server.upkeep import Lessons, Upkeep
-from ctxcache.service.admin import About, AdminService
-from ctxcache.service.admission import Admission, Admissions
-from ctxcache.service.arena import ArenaService
+from ctxcache.service.admin import About, AdminService, Controls
+from ctxcache.service.admission import Admission, Admissions, Connections, Doors, RpcTimes
 from ctxcache.service.bulk import BulkChannel, BulkService
-from ctxcache.service.connections import Connections
-from ctxcache.service.control import ControlSocket
-from ctxcache.service.doors import Doors
+from ctxcache.service.callers import Identification, identified_by
+from ctxcache.service.control_socket import ControlSocket
 from ctxcache.service.edge import Edge
-from ctxcache.service.guard import Guard
+from ctxcache.service.fairness import Newcomers, Turns
 from ctxcache.service.health import Health
 from ctxcache.service.hints import HintService
-from ctxcache.service.identification import Identification, identified_by
+from ctxcache.service.local_client import ArenaService
 from ctxcache.service.models import ModelService
-from ctxcache.service.operations import Controls
 from ctxcache.service.reflection import Reflection
-from ctxcache.service.rpc_times import RpcTimes
-from ctxcache.service.sessions import SessionService
-from ctxcache.service.streams import DECODERS
+from ctxcache.service.sessions import DECODERS, SessionService
 from ctxcache.service.tls import load_tls
-from ctxcache.service.turns import Newcomers, Turns
 from ctxcache.settings.bounds import limits_of, queue_limits_of, watermarks_of
 from ctxcache.settings.config import Settings, differing
 from ctxcache.storage.opening import Storage, open_storage, ssd_directories_of
@@ -158,7 +152,7 @@ class Server:
         newcomers = Newcomers()
         edge = Edge(
             self._admissions,
-            Guard(identification),
+            identification,
             stall_timeout_s=settings.stall_timeout_s,
             decoders=DECODERS,
             times=self._rpc_times,

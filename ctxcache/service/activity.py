@@ -9,8 +9,7 @@ from heapq import nlargest
 from ctxcache.cache import Cache
 from ctxcache.cache.journal import EMPTY, HIT
 from ctxcache.service import convert
-from ctxcache.service.admission import Admissions
-from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes
+from ctxcache.service.admission import CANCELLED, OK, Admissions, RpcTimes
 from ctxcache.v1.operations_pb2 import Activity, MethodActivity, SessionActivity, TenantActivity
 
 SECOND_NS = 10**9

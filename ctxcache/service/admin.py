@@ -1,25 +1,40 @@
-"""AdminService."""
+"""AdminService: what operators look at and change. Stats, tenants, settings, leases, paths, the drain, faults on purpose.
+
+Answers from what is there; changes the cache through its own use cases and the server through `Controls`.
+"""
 
 import asyncio
+import errno
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ctxcache.cache import Cache
 from ctxcache.cache.backup import Copied
+from ctxcache.cache.leases import NEVER_NS, Lease
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened, Miss
+from ctxcache.core.placement.shares import Share
+from ctxcache.errors import CacheError, FaultsNotEnabled, InvalidArgument
 from ctxcache.service import convert, validate
-from ctxcache.service.faults import FaultRpcs
-from ctxcache.service.operations import Controls
+from ctxcache.service.activity import activity
+from ctxcache.service.admission import Doors, RpcTimes
+from ctxcache.service.callers import Context, current
 from ctxcache.service.recorder import recorded
-from ctxcache.service.rpc import Context
-from ctxcache.service.tenant import tenant_of
+from ctxcache.storage.injection.faults import (
+    COUNT_LIMIT,
+    DELAY_LIMIT_NS,
+    DURATION_LIMIT_NS,
+    Fault,
+    FaultKind,
+    Faults,
+)
 from ctxcache.storage.tiers.base import Refusal, Tier
-from ctxcache.v1 import admin_pb2, operations_pb2, recording_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, admin_pb2_grpc, faults_pb2, operations_pb2, recording_pb2, session_pb2
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +67,29 @@ class Changes(Protocol):
         """Names of those that wait for a restart."""
 
 
-class AdminService(FaultRpcs):
+REPORT_INTERVAL_S = 0.2
+ACTIVITY_LIMIT, ACTIVITY_DEFAULT = 100, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What of the server is not the cache's. `cut_off` a local client; `hold_path` an SSD path, by its number.
+
+    `faults` None: it was not started for faults.
+    """
+
+    doors: Doors
+    times: RpcTimes
+    cut_off: Callable[[int], Awaitable[bool]]
+    hold_path: Callable[[int, bool], None]
+    faults: Faults | None = None
+
+
+_NUMBERS = {kind: faults_pb2.FaultKind.Value(f"FAULT_KIND_{kind.name}") for kind in FaultKind}
+_KINDS = {number: kind for kind, number in _NUMBERS.items()}
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """See proto/ctxcache/v1/admin.proto."""
 
     def __init__(
@@ -60,12 +97,14 @@ class AdminService(FaultRpcs):
         reload: Callable[[], Changes], controls: Controls,
     ) -> None:  # fmt: skip
         """`settings`: each one's name, value as JSON, and whether it changes while the server runs."""
-        super().__init__(cache, controls)
+        self._cache, self._controls = cache, controls
         self._about = about
         self._settings = settings
         self._reload = reload
 
-    async def GetStats(self, request: admin_pb2.GetStatsRequest, context: Context) -> admin_pb2.Stats:  # noqa: ARG002, N802
+    # -- what there is, and why --------------------------------------------------------------------------
+
+    async def GetStats(self, request: admin_pb2.GetStatsRequest, context: Context) -> admin_pb2.Stats:
         """See the proto."""
         state, counters, ledger = self._cache.state, self._cache.state.counters, self._cache.ledger
         quarantined = self._cache.ledger.below.quarantined
@@ -89,10 +128,10 @@ class AdminService(FaultRpcs):
             **asdict(ledger.placement.prefetched),
         )
 
-    async def ListTenants(  # noqa: N802
+    async def ListTenants(
         self,
         request: admin_pb2.ListTenantsRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> admin_pb2.ListTenantsResponse:
         """See the proto."""
         limit = validate.page_size(request.page_size)
@@ -103,11 +142,9 @@ class AdminService(FaultRpcs):
             next_page_token=validate.next_page_token(names, limit),
         )
 
-    async def WhyMiss(  # noqa: N802
-        self, request: admin_pb2.WhyMissRequest, context: Context
-    ) -> admin_pb2.WhyMissResponse:
+    async def WhyMiss(self, request: admin_pb2.WhyMissRequest, context: Context) -> admin_pb2.WhyMissResponse:
         """See the proto."""
-        tenant, state = request.tenant or tenant_of(context), self._cache.state
+        tenant, state = request.tenant or current().tenant, self._cache.state
         ledger = self._cache.ledger
         misses: Sequence[Miss] = ()
         if request.trace_id:
@@ -141,10 +178,10 @@ class AdminService(FaultRpcs):
         answer.happenings.extend(_happening(one) for one in happened)
         return answer
 
-    async def GetSettings(  # noqa: N802
+    async def GetSettings(
         self,
-        request: admin_pb2.GetSettingsRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        request: admin_pb2.GetSettingsRequest,
+        context: Context,
     ) -> admin_pb2.Settings:
         """See the proto."""
         return admin_pb2.Settings(
@@ -154,44 +191,44 @@ class AdminService(FaultRpcs):
             ]
         )
 
-    async def ReloadSettings(  # noqa: N802
+    async def ReloadSettings(
         self,
-        request: admin_pb2.ReloadSettingsRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        request: admin_pb2.ReloadSettingsRequest,
+        context: Context,
     ) -> admin_pb2.ReloadSettingsResponse:
         """See the proto."""
         found = self._reload()
         return admin_pb2.ReloadSettingsResponse(changed=found.changed, pending=found.pending)
 
-    async def UpdateTenant(  # noqa: N802
+    async def UpdateTenant(
         self,
         request: operations_pb2.UpdateTenantRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> admin_pb2.TenantUse:
         """See the proto."""
         self._change_share(request)
         return self._tenant(request.tenant)
 
-    async def UpdatePath(  # noqa: N802
+    async def UpdatePath(
         self,
         request: operations_pb2.UpdatePathRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> admin_pb2.TierStats:
         """See the proto."""
         index = self._hold_path(request)
         return list(_tier(session_pb2.TIER_SSD, self._cache.ssd, self._cache.ledger.below))[index]
 
-    async def DemoteSession(  # noqa: N802
+    async def DemoteSession(
         self, request: admin_pb2.DemoteSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        view = await self._cache.sessions.demote(tenant_of(context), validate.session_id(request.name))
+        view = await self._cache.sessions.demote(current().tenant, validate.session_id(request.name))
         return convert.session_message(view, self._cache.state.clock)
 
-    async def Verify(  # noqa: N802
+    async def Verify(
         self,
         request: admin_pb2.VerifyRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> AsyncIterator[admin_pb2.VerifyResponse]:
         """See the proto."""
         rate = validate.within(request.bytes_per_second, 0, (1 << 63) - 1, "bytes_per_second")
@@ -203,10 +240,10 @@ class AdminService(FaultRpcs):
             async for report in reports:
                 yield verify_message(report)
 
-    async def Backup(  # noqa: N802
+    async def Backup(
         self,
         request: operations_pb2.BackupRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> AsyncIterator[operations_pb2.BackupResponse]:
         """See the proto."""
         rate = validate.within(request.bytes_per_second, 0, (1 << 63) - 1, "bytes_per_second")
@@ -228,10 +265,10 @@ class AdminService(FaultRpcs):
                 copied.session_count, copied.segment_count, sent_bytes, copied.left_out_session_count, took_s,
             )  # fmt: skip
 
-    async def Record(  # noqa: N802
+    async def Record(
         self,
         request: recording_pb2.RecordRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> AsyncIterator[recording_pb2.RecordResponse]:
         """See the proto."""
         duration_ns = RECORD_DEFAULT_NS
@@ -265,6 +302,244 @@ class AdminService(FaultRpcs):
             *_tier(session_pb2.TIER_DRAM, cache.arena, ledger.memory),
             *_tier(session_pb2.TIER_SSD, cache.ssd, ledger.below),
         ]
+
+    # -- what runs: leases, engines, the drain -----------------------------------------------------------
+
+    async def GetActivity(
+        self,
+        request: operations_pb2.GetActivityRequest,
+        context: Context,
+    ) -> operations_pb2.Activity:
+        """See the proto."""
+        limit = validate.within(request.limit, 0, 2**31 - 1, "limit") or ACTIVITY_DEFAULT
+        controls = self._controls
+        found = activity(self._cache, controls.doors.admissions, controls.times, min(limit, ACTIVITY_LIMIT))
+        if controls.faults and (active := controls.faults.active()):
+            found.problems.append(f"devices fail on purpose: {len(active)} faults are injected")
+        return found
+
+    async def ListLeases(
+        self,
+        request: operations_pb2.ListLeasesRequest,
+        context: Context,
+    ) -> operations_pb2.ListLeasesResponse:
+        """See the proto."""
+        limit, after = validate.page_size(request.page_size), _number(validate.page_token(request.page_token))
+        found = [
+            lease
+            for lease in self._cache.leases.leases()
+            if lease.lease_id > after and request.tenant in ("", lease.view.tenant)
+        ][: limit + 1]
+        return operations_pb2.ListLeasesResponse(
+            leases=[self._lease(lease) for lease in found[:limit]],
+            next_page_token=validate.next_page_token([str(lease.lease_id) for lease in found], limit),
+        )
+
+    async def RevokeLease(
+        self,
+        request: operations_pb2.RevokeLeaseRequest,
+        context: Context,
+    ) -> operations_pb2.RevokeLeaseResponse:
+        """See the proto."""
+        reading = self._cache.leases
+        lease = reading.lease(request.lease_id)
+        if lease.client.number is None:
+            if lease.deadline_ns == NEVER_NS:
+                raise InvalidArgument(field="lease_id", problem="its rows are on their way; try again")
+            reading.release(lease.lease_id)
+            return operations_pb2.RevokeLeaseResponse(ended_lease_count=1)
+        ended = [one.lease_id for one in reading.leases() if one.client == lease.client]
+        if not await self._controls.cut_off(lease.client.number):
+            problem = "its holder is connected by gRPC and could not know in time; it ends when it expires"
+            raise InvalidArgument(field="lease_id", problem=problem)
+        return operations_pb2.RevokeLeaseResponse(
+            ended_lease_count=sum(not reading.is_held(lease_id) for lease_id in ended)
+        )
+
+    async def EvictSession(
+        self, request: operations_pb2.EvictSessionRequest, context: Context
+    ) -> operations_pb2.EvictSessionResponse:
+        """See the proto."""
+        await self._cache.sessions.evict(current().tenant, validate.session_id(request.name))
+        return operations_pb2.EvictSessionResponse()
+
+    async def DeleteModel(
+        self, request: operations_pb2.DeleteModelRequest, context: Context
+    ) -> operations_pb2.DeleteModelResponse:
+        """See the proto."""
+        await self._cache.models.delete(current().tenant, validate.model_id(request.name))
+        return operations_pb2.DeleteModelResponse()
+
+    async def Drain(
+        self,
+        request: operations_pb2.DrainRequest,
+        context: Context,
+    ) -> AsyncIterator[operations_pb2.DrainStatus]:
+        """See the proto."""
+        self._controls.doors.close()
+        problem, flush = "", asyncio.ensure_future(self._cache.flush_due())
+        try:
+            while True:
+                status = self._drained(problem)
+                yield status
+                # The end has its own patience, and flushes by itself.
+                if status.is_done or self._controls.doors.is_over:
+                    return
+                await asyncio.wait({flush}, timeout=REPORT_INTERVAL_S)
+                if flush.done():
+                    problem = await _problem_of(flush)
+                    # What goes on may write yet, and a device that refuses must not be asked without a pause.
+                    await asyncio.sleep(REPORT_INTERVAL_S)
+                    flush = asyncio.ensure_future(self._cache.flush_due())
+        finally:
+            flush.cancel()
+            with suppress(asyncio.CancelledError, CacheError):
+                await flush
+
+    async def Undrain(
+        self,
+        request: operations_pb2.UndrainRequest,
+        context: Context,
+    ) -> operations_pb2.UndrainResponse:
+        """See the proto."""
+        self._controls.doors.open()
+        return operations_pb2.UndrainResponse()
+
+    async def ListEngines(
+        self,
+        request: operations_pb2.ListEnginesRequest,
+        context: Context,
+    ) -> operations_pb2.ListEnginesResponse:
+        """See the proto."""
+        limit, after = validate.page_size(request.page_size), validate.page_token(request.page_token)
+        queues = self._cache.queues
+        by_name = {f"{queue.tenant}/{queue.engine}": queue for queue in queues.by_name().values()}
+        names = sorted(name for name in by_name if name > after)[: limit + 1]
+        return operations_pb2.ListEnginesResponse(
+            engines=[
+                operations_pb2.EngineUse(
+                    tenant=queue.tenant, engine=queue.engine, waiting_count=queues.job_count(queue),
+                    session_count=len(queue.names), is_connected=queue.lost_until_ns is None,
+                )
+                for queue in map(by_name.__getitem__, names[:limit])
+            ],
+            next_page_token=validate.next_page_token(names, limit),
+        )  # fmt: skip
+
+    def _change_share(self, request: operations_pb2.UpdateTenantRequest) -> None:
+        """Raises InvalidArgument."""
+        shares = self._cache.ledger.usage.shares
+        before = shares.by_tenant.get(request.tenant)
+        if before is None:
+            raise InvalidArgument(field="tenant", problem="has no share of its own by the settings")
+        try:
+            share = Share(
+                request.guaranteed if request.HasField("guaranteed") else before.guaranteed,
+                request.limit if request.HasField("limit") else before.limit,
+            )
+            shares.become({**shares.by_tenant, request.tenant: share})
+        except ValueError as error:
+            raise InvalidArgument(field="guaranteed", problem=str(error)) from error
+
+    def _hold_path(self, request: operations_pb2.UpdatePathRequest) -> int:
+        """Returns the path's number. Raises InvalidArgument."""
+        ssd, index = self._cache.ssd, self._path_index(request.path)
+        if request.resting and not set(range(len(ssd.paths))) - ssd.refusals.keys() - {index}:
+            raise InvalidArgument(field="path", problem="no other path would take writes")
+        self._controls.hold_path(index, request.resting)
+        return index
+
+    def _path_index(self, wanted: str) -> int:
+        """The number of an SSD file or of the one in a directory. Raises InvalidArgument."""
+        paths = self._cache.ssd.paths
+        for i, path in enumerate(paths):
+            if wanted in (path, str(Path(path).parent)):
+                return i
+        raise InvalidArgument(field="path", problem=f"is none of {', '.join(paths)}")
+
+    def _lease(self, lease: Lease) -> operations_pb2.HeldLease:
+        clock = self._cache.state.clock
+        message = operations_pb2.HeldLease(
+            lease_id=lease.lease_id, tenant=lease.view.tenant, session=lease.view.name, token_begin=lease.begin,
+            token_end=lease.end, pinned_bytes=sum(lease.pinned.values()), client=lease.client.number,
+        )  # fmt: skip
+        message.age.FromNanoseconds(int(self._cache.leases.age_s(lease) * 10**9))
+        if lease.deadline_ns != NEVER_NS:
+            expire_time_ns = convert.wall_time_ns(clock, lease.deadline_ns)
+            message.expire_time.CopyFrom(convert.timestamp(expire_time_ns))
+        return message
+
+    def _drained(self, problem: str) -> operations_pb2.DrainStatus:
+        cache, admissions = self._cache, self._controls.doors.admissions
+        ledger = cache.ledger
+        status = operations_pb2.DrainStatus(
+            running_rpc_count=admissions.calls.running_count + admissions.streams.running_count,
+            local_client_count=admissions.local_clients.running_count,
+            lease_count=cache.leases.lease_count, reservation_count=cache.appends.reservation_count,
+            dirty_bytes=ledger.due_bytes, spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
+            problem=problem,
+        )  # fmt: skip
+        status.is_done = not (
+            status.running_rpc_count or status.local_client_count or status.lease_count
+            or status.reservation_count or status.dirty_bytes
+        )  # fmt: skip
+        return status
+
+    # -- faults, in a server that was started for them ---------------------------------------------------
+
+    async def InjectFault(
+        self,
+        request: faults_pb2.InjectFaultRequest,
+        context: Context,
+    ) -> faults_pb2.Fault:
+        """See the proto."""
+        faults = self._faults()
+        kind = _KINDS.get(request.kind)
+        if kind is None:
+            raise InvalidArgument(field="kind", problem=f"{request.kind} is no kind of fault")
+        if request.path and not kind.is_of_ssd:
+            raise InvalidArgument(field="path", problem="it is of no SSD path")
+        duration_ns = validate.within(request.duration.ToNanoseconds(), 1, DURATION_LIMIT_NS, "duration")
+        fault = Fault(
+            kind=kind,
+            left_count=validate.within(request.count, 1, COUNT_LIMIT, "count"),
+            end_ns=faults.clock.monotonic_ns() + duration_ns,
+            path_index=self._path_index(request.path) if request.path else None,
+            delay_ns=_delay_ns(request, kind),
+            error_number=_error_number(request.error_number, kind),
+        )
+        return self._fault(faults, faults.inject(fault))
+
+    async def ListFaults(
+        self,
+        request: faults_pb2.ListFaultsRequest,
+        context: Context,
+    ) -> faults_pb2.ListFaultsResponse:
+        """See the proto."""
+        faults = self._faults()
+        return faults_pb2.ListFaultsResponse(faults=[self._fault(faults, fault) for fault in faults.active()])
+
+    async def ClearFaults(
+        self,
+        request: faults_pb2.ClearFaultsRequest,
+        context: Context,
+    ) -> faults_pb2.ClearFaultsResponse:
+        """See the proto."""
+        return faults_pb2.ClearFaultsResponse(cleared_fault_count=self._faults().clear())
+
+    def _faults(self) -> Faults:
+        """Raises FaultsNotEnabled."""
+        if self._controls.faults is None:
+            raise FaultsNotEnabled
+        return self._controls.faults
+
+    def _fault(self, faults: Faults, fault: Fault) -> faults_pb2.Fault:
+        return faults_pb2.Fault(
+            fault_id=fault.fault_id, kind=_NUMBERS[fault.kind], error_number=fault.error_number,
+            path="" if fault.path_index is None else self._cache.ssd.paths[fault.path_index],
+            delay=convert.duration(fault.delay_ns) if fault.kind.is_delay else None, left_count=fault.left_count,
+            left_duration=convert.duration(max(fault.end_ns - faults.clock.monotonic_ns(), 0)),
+        )  # fmt: skip
 
 
 _EVENTS = {event: admin_pb2.MissEvent.Value(f"MISS_EVENT_{event.name}") for event in Event}
@@ -336,3 +611,34 @@ def _state(refusal: Refusal | None) -> admin_pb2.PathState.ValueType:
     if refusal is None:
         return admin_pb2.PATH_STATE_OPEN
     return admin_pb2.PathState.Value(f"PATH_STATE_{refusal.state.upper()}")
+
+
+def _number(page_token: str) -> int:
+    try:
+        return int(page_token or 0)
+    except ValueError:
+        raise InvalidArgument(field="page_token", problem="is none of ours") from None
+
+
+async def _problem_of(flush: asyncio.Future[None]) -> str:
+    try:
+        await flush
+    except CacheError as error:
+        return str(error)
+    return ""
+
+
+def _delay_ns(request: faults_pb2.InjectFaultRequest, kind: FaultKind) -> int:
+    if kind.is_delay:
+        return validate.within(request.delay.ToNanoseconds(), 1, DELAY_LIMIT_NS, "delay")
+    if request.HasField("delay"):
+        raise InvalidArgument(field="delay", problem="it is of delays")
+    return 0
+
+
+def _error_number(number: int, kind: FaultKind) -> int:
+    if kind.is_error and number not in errno.errorcode:
+        raise InvalidArgument(field="error_number", problem=f"{number} is no error number")
+    if number and not kind.is_error:
+        raise InvalidArgument(field="error_number", problem="it is of errors")
+    return number

@@ -1,13 +1,12 @@
-"""The audit log: who asked what of the whole server, and what came of it; and who was let in for nothing.
+"""The audit log: who asked what of the whole server, and what came of it.
 
-One line of `key=value` for each, values in JSON so that none can forge another; logger `ctxcache.audit`. Worst case:
-somebody is refused again and again, of whom one line a second is logged, with how many there were in between.
+One line of `key=value` for each, values in JSON so that none can forge another; logger `ctxcache.audit`. Callers that
+were refused are logged there too, by `callers.py`.
 """
 
 import asyncio
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -17,7 +16,7 @@ from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 from google.protobuf.message import Message
 
 from ctxcache.errors import CacheError
-from ctxcache.service.caller import current
+from ctxcache.service.callers import OPERATORS_ONLY, current
 
 log = logging.getLogger("ctxcache.audit")
 
@@ -31,11 +30,9 @@ UNCHANGING = (
     "/ctxcache.v1.AdminService/ListEngines",
     "/ctxcache.v1.AdminService/ListFaults",
 )
-OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
 REQUEST_CHARACTERS = 512
 WHOLE_REQUEST_BYTES = 16 << 10
 """Of a larger request only its names and its size are written: to spell it out would hold up everybody."""
-REFUSALS_INTERVAL_S = 1.0
 
 
 def is_audited(method: str) -> bool:
@@ -89,26 +86,6 @@ def audited_stream(
     return call
 
 
-class Refusals:
-    """Writes down who is not let in."""
-
-    def __init__(self) -> None:
-        self._not_before_s = 0.0
-        self._unwritten_count = 0
-
-    def note(self, error: CacheError, *, peer: str, method: str) -> None:
-        """Somebody at `peer` was refused."""
-        now_s = time.monotonic()
-        if now_s < self._not_before_s:
-            self._unwritten_count += 1
-            return
-        log.warning(
-            "caller_refused peer=%s method=%s reason=%s error=%s others=%d",
-            json.dumps(peer), method, error.reason, json.dumps(str(error)), self._unwritten_count,
-        )  # fmt: skip
-        self._not_before_s, self._unwritten_count = now_s + REFUSALS_INTERVAL_S, 0
-
-
 def _write(method: str, request: Any, result: str) -> None:
     caller = current()
     asked = json.dumps(_plain(request), separators=(",", ":"))
@@ -120,7 +97,7 @@ def _write(method: str, request: Any, result: str) -> None:
 
 
 def _plain(request: Message) -> Any:
-    """What is written of a request. Never fails: a span of time that is none has no JSON, and is text."""
+    """The request as JSON. An invalid Duration, which protobuf refuses to encode, is written as text."""
     size_bytes = request.ByteSize()
     if size_bytes > WHOLE_REQUEST_BYTES:
         names = {

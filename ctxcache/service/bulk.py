@@ -1,7 +1,10 @@
 """The bulk channel: where it listens, who may connect, and the end of it.
 
-Owned by the event loop; each connection runs in a thread of its own. Worst case: as many connections
-as there may be, or threads as there can be; more are closed at once, and their clients use the streams of gRPC.
+A client asks by OpenBulk for a ticket, and with it opens a connection, which runs in a thread of its own
+(`bulk_connection.py`). All else here is the event loop's.
+
+Worst case: as many connections as there may be, or threads as there can be; more are closed at once, and their clients
+use the streams of gRPC.
 """
 
 import asyncio
@@ -18,12 +21,8 @@ from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.sockets import bound
 from ctxcache.service import convert
 from ctxcache.service.admission import Admission
-from ctxcache.service.bulk_connection import BulkConnection
-from ctxcache.service.bulk_transfers import Transfers
-from ctxcache.service.caller import current
-from ctxcache.service.identification import Identification
-from ctxcache.service.rpc import Context
-from ctxcache.service.tickets import TICKET_LIFETIME_NS, Tickets
+from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS, BulkConnection, Tickets, Transfers
+from ctxcache.service.callers import Context, Identification, current
 from ctxcache.service.tls import Tls, peer_properties
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 from ctxcache.wire.framed_socket import PIECE_TIMEOUT_S, FramedSocket
@@ -32,9 +31,9 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 64
 ACCEPT_PAUSE_S = 1.0
+"""After a connection that could not be taken: what was lacking is lacking still, and the connection still waits."""
 BEGIN_TIMEOUT_S = 2.0
 """How long a connection's thread may take to begin."""
-"""After a connection that could not be taken: whatever was lacking is still, and it is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +256,10 @@ class BulkService(bulk_pb2_grpc.BulkServiceServicer):
         self._channel = channel
         self._clock = clock
 
-    async def OpenBulk(  # noqa: N802
+    async def OpenBulk(
         self,
-        request: bulk_pb2.OpenBulkRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        request: bulk_pb2.OpenBulkRequest,
+        context: Context,
     ) -> bulk_pb2.BulkTicket:
         """See the proto."""
         if not self._channel.addresses:

@@ -1,31 +1,59 @@
 """One connection of the bulk channel, in a thread of its own: frames in, frames out, rows in place.
 
-Touches only what the event loop has lent it. Every wait has a deadline. Worst case: the peer stalls
-or speaks no frames; the connection ends, and with it all that it held.
+    the connection's thread                          the event loop, which owns the cache
+    BulkConnection: receives, verifies, sends   ──►  Transfers, ReadTransfer, AppendTransfer: lease, reserve, commit
+                                                ◄──  lent: pieces to read, room to write
+
+A connection is let in by a ticket, which OpenBulk issued: an id to find it by, and a secret that is compared in constant
+time. It has one use and a short life, and there is a bounded number of them.
+
+All of a transfer is coroutines that the thread waits for; between two of them the thread touches only what was lent to
+it. Every wait has a deadline. Worst case: the peer stalls or speaks no frames; the connection ends, and with it all
+that it held.
 """
 
 import asyncio
 import contextlib
+import hmac
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from ctxcache.cache import Cache
 from ctxcache.cache.appends import Room
+from ctxcache.cache.leases import Bounce, Lease, Lent, Summed
 from ctxcache.cache.scrubbing import TRIES
-from ctxcache.errors import CacheError, ChecksumMismatch, CorruptSegment, InvalidArgument
+from ctxcache.core.limits import Bound
+from ctxcache.errors import (
+    CacheError,
+    ChecksumMismatch,
+    CorruptSegment,
+    InvalidArgument,
+    TooManyRequests,
+    Unauthenticated,
+)
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.streams import Stream
+from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.memory import refused_memory
 from ctxcache.service import convert, validate
-from ctxcache.service.appending import CHUNK_BYTES_LIMIT
-from ctxcache.service.bulk_transfers import AppendTransfer, ReadTransfer, Transfers
-from ctxcache.service.caller import Caller
-from ctxcache.service.identification import Properties
-from ctxcache.service.streams import MESSAGE_BYTES
+from ctxcache.service.admission import Admission
+from ctxcache.service.callers import Caller, Identification, Properties
+from ctxcache.service.rows import (
+    CHUNK_BYTES_LIMIT,
+    MESSAGE_BYTES,
+    Append,
+    begin_append,
+    read_header,
+    read_request,
+)
 from ctxcache.v1 import bulk_pb2, session_pb2
 from ctxcache.wire.framed_socket import PARTS_LIMIT, VERSION, Frame, FramedSocket, FrameError, Kind, Part
 from ctxcache.wire.status import to_status
@@ -38,8 +66,185 @@ IDLE_TIMEOUT_S = 120
 SILENCE_TIMEOUT_S = 300.0
 """How long a writer may be silent between two frames: as long as a reservation lasts."""
 RENEW_INTERVAL_S = 60.0
+TICKET_LIFETIME_NS = 30 * 10**9
+TICKET_LIMIT = 1024
+"""Tickets that wait to be used, of all tenants."""
+ID_BYTES, SECRET_BYTES = 8, 24
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+
+
+# -- on the event loop ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    secret: bytes
+    caller: Caller
+    deadline_ns: int
+
+
+class Tickets:
+    """What was issued and not used yet, oldest first."""
+
+    def __init__(self, clock: Clock, *, are_divided: bool = False) -> None:
+        self._clock = clock
+        self._bound = Bound(TICKET_LIMIT, are_divided)
+        self._issued: dict[bytes, _Issued] = {}
+
+    def issue(self, caller: Caller) -> bytes:
+        """Make a ticket for one connection of that caller. Raises TooManyRequests."""
+        now_ns = self._clock.monotonic_ns()
+        self._forget_past(now_ns)
+        own = sum(issued.caller.tenant == caller.tenant for issued in self._issued.values())
+        if self._bound.is_reached(len(self._issued), own):
+            raise TooManyRequests(what="bulk tickets", limit=TICKET_LIMIT)
+        ticket_id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
+        self._issued[ticket_id] = _Issued(secret, caller, now_ns + TICKET_LIFETIME_NS)
+        return ticket_id + secret
+
+    def use(self, ticket: bytes) -> Caller:
+        """End a ticket, good or not, and return whose it was. Raises Unauthenticated."""
+        self._forget_past(self._clock.monotonic_ns())
+        issued = self._issued.pop(ticket[:ID_BYTES], None)
+        if issued is None or not hmac.compare_digest(issued.secret, ticket[ID_BYTES:]):
+            raise Unauthenticated
+        issued.caller.check()
+        return issued.caller
+
+    def _forget_past(self, now_ns: int) -> None:
+        for ticket_id, issued in list(self._issued.items()):
+            if issued.deadline_ns > now_ns:
+                return
+            del self._issued[ticket_id]
+
+
+class ReadTransfer:
+    """A read under way: its lease, and pieces lent until `close`."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._reading, self._clock = cache.leases, cache.state.clock
+        self._held = AsyncExitStack()
+        self._bounce = Bounce()
+        self._lease: Lease
+        self.header: session_pb2.ReadHeader
+        self.streams: tuple[Stream, ...]
+        self.pieces: tuple[Lent, ...]
+
+    async def open(self, request: session_pb2.ReadSessionRequest, caller: Caller, calls: Admission) -> None:
+        """Hold what is asked for. Raises what ReadSession raises."""
+        async with AsyncExitStack() as held:
+            caller.check()
+            held.enter_context(calls.enter(caller.tenant))
+            asked, streams = read_request(request, caller.tenant)
+            lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
+            self._lease, self.streams = lease, tuple(chosen)
+            self.pieces = held.enter_context(self._reading.lend(lease))
+            self.header = read_header(lease, streams, self._clock)
+            self._held = held.pop_all()
+
+    async def read_past(self, lent: Lent, stream: Stream) -> Summed:
+        """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Leases.read_past`."""
+        return await self._reading.read_past(self._lease, lent.piece, stream, self._bounce)
+
+    async def mend(self, lent: Lent) -> None:
+        """DRAM has other rows of a piece than it should. Raises CorruptSegment, TierFailure."""
+        await self._reading.mend(lent.piece.segment)
+
+    async def renew(self) -> None:
+        """Let it live on. Raises DeadlineExceeded."""
+        self._reading.renew(self._lease)
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        await self._held.aclose()
+
+
+class AppendTransfer:
+    """An append under way: its reservation, and the room lent of it until the next commit."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._writing, self._clock = cache.appends, cache.state.clock
+        self._held = ExitStack()
+        self._lent = ExitStack()
+        self.append: Append
+
+    async def open(self, header: session_pb2.AppendHeader, caller: Caller, calls: Admission) -> None:
+        """Begin. Raises what AppendSession raises for its header."""
+        with ExitStack() as held:
+            caller.check()
+            held.enter_context(calls.enter(caller.tenant))
+            self.append = await begin_append(self._writing, header, caller.tenant)
+            held.callback(self.append.release)
+            self._held = held.pop_all()
+
+    async def room(self, token_end: int) -> Room:
+        """Room up to that token at least; what was lent before is not any more. Raises as `Append.make_room`."""
+        await self.take_back()
+        await self.append.make_room(token_end)
+        return self._lent.enter_context(self._writing.lend(self.append.reservation))
+
+    async def take_back(self) -> None:
+        """What was lent is not any more."""
+        self._lent.close()
+
+    async def commit(self, request: session_pb2.AppendCommit) -> None:
+        """See Append.commit. Takes the room back."""
+        await self.take_back()
+        await self.append.commit(request)
+
+    async def close(self) -> None:
+        """Give back what was not committed."""
+        self._lent.close()
+        self._held.close()
+
+    async def finish(self) -> session_pb2.AppendSessionResponse:
+        """Close, and answer. Raises IncompleteAppend."""
+        await self.close()
+        self.append.check_finished()
+        return session_pb2.AppendSessionResponse(
+            session=convert.session_message(self.append.view, self._clock)
+        )
+
+
+class Transfers:
+    """Begins transfers. Owned by the event loop."""
+
+    def __init__(
+        self, cache: Cache, calls: Admission, connections: Admission, tickets: Tickets,
+        identification: Identification,
+    ) -> None:  # fmt: skip
+        self._cache, self._calls, self._connections, self._tickets = cache, calls, connections, tickets
+        self._identification = identification
+
+    async def let_in(self, ticket: bytes, properties: Properties, entered: ExitStack) -> Caller:
+        """Whose ticket it is; it is used up, and the connection counts as its tenant's until `entered` is closed.
+
+        `properties`: what the connection proves. Raises Unauthenticated, TooManyRequests.
+        """
+        caller = self._tickets.use(ticket)
+        self._identification.check_certificate(caller, properties)
+        entered.enter_context(self._connections.enter(caller.tenant))
+        return caller
+
+    async def leave(self, entered: ExitStack) -> None:
+        """The connection is over."""
+        entered.close()
+
+    async def read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> ReadTransfer:
+        """Begin a read. Raises what ReadSession raises."""
+        transfer = ReadTransfer(self._cache)
+        await transfer.open(request, caller, self._calls)
+        return transfer
+
+    async def append(self, header: session_pb2.AppendHeader, caller: Caller) -> AppendTransfer:
+        """Begin an append. Raises what AppendSession raises for its header."""
+        transfer = AppendTransfer(self._cache)
+        await transfer.open(header, caller, self._calls)
+        return transfer
+
+
+# -- in the connection's thread ---------------------------------------------------------------------
 
 
 class BulkConnection:

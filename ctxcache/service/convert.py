@@ -1,23 +1,32 @@
-"""Between the wire's messages and the cache's facts."""
+"""Between the wire's messages and the cache's facts: models, sessions, locations, engines' queues and hints.
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+Answers of many entries are encoded an entry at a time, so that none takes the event loop for long, or grows too large:
+to encode 3 MiB of small messages at once takes a dozen milliseconds; put together they cost a copy. Worst case: one
+entry that is larger than an answer may be goes alone.
+"""
+
+import math
+from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import islice
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.cache.appends import Reservation, Run
+from ctxcache.cache.hints import Action, Answer, Hint, Outcome
 from ctxcache.cache.leases import Lease
 from ctxcache.cache.models import Registered
+from ctxcache.cache.queues import Change, LayerPlace, Readiness
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import Piece, Session, SessionView
-from ctxcache.errors import InvalidArgument
+from ctxcache.core.ledger.session import Piece, SessionView
+from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job
+from ctxcache.errors import CacheError, CapacityExceeded, InvalidArgument
 from ctxcache.format.layout import SegmentLayout, slot_bytes
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
-from ctxcache.format.slot import Slot
 from ctxcache.format.streams import (
     TOKENS,
     TOKENS_SPEC,
@@ -30,7 +39,8 @@ from ctxcache.format.streams import (
 )
 from ctxcache.runtime.clock import Clock
 from ctxcache.service import validate
-from ctxcache.v1 import arena_pb2, model_pb2, session_pb2
+from ctxcache.v1 import arena_pb2, hints_pb2, model_pb2, session_pb2
+from ctxcache.wire.status import code_of, message_of, wire_facts
 
 ROW_BYTES_LIMIT = 2 << 20
 TEXT_BYTES = 256
@@ -45,6 +55,23 @@ SPECS_PER_PAUSE = 64
 """Streams of a model between two pauses: a quarter of a millisecond."""
 RUN_BYTES, SEGMENT_BYTES = 16, 96
 """What a run, and a segment with one run and without checksums, takes in a message at the most."""
+ANSWER_LIMIT_BYTES = 3 << 20
+"""The most that an answer has: stock clients take 4 MiB."""
+PAGE_LIMIT_BYTES = 1 << 20
+"""The most that a page of a list has: gRPC takes a millisecond of the event loop to send so much."""
+LENGTH_DELIMITED = 2
+"""How protobuf says that a field has its length before it."""
+SECOND_NS = 10**9
+JOBS_PER_REQUEST = 1024
+JOBS_PER_PAUSE = 32
+"""Jobs of a request that are read before others may have their turn: a fifth of a millisecond."""
+ACTIONS_PER_REQUEST = 256
+ACTIONS_PER_PAUSE = 32
+ID_BYTES = 128
+SPAN_LIMIT_S = 30 * 86400
+HINT_COUNT_LIMIT = 2**62
+PREFETCH_TTL_S = 60
+KEEP_TTL_S = 600
 
 
 def timestamp(time_ns: int) -> Timestamp:
@@ -68,6 +95,12 @@ def stream_range(item: StreamRange) -> model_pb2.StreamRange:
     """Streams of one kind."""
     kind = model_pb2.StateKind.ValueType(item.kind)
     return model_pb2.StreamRange(kind=kind, layer_begin=item.layer_begin, layer_end=item.layer_end)
+
+
+def fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:
+    """Put an error into the message that carries one operation's."""
+    message.code, message.reason, message.message = code_of(error).value[0], error.reason, message_of(error)
+    message.metadata.update(wire_facts(error))
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -210,27 +243,40 @@ def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
     return message
 
 
+_CONSTANTS: dict[bytes, session_pb2.Session] = {}
+"""By uid, what of a session's message never changes. Copying it is cheaper than making it."""
+
+
 def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
     """Say a session's facts, its times as the wall clock counts them now."""
-    message.CopyFrom(_constants(view))
-    _fill_changes(message, view, clock)
-
-
-_CONSTANTS: dict[bytes, session_pb2.Session] = {}
-
-
-def _fill_changes(message: session_pb2.Session, view: SessionView, clock: Clock) -> None:
-    """Add what changes to what does not."""
+    constants = _CONSTANTS.get(view.uid)
+    if constants is None:
+        if len(_CONSTANTS) >= CONSTANTS_LIMIT:
+            _CONSTANTS.clear()
+        constants = _CONSTANTS[view.uid] = session_pb2.Session(
+            name=view.name,
+            uid=view.uid.hex(),
+            tenant=view.tenant,
+            model=f"models/{view.model_id}",
+            model_fingerprint=view.model_fingerprint,
+            layout=map(stream_range, view.layout.outline.ranges),
+        )
+    message.CopyFrom(constants)
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count
     message.is_pinned = view.is_pinned
     message.dram_bytes, message.ssd_bytes = view.memory_bytes, view.durable_bytes
     ahead_ns = clock.wall_ahead_ns()
-    _fill_time(message.create_time, view.create_time_ns + ahead_ns)
-    _fill_time(message.access_time, view.access_time_ns + ahead_ns)
-    _fill_time(message.expire_time, view.expire_time_ns + ahead_ns)
+    for told, time_ns in (
+        (message.create_time, view.create_time_ns),
+        (message.access_time, view.access_time_ns),
+        (message.expire_time, view.expire_time_ns),
+    ):
+        # Set, so that the epoch is a time too.
+        told.SetInParent()
+        told.seconds, told.nanos = divmod(time_ns + ahead_ns, SECOND_NS)
     if view.ttl_ns is not None:
-        message.ttl.seconds, message.ttl.nanos = divmod(view.ttl_ns, 10**9)
+        message.ttl.seconds, message.ttl.nanos = divmod(view.ttl_ns, SECOND_NS)
 
 
 def wall_time_ns(clock: Clock, deadline_ns: int) -> int:
@@ -238,91 +284,83 @@ def wall_time_ns(clock: Clock, deadline_ns: int) -> int:
     return clock.wall_ns() + deadline_ns - clock.monotonic_ns()
 
 
-def _fill_time(message: Timestamp, time_ns: int) -> None:
-    # Set, so that the epoch is a time too.
-    message.SetInParent()
-    message.seconds, message.nanos = divmod(time_ns, 10**9)
-
-
-def _constants(of: Session | SessionView) -> session_pb2.Session:
-    """What of a session's message never changes. Copying it is cheaper than making it."""
-    found = _CONSTANTS.get(of.uid)
-    if found is None:
-        if len(_CONSTANTS) >= CONSTANTS_LIMIT:
-            _CONSTANTS.clear()
-        found = _CONSTANTS[of.uid] = session_pb2.Session(
-            name=of.name, uid=of.uid.hex(), tenant=of.tenant, model=f"models/{of.model_id}",
-            model_fingerprint=of.model_fingerprint,
-            layout=map(stream_range, of.layout.outline.ranges),
-        )  # fmt: skip
-    return found
-
-
 # -- locations --------------------------------------------------------------------------------------
 
 
-def fill_lease(message: arena_pb2.Lease, lease: Lease, clock: Clock, *, is_brief: bool) -> None:
-    """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another."""
-    message.CopyFrom(_in_slot(lease.view.layout))
+def fill_lease(
+    message: arena_pb2.Lease, lease: Lease, clock: Clock, *, is_brief: bool, limit_bytes: int
+) -> None:
+    """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another.
+
+    Raises CapacityExceeded where all of it would take more than `limit_bytes`, reckoned from above.
+    """
+    in_slot = _in_slot(lease.view.layout)
+    piece_bytes = RUN_BYTES if is_brief else SEGMENT_BYTES + 8 * len(lease.view.layout.specs)
+    size_bytes = in_slot.ByteSize() + piece_bytes * len(lease.pieces)
+    if size_bytes > limit_bytes:
+        raise too_large(size_bytes, limit_bytes)
+    message.CopyFrom(in_slot)
     fill_session(message.session, lease.view, clock)
     message.lease_id = lease.lease_id
     message.range.begin, message.range.end = lease.begin, lease.end
-    _fill_time(message.expire_time, wall_time_ns(clock, lease.deadline_ns))
+    expire_time_ns = clock.wall_ns() + lease.deadline_ns - clock.monotonic_ns()
+    message.expire_time.seconds, message.expire_time.nanos = divmod(expire_time_ns, SECOND_NS)
     if is_brief:
         _fill_runs(message.runs, lease.pieces)
 
 
-def fill_segments(message: arena_pb2.Lease, lease: Lease) -> Iterator[None]:
-    """Say where everything of a lease lies and how it is verified, a segment at a time: each takes a while."""
-    last: Segment | None = None
-    for piece in lease.pieces:
-        if piece.segment is not last:
-            yield
+def too_large(size_bytes: int, limit_bytes: int) -> CapacityExceeded:
+    """The refusal of an answer with more locations than one may hold."""
+    return CapacityExceeded(
+        f"{size_bytes} B of locations are more than an answer may hold, {limit_bytes} B",
+        needed_bytes=size_bytes,
+        limit_bytes=limit_bytes,
+    )
+
+
+def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) -> None:
+    """Say where pieces `[begin, end)` of a lease lie and how they are verified; those before were told."""
+    last = lease.pieces[begin - 1].segment if begin else None
+    for piece in lease.pieces[begin:end]:
+        segment = piece.segment
+        if segment is not last:
             location = message.segments.add()
-            _fill_location(location, piece.segment, lease.on_ssd.get(piece.segment.segment_id))
-            last = piece.segment
-        location.rows.add(row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin)
-
-
-def lease_bytes(lease: Lease, *, is_brief: bool) -> int:
-    """About how large the message about a lease is, from above."""
-    layout_bytes = _in_slot(lease.view.layout).ByteSize()
-    if is_brief:
-        return layout_bytes + RUN_BYTES * len(lease.pieces)
-    return layout_bytes + (SEGMENT_BYTES + 8 * len(lease.view.layout.specs)) * len(lease.pieces)
+            on_ssd = lease.on_ssd.get(segment.segment_id)
+            if on_ssd is None:
+                sums = segment.settled
+                _fill_identity(location, segment, _offset_bytes(segment), sums.row_end)
+                location.checksums.extend(sums.values)
+            else:
+                _fill_identity(location, segment, on_ssd.offset_bytes, segment.durable_row_count)
+                location.path_index, location.header_checksum = on_ssd.path_index, segment.header_checksum
+            last = segment
+        message.segments[-1].rows.add(
+            row_begin=piece.row_begin, row_end=piece.row_end, token_begin=piece.token_begin
+        )
 
 
 def fill_reservation(
-    message: arena_pb2.Reservation, reservation: Reservation, expire_time_ns: int, *, is_brief: bool
+    message: arena_pb2.Reservation, reservation: Reservation, clock: Clock, *, is_brief: bool
 ) -> None:
     """Say where everything of a reservation is to be written."""
     message.layout.MergeFrom(_in_slot(reservation.session.layout).layout)
     message.session_uid = reservation.session.uid.hex()
     message.reservation_id = reservation.reservation_id
-    _fill_time(message.expire_time, expire_time_ns)
+    expire_time_ns = clock.wall_ns() + reservation.deadline_ns - clock.monotonic_ns()
+    message.expire_time.seconds, message.expire_time.nanos = divmod(expire_time_ns, SECOND_NS)
     if is_brief:
         _fill_runs(message.runs, reservation.runs)
         return
     for run in reservation.runs:
         location = message.segments.add()
-        _fill_identity(location, run.segment, _slot(run.segment).offset_bytes, run.segment.row_count)
+        _fill_identity(location, run.segment, _offset_bytes(run.segment), run.segment.row_count)
         location.rows.add(row_begin=run.row_begin, row_end=run.row_end, token_begin=run.token_begin)
 
 
 def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
-    message.offset_bytes.extend([_slot(piece.segment).offset_bytes for piece in pieces])
+    message.offset_bytes.extend([_offset_bytes(piece.segment) for piece in pieces])
     message.row_begin.extend([piece.row_begin for piece in pieces])
     message.row_end.extend([piece.row_end for piece in pieces])
-
-
-def _fill_location(message: arena_pb2.SegmentLocation, segment: Segment, on_ssd: Slot | None) -> None:
-    if on_ssd is None:
-        sums = segment.settled
-        _fill_identity(message, segment, _slot(segment).offset_bytes, sums.row_end)
-        message.checksums.extend(sums.values)
-    else:
-        _fill_identity(message, segment, on_ssd.offset_bytes, segment.durable_row_count)
-        message.path_index, message.header_checksum = on_ssd.path_index, segment.header_checksum
 
 
 def _fill_identity(
@@ -333,10 +371,10 @@ def _fill_identity(
     message.position_begin, message.token_count = segment.begin, row_count
 
 
-def _slot(segment: Segment) -> Slot:
+def _offset_bytes(segment: Segment) -> int:
     if segment.memory is None:
         raise RuntimeError(f"segment {segment.segment_id} is held but not in DRAM")
-    return segment.memory
+    return segment.memory.offset_bytes
 
 
 _IN_SLOT: dict[int, tuple[SegmentLayout, arena_pb2.Lease]] = {}
@@ -357,3 +395,285 @@ def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
         )
         found = _IN_SLOT[id(layout)] = layout, arena_pb2.Lease(layout=chunks)
     return found[1]
+
+
+# -- answers of many entries ---------------------------------------------------------------------------
+
+
+def entry(field: int, encoded: bytes) -> bytes:
+    """A message that has this one as an entry of a field, whose number is below 16."""
+    size, length = bytearray(), len(encoded)
+    while length >= 0x80:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    size.append(length)
+    return bytes((field << 3 | LENGTH_DELIMITED,)) + bytes(size) + encoded
+
+
+class EncodedAnswer:
+    """One answer in the making."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.size_bytes = 0
+
+    def add(self, part: Message) -> None:
+        """More of it: an answer that has one entry, or nothing but what is said once."""
+        self.add_encoded(part.SerializeToString())
+
+    def add_encoded(self, part: bytes) -> None:
+        """As `add`, already encoded."""
+        self._parts.append(part)
+        self.size_bytes += len(part)
+
+    def encoded(self) -> bytes:
+        """All of it: encoded messages one after the other are the message that has the entries of them all."""
+        return b"".join(self._parts)
+
+
+class Page(EncodedAnswer):
+    """A page of a list: so many entries at most, and so many bytes."""
+
+    def __init__(self, size: int) -> None:
+        """`size` as it was asked for. Raises InvalidArgument."""
+        super().__init__()
+        self.limit = validate.page_size(size)
+        self._last_id = ""
+        self.next_page_token = ""
+        """The token for what follows; empty while everything was taken."""
+
+    def takes(self, listed_id: str, part: Message) -> bool:
+        """Add an answer that has one entry; False, and the page is over, where it belongs to the next one."""
+        return self.takes_encoded(listed_id, part.SerializeToString())
+
+    def takes_encoded(self, listed_id: str, encoded: bytes) -> bool:
+        """As `takes`, already encoded."""
+        is_full = len(self._parts) == self.limit or self.size_bytes + len(encoded) > PAGE_LIMIT_BYTES
+        if self._parts and is_full:
+            self.next_page_token = f"after:{self._last_id}"
+            return False
+        self.add_encoded(encoded)
+        self._last_id = listed_id
+        return True
+
+
+# -- engines' queues -----------------------------------------------------------------------------------
+
+
+_OUTCOMES = {
+    Outcome.ACCEPTED: hints_pb2.HINT_OUTCOME_ACCEPTED,
+    Outcome.CLIPPED: hints_pb2.HINT_OUTCOME_CLIPPED,
+    Outcome.DEFERRED: hints_pb2.HINT_OUTCOME_DEFERRED,
+    Outcome.REJECTED: hints_pb2.HINT_OUTCOME_REJECTED,
+    Outcome.MISSING: hints_pb2.HINT_OUTCOME_MISSING,
+}
+_CHANGES = {
+    Change.PROMOTED: hints_pb2.SESSION_CHANGE_PROMOTED,
+    Change.DEMOTED: hints_pb2.SESSION_CHANGE_DEMOTED,
+    Change.EVICTED: hints_pb2.SESSION_CHANGE_EVICTED,
+    Change.EXPIRED: hints_pb2.SESSION_CHANGE_EXPIRED,
+}
+_STATES = {
+    LayerPlace.DRAM: hints_pb2.LAYER_STATE_DRAM,
+    LayerPlace.SSD: hints_pb2.LAYER_STATE_SSD,
+    LayerPlace.MISSING: hints_pb2.LAYER_STATE_MISSING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who publishes a queue."""
+
+    engine: str
+    grace_ns: int | None
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """What changes in a queue: sessions' ids with their jobs, and jobs that go, with whether they started."""
+
+    put: dict[str, tuple[str, Job]]
+    gone: dict[str, bool]
+    is_whole: bool = False
+    """Whether what is put is all there is."""
+
+
+def hello(message: hints_pb2.ScheduleHello) -> Hello:
+    """A hello, validated. Raises InvalidArgument."""
+    fingerprint = message.model_fingerprint
+    if fingerprint:
+        validate.fingerprint(fingerprint, "hello.model_fingerprint")
+    grace_ns = span_ns(message.grace, "hello.grace") if message.HasField("grace") else None
+    return Hello(validate.engine(message.engine, "hello.engine"), grace_ns, fingerprint)
+
+
+def delta(message: hints_pb2.QueueDelta, now_s: float) -> Generator[None, None, Deltas]:
+    """A delta that arrived at `now_s`, validated; pauses now and then. Raises InvalidArgument."""
+    validate.within(len(message.gone), 0, JOBS_PER_REQUEST, "delta.gone")
+    gone: dict[str, bool] = {}
+    for i, item in enumerate(message.gone):
+        try:
+            _check_id(item.job_id, gone)
+            gone[item.job_id] = _is_started(item.end)
+        except InvalidArgument as error:
+            raise _inside(f"delta.gone[{i}]", error) from error
+        if i % JOBS_PER_PAUSE == JOBS_PER_PAUSE - 1:
+            yield
+    put = yield from _jobs(message.put, "delta.put", now_s)
+    return Deltas(put, gone)
+
+
+def snapshot(message: hints_pb2.QueueSnapshot, now_s: float) -> Generator[None, None, Deltas]:
+    """A whole queue that arrived at `now_s`, validated; pauses now and then. Raises InvalidArgument."""
+    put = yield from _jobs(message.jobs, "snapshot.jobs", now_s)
+    return Deltas(put, {}, is_whole=True)
+
+
+def _jobs(
+    messages: Sequence[hints_pb2.Job], field: str, now_s: float
+) -> Generator[None, None, dict[str, tuple[str, Job]]]:
+    validate.within(len(messages), 0, JOBS_PER_REQUEST, field)
+    jobs: dict[str, tuple[str, Job]] = {}
+    for i, message in enumerate(messages):
+        try:
+            _check_id(message.job_id, jobs)
+            jobs[message.job_id] = validate.session_id(message.session, "session"), _job(message, now_s)
+        except InvalidArgument as error:
+            raise _inside(f"{field}[{i}]", error) from error
+        if i % JOBS_PER_PAUSE == JOBS_PER_PAUSE - 1:
+            yield
+    return jobs
+
+
+def _job(message: hints_pb2.Job, now_s: float) -> Job:
+    validate.within(message.new_token_count, 0, HINT_COUNT_LIMIT, "new_token_count")
+    start_s: float | None = None
+    match message.WhichOneof("start"):
+        case "position":
+            if not math.isfinite(message.position):
+                raise InvalidArgument(field="position", problem="is not finite")
+        case "start_in":
+            start_s = now_s + span_ns(message.start_in, "start_in") / SECOND_NS
+        case None:
+            raise InvalidArgument(field="start", problem="is required")
+    deadline_s = math.inf
+    if message.HasField("deadline_in"):
+        deadline_s = now_s + span_ns(message.deadline_in, "deadline_in") / SECOND_NS
+    priority = validate.within(message.priority, 0, PRIORITY_LIMIT, "priority")
+    return Job(message.job_id, None, message.position, start_s, priority, deadline_s)
+
+
+def _is_started(end: int) -> bool:
+    if end not in (hints_pb2.JOB_END_STARTED, hints_pb2.JOB_END_CANCELLED):
+        raise InvalidArgument(field="end", problem=f"{end} is not the end of a job")
+    return end == hints_pb2.JOB_END_STARTED
+
+
+def _check_id(job_id: str, known: Collection[str]) -> None:
+    validate.text(job_id, ID_BYTES, "job_id", is_required=True)
+    if job_id in known:
+        raise InvalidArgument(field="job_id", problem="is there twice")
+
+
+def _inside(at: str, error: InvalidArgument) -> InvalidArgument:
+    """The same error of a field of a part of the request."""
+    return InvalidArgument(field=f"{at}.{error.field}", problem=error.problem)
+
+
+def span_ns(message: Duration, field: str, *, least_s: int = 0) -> int:
+    """A span of time from now on, in nanoseconds: up to 30 days. Raises InvalidArgument."""
+    validate.within(message.seconds, least_s, SPAN_LIMIT_S, field)
+    validate.within(message.nanos, 0, SECOND_NS - 1, f"{field}.nanos")
+    return message.seconds * SECOND_NS + message.nanos
+
+
+# -- hints ------------------------------------------------------------------------------------------
+
+
+def hints(request: hints_pb2.HintRequest, tenant: str) -> Generator[None, None, list[Hint]]:
+    """A batch of hints, validated; pauses now and then. Raises InvalidArgument."""
+    validate.text(request.message_id, ID_BYTES, "message_id")
+    validate.within(len(request.actions), 1, ACTIONS_PER_REQUEST, "actions")
+    found = []
+    for i, action in enumerate(request.actions):
+        if i % ACTIONS_PER_PAUSE == ACTIONS_PER_PAUSE - 1:
+            yield
+        try:
+            found.append(_hint(action, tenant))
+        except InvalidArgument as error:
+            raise _inside(f"actions[{i}]", error) from error
+    return found
+
+
+def _hint(message: hints_pb2.HintAction, tenant: str) -> Hint:
+    validate.text(message.action_id, ID_BYTES, "action_id")
+    kind = message.WhichOneof("action")
+    if kind is None:
+        raise InvalidArgument(field="action", problem="is required")
+    action = Action(kind)
+    begin, end = _range(message)
+    return Hint(
+        tenant, validate.session_id(message.session, "session"), action, begin, end,
+        ttl_ns=_ttl_ns(message, action),
+        priority=validate.within(message.priority, 0, PRIORITY_LIMIT, "priority"),
+        budget_bytes=validate.within(message.budget_bytes, 1, HINT_COUNT_LIMIT, "budget_bytes")
+        if message.HasField("budget_bytes") else None,
+        return_in_ns=_return_in_ns(message.expect) if action is Action.EXPECT else None,
+    )  # fmt: skip
+
+
+def _range(message: hints_pb2.HintAction) -> tuple[int, int | None]:
+    if not message.HasField("range"):
+        return 0, None
+    begin = validate.within(message.range.begin, 0, HINT_COUNT_LIMIT, "range.begin")
+    return begin, validate.within(message.range.end, begin, HINT_COUNT_LIMIT, "range.end")
+
+
+def _ttl_ns(message: hints_pb2.HintAction, action: Action) -> int:
+    if message.HasField("ttl"):
+        return span_ns(message.ttl, "ttl", least_s=1)
+    return (PREFETCH_TTL_S if action is Action.PREFETCH else KEEP_TTL_S) * SECOND_NS
+
+
+def _return_in_ns(message: hints_pb2.ExpectHint) -> int | None:
+    match message.WhichOneof("expected"):
+        case "return_in":
+            return span_ns(message.return_in, "expect.return_in")
+        case "ended" if message.ended:
+            return None
+        case "ended":
+            raise InvalidArgument(field="expect.ended", problem="is false, which says nothing")
+        case None:
+            raise InvalidArgument(field="expect.expected", problem="is required")
+
+
+def hint_result(action_id: str, answer: Answer, *, wall_offset_ns: int) -> hints_pb2.HintResult:
+    """What came of a hint; `wall_offset_ns` leads from the monotonic to the wall clock."""
+    result = hints_pb2.HintResult(
+        action_id=action_id, outcome=_OUTCOMES[answer.outcome], reason=answer.reason,
+        granted_bytes=answer.granted_bytes,
+    )  # fmt: skip
+    if answer.until_ns is not None:
+        result.valid_until.CopyFrom(timestamp(answer.until_ns + wall_offset_ns))
+    return result
+
+
+# -- events -----------------------------------------------------------------------------------------
+
+
+def session_event(name: str, changes: Change, readiness: Readiness | None) -> hints_pb2.SessionEvent:
+    """What happened to a session; no readiness for one that is gone."""
+    event = hints_pb2.SessionEvent(session=name, changes=[_CHANGES[change] for change in changes])
+    event.readiness.SetInParent()
+    if readiness is not None:
+        event.readiness.token_count = readiness.token_count
+        event.readiness.missing_bytes = readiness.missing_bytes
+        event.readiness.ready_in.CopyFrom(duration(int(readiness.ready_in_s * SECOND_NS)))
+        event.readiness.layers.extend(
+            hints_pb2.LayerReadiness(
+                layer_begin=run.begin, layer_end=run.end, state=_STATES[readiness.place(run)]
+            )
+            for run in readiness.runs
+        )
+    return event

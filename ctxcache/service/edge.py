@@ -1,33 +1,51 @@
-"""The RPC edge: who calls, admission, and every error turned into a status with its reason. Never lets one through.
+"""The RPC edge: who calls, admission, the request's arrival, and every error turned into a status with its reason.
 
 Wraps all four kinds of rpc. To gRPC each of them takes a stream of messages, so that nothing of a request is received
-before its caller is let in. Health and reflection are anybody's, and answer also when draining.
+before its caller is let in:
+
+    headers ──► caller let in ──► request arrives whole ──► counted ──► behaviour ──► answer
+       └ full or draining: refused here          └ cut off when it takes too long       └ error: status and reason
+
+No error passes the edge unmapped. Health and reflection are anybody's, and answer also when draining.
 """
 
 import asyncio
+import contextlib
 import logging
+import time
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
+from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument, TooManyRequests
 from ctxcache.runtime.memory import refused_memory
-from ctxcache.runtime.spans import NO_SPANS, Spans
-from ctxcache.service import caller as callers
-from ctxcache.service.admission import KEPT_OPEN, STREAMS, Admission, Admissions
-from ctxcache.service.arrivals import SMALL_BYTES, Arrivals, Incoming
+from ctxcache.runtime.spans import Spans
+from ctxcache.service.admission import (
+    CANCELLED,
+    KEPT_OPEN,
+    OK,
+    STREAMS,
+    Admission,
+    Admissions,
+    Handler,
+    RpcTimes,
+    Timer,
+)
 from ctxcache.service.audit import audited_call, audited_for_others, audited_stream, is_audited
-from ctxcache.service.caller import ANYBODY, Caller, current
-from ctxcache.service.guard import FOR_OTHERS, Guard
-from ctxcache.service.rpc import Context, Handler
-from ctxcache.service.rpc_times import CANCELLED, OK, RpcTimes, Timer
-from ctxcache.service.traced import traced_call, traced_stream
-from ctxcache.service.turns import Newcomers, Turns
+from ctxcache.service.callers import (
+    FOR_OTHERS,
+    Caller,
+    Context,
+    Identification,
+    current,
+    let_in_anybody,
+)
+from ctxcache.service.fairness import Newcomers, Turns
 from ctxcache.wire.status import code_of, message_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -43,36 +61,38 @@ Decoder: TypeAlias = Callable[[bytes], Any]
 
 
 class Edge(grpc.aio.ServerInterceptor):
-    """Puts admission and error mapping around each of our rpcs.
-
-    Streams that move rows, and those that local clients keep open, are counted apart: they must not
-    use up the room for small calls, nor these theirs.
-    """
+    """Puts admission and error mapping around each of our rpcs."""
 
     def __init__(
-        self, admissions: Admissions, guard: Guard, *, stall_timeout_s: float,
-        decoders: Mapping[str, Decoder] | None = None, times: RpcTimes | None = None,
-        spans: Spans = NO_SPANS, newcomers: Newcomers | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        admissions: Admissions,
+        identification: Identification,
+        *,
+        stall_timeout_s: float,
+        decoders: Mapping[str, Decoder],
+        times: RpcTimes,
+        spans: Spans,
+        newcomers: Newcomers,
+    ) -> None:
         """`decoders`, by method, read what the generated code would copy; `times` are told of every rpc's end.
 
-        `newcomers`: among them calls of one message count, that bulk work lets them go first.
+        `newcomers`: calls of one message count as such, that bulk work lets them go first.
 
         `stall_timeout_s`: how long a client may take none of a response that waits for it.
         """
         self._admissions = admissions
-        self._guard = guard
+        self._identification = identification
         self._stall_timeout_s = stall_timeout_s
-        self._decoders = decoders or {}
-        self._times = times or RpcTimes()
-        self._newcomers = newcomers or Newcomers()
+        self._decoders = decoders
+        self._times = times
+        self._newcomers = newcomers
         self._spans = spans
         self._public = Admission("watches of health", PUBLIC_LIMIT)
         self._arrivals, self._public_arrivals = Arrivals(), Arrivals(PUBLIC_ARRIVALS_LIMIT)
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
-        self._answered_once: set[str] = set()
-        """Those of one message each way: a refusal cannot be lost by a client that still sends."""
+        self._answered_once: dict[str, Admission] = {}
+        """Of our methods with one message each way: a client that still sends cannot lose a refusal of those."""
 
     async def intercept_service(
         self,
@@ -81,10 +101,9 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """See grpc.aio.ServerInterceptor."""
         method = handler_call_details.method
-        if method.startswith(OWN_SERVICES) and method in self._answered_once:
-            refusal = self._admissions.of(method).refusal()
-            if refusal:
-                return refusal.handler
+        admission = self._answered_once.get(method)
+        if admission is not None and (refusal := admission.refusal()):
+            return refusal.handler
         wrapped = self._wrapped.get(method)
         if wrapped is None and (handler := await continuation(handler_call_details)):
             wrapped = self._wrapped[method] = self._wrap(handler, method)
@@ -97,12 +116,10 @@ class Edge(grpc.aio.ServerInterceptor):
         behaviour = (
             handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         )
-        if is_single and not handler.request_streaming:
-            self._answered_once.add(method)
         if method == HEALTH_WATCH:
             behaviour = _until_drained(behaviour, self._admissions.operators)
         if self._spans.is_on and is_own and method not in KEPT_OPEN:
-            behaviour = (traced_call if is_single else traced_stream)(behaviour, self._spans, method)
+            behaviour = (_traced_call if is_single else _traced_stream)(behaviour, self._spans, method)
         if is_audited(method):
             behaviour = (audited_call if is_single else audited_stream)(behaviour, method)
         elif method in FOR_OTHERS:
@@ -111,26 +128,36 @@ class Edge(grpc.aio.ServerInterceptor):
         read = self._decoders.get(method) or handler.request_deserializer
         let_in: Callable[[Context], Caller]
         if is_own:
-            admission = self._admissions.of(method)
-            let_in, timer = partial(self._guard.let_in, method=method), self._times.of(method)
+            admission, timer = self._admissions.of(method), self._times.of(method)
+            let_in, arrivals = partial(self._identification.let_in, method=method), self._arrivals
+            if is_single and not handler.request_streaming:
+                self._answered_once[method] = admission
         else:
-            admission, let_in, timer = self._public, _let_in_anybody, Timer()
+            admission, timer = self._public, Timer()
+            let_in, arrivals = let_in_anybody, self._public_arrivals
         rpc = _Rpc(
-            behaviour, read, admission, let_in, timer, self._arrivals if is_own else self._public_arrivals,
-            self._stall_timeout_s, is_stream=handler.request_streaming, begins_whole=method in STREAMS,
-            is_anybodys=not is_own, newcomers=self._newcomers,
-        )  # fmt: skip
-        if is_single:
-            encode = partial(_encoded, handler.response_serializer)
-            return grpc.stream_unary_rpc_method_handler(rpc.answer_once, None, encode)
+            behaviour,
+            read,
+            admission,
+            let_in,
+            timer,
+            arrivals,
+            self._stall_timeout_s,
+            is_stream=handler.request_streaming,
+            begins_whole=method in STREAMS,
+            is_anybodys=not is_own,
+            newcomers=self._newcomers,
+        )
         encode = partial(_encoded, handler.response_serializer)
+        if is_single:
+            return grpc.stream_unary_rpc_method_handler(rpc.answer_once, None, encode)
         return grpc.stream_stream_rpc_method_handler(rpc.answer, None, encode)
 
 
 def _until_drained(
     behaviour: Callable[..., Awaitable[None]], admission: Admission
 ) -> Callable[..., AsyncGenerator[Any]]:
-    """A watch ends with the drain, which would otherwise wait for it: nobody ends one of their own accord."""
+    """Let a watch end with the drain, which would otherwise wait for it: no client ends one of its own accord."""
 
     async def watch(request: object, context: Context) -> AsyncGenerator[Any]:
         watching = asyncio.ensure_future(behaviour(request, context))
@@ -150,23 +177,27 @@ def _until_drained(
     return watch
 
 
-def _let_in_anybody(context: Context) -> Caller:
-    del context
-    callers.let_in(ANYBODY)
-    return ANYBODY
-
-
 class _Rpc:
     """One method: from its headers to its status."""
 
     def __init__(
-        self, behaviour: Callable[..., Any], read: Decoder, admission: Admission,
-        let_in: Callable[[Context], Caller], timer: Timer, arrivals: Arrivals, stall_timeout_s: float, *,
-        is_stream: bool, begins_whole: bool, is_anybodys: bool, newcomers: Newcomers,
-    ) -> None:  # fmt: skip
+        self,
+        behaviour: Callable[..., Any],
+        read: Decoder,
+        admission: Admission,
+        let_in: Callable[[Context], Caller],
+        timer: Timer,
+        arrivals: "Arrivals",
+        stall_timeout_s: float,
+        *,
+        is_stream: bool,
+        begins_whole: bool,
+        is_anybodys: bool,
+        newcomers: Newcomers,
+    ) -> None:
         """`begins_whole`: an rpc with a stream of requests is not counted before the first of them is there.
 
-        `is_anybodys`: nobody is asked who calls; each message of a stream has to come in time.
+        `is_anybodys`: callers are not asked who they are; each message of a stream has to come in time.
         """
         self._behaviour, self._read, self._admission = behaviour, read, admission
         self._let_in, self._timer, self._arrivals = let_in, timer, arrivals
@@ -174,20 +205,20 @@ class _Rpc:
         self._newcomers = newcomers
         self._is_stream, self._begins_whole, self._is_anybodys = is_stream, begins_whole, is_anybodys
 
-    async def answer_once(self, request: object, context: Context) -> Any:
+    async def answer_once(self, _: object, context: Context) -> Any:
         """With one response."""
-        if self._is_stream:
-            return await self._answer_once(request, context)
-        with self._newcomers.coming():
-            return await self._answer_once(request, context)
-
-    async def _answer_once(self, _: object, context: Context) -> Any:
-        begun_s, end, incoming = perf_counter(), CANCELLED, Incoming(context)
+        begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
+        admission = self._admission
+        newcomer = None if self._is_stream else self._newcomers.come(begun_ns)
         try:
             caller = self._let_in(context)
             request = await self._request(incoming, context)
-            with self._admission.enter(caller.tenant):
+            tenant = caller.grant.tenant
+            admission.begin(tenant)
+            try:
                 response = await self._behaviour(request, context)
+            finally:
+                admission.end(tenant)
             end = OK
             return response  # noqa: TRY300  # what follows the try is for failures
         except grpc.aio.BaseError:
@@ -199,11 +230,13 @@ class _Rpc:
             await self._arrivals.discard(incoming)
             await _abort(context, known)
         finally:
-            self._timer.ended(perf_counter() - begun_s, end)
+            if newcomer is not None:
+                self._newcomers.leave(newcomer)
+            self._timer.ended((time.monotonic_ns() - begun_ns) / 1e9, end)
 
     async def answer(self, _: object, context: Context) -> None:
         """With a stream of responses."""
-        begun_s, end, incoming = perf_counter(), CANCELLED, Incoming(context)
+        begun_ns, end, incoming = time.monotonic_ns(), CANCELLED, Incoming(context)
         admission = self._admission
         try:
             caller = self._let_in(context)
@@ -232,9 +265,9 @@ class _Rpc:
             await self._arrivals.discard(incoming)
             await _abort(context, known)
         finally:
-            self._timer.ended(perf_counter() - begun_s, end)
+            self._timer.ended((time.monotonic_ns() - begun_ns) / 1e9, end)
 
-    async def _request(self, incoming: Incoming, context: Context) -> Any:
+    async def _request(self, incoming: "Incoming", context: Context) -> Any:
         """The one request, or the stream of them. Raises as `Arrivals.receive`."""
         refusal = self._admission.refusal()
         if refusal:
@@ -299,3 +332,235 @@ def known_error(error: Exception) -> CacheError:
 
 async def _abort(context: Context, known: CacheError) -> None:
     await context.abort(code_of(known), message_of(known), trailing_metadata(known))
+
+
+def _traced_call(
+    behaviour: Callable[..., Awaitable[Any]], spans: Spans, method: str
+) -> Callable[..., Awaitable[Any]]:
+    """An rpc with one response."""
+
+    async def call(request: object, context: Any) -> Any:
+        with spans.rpc(method, context.invocation_metadata() or ()):
+            return await behaviour(request, context)
+
+    return call
+
+
+def _traced_stream(
+    behaviour: Callable[..., AsyncGenerator[Any]], spans: Spans, method: str
+) -> Callable[..., AsyncGenerator[Any]]:
+    """An rpc with a stream of them."""
+
+    async def call(request: object, context: Any) -> AsyncGenerator[Any]:
+        with spans.rpc(method, context.invocation_metadata() or ()):
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+    return call
+
+
+# -- requests before they are whole ---------------------------------------------------------------------
+
+SMALL_BYTES = 256 << 10
+"""Largest request of an rpc that takes one message."""
+ARRIVALS_LIMIT = 16
+"""Messages that arrive at a time."""
+WAITING_LIMIT = 1024
+"""Messages that wait to arrive; nothing of them past the first window was taken."""
+PATIENCE_S = 0.25
+"""How long a message may arrive while others wait to."""
+ARRIVAL_TIMEOUT_S = 10.0
+"""How long a message may arrive."""
+DISCARD_BYTES = 64 << 20
+"""How much of a refused request is read on."""
+DISCARD_TIMEOUT_S = 5.0
+"""How long it is read on at most."""
+SILENCE_S = 0.2
+"""A refused caller that sends nothing for so long waits for its answer."""
+
+
+class Incoming:
+    """The raw messages of one rpc, in their order, from a caller that may never finish them.
+
+    A read that was begun is never cancelled: gRPC writes to it until the rpc is over.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._coming: asyncio.Future[Any] | None = None
+        self._returned: list[bytes] = []
+        self._is_over = False
+
+    def __aiter__(self) -> "Incoming":
+        return self
+
+    async def __anext__(self) -> bytes:
+        message = await self.next()
+        if message is None:
+            raise StopAsyncIteration
+        return message
+
+    async def next(self, timeout_s: float | None = None) -> bytes | None:
+        """The next message; None when the caller has said all. Raises TimeoutError; the next call goes on then."""
+        if self._returned:
+            return self._returned.pop()
+        if self._is_over:
+            return None
+        coming = self._coming
+        if coming is None:
+            coming = self._coming = asyncio.ensure_future(self._context.read())
+        is_here = False
+        try:
+            is_here = bool((await asyncio.wait((coming,), timeout=timeout_s))[0])
+        finally:
+            if not is_here:
+                # The rpc may end before another call waits for this read.
+                coming.add_done_callback(_retrieve)
+        if not is_here:
+            raise TimeoutError
+        self._coming = None
+        message = coming.result()
+        if message is grpc.aio.EOF:
+            self._is_over = True
+            return None
+        assert isinstance(message, bytes)  # noqa: S101  # nothing decodes it before
+        return message
+
+    def give_back(self, message: bytes | None) -> None:
+        """Let it be the next one again."""
+        if message is not None:
+            self._returned.append(message)
+
+    async def discard(self) -> None:
+        """Read on until the caller has said all, or falls silent; bounded in bytes and in time.
+
+        A client that is answered while it sends may lose the answer: gRPC tells some clients of the
+        failure to send first (grpc.aio: INTERNAL without a reason).
+        """
+        loop, left_bytes = asyncio.get_running_loop(), DISCARD_BYTES
+        end_s = loop.time() + DISCARD_TIMEOUT_S
+        while left_bytes > 0 and (left_s := end_s - loop.time()) > 0:
+            try:
+                message = await self.next(min(SILENCE_S, left_s))
+            except TimeoutError:
+                return
+            if message is None:
+                return
+            left_bytes -= len(message)
+
+
+def _retrieve(read: "asyncio.Future[Any]") -> None:
+    # Of a read that nobody waits for any more: the rpc is over.
+    if not read.cancelled():
+        read.exception()
+
+
+class Arrivals:
+    """How many messages arrive at a time, and which ones give way. Owned by the event loop.
+
+    gRPC takes no byte of a message past a stream's first window until the message is asked for. Here is asked, for a
+    bounded number at a time. Worst case: a crowd of callers that never finish, each of which is cut off when others
+    wait.
+    """
+
+    def __init__(self, limit: int = ARRIVALS_LIMIT) -> None:
+        self._limit = limit
+        self._arriving: dict[asyncio.Timeout, float] = {}
+        """Since when, the oldest first; those that were told to give way are not in it any more."""
+        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._waiting_of: Counter[str] = Counter()
+        self._promised_count = 0
+        """Turns that were given and not taken up yet."""
+        self._look: asyncio.TimerHandle | None = None
+        self._discarding_count = 0
+        self.cut_off_count = 0
+        """How many were refused because they did not become whole."""
+
+    async def receive(self, incoming: Incoming, peer: str) -> bytes | None:
+        """A caller's next message, whole; None when it has said all. Raises DeadlineExceeded, TooManyRequests."""
+        if self._waiting or len(self._arriving) + self._promised_count >= self._limit:
+            await self._wait(peer.rpartition(":")[0])
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        try:
+            async with asyncio.timeout(ARRIVAL_TIMEOUT_S) as limit:
+                self._arriving[limit] = begun_s
+                if self._waiting and self._look is None:
+                    self._make_way()
+                try:
+                    return await incoming.next()
+                finally:
+                    self._arriving.pop(limit, None)
+                    if self._waiting:
+                        self._admit()
+        except TimeoutError:
+            self.cut_off_count += 1
+            took_s = f"{loop.time() - begun_s:.2g}"
+            raise DeadlineExceeded(target="the rest of the request", timeout_s=took_s) from None
+
+    async def receive_all(self, incoming: Incoming, peer: str) -> AsyncGenerator[bytes]:
+        """Every message; one that does not come in time is the last one. Raises TooManyRequests."""
+        with contextlib.suppress(DeadlineExceeded):
+            while (message := await self.receive(incoming, peer)) is not None:
+                yield message
+
+    async def discard(self, incoming: Incoming) -> None:
+        """As `Incoming.discard`, for as many at a time as may arrive: of more, nothing is read on."""
+        if self._discarding_count < self._limit:
+            self._discarding_count += 1
+            try:
+                await incoming.discard()
+            finally:
+                self._discarding_count -= 1
+
+    async def _wait(self, host: str) -> None:
+        """Until it is this caller's turn to send. No host has more than half of the places."""
+        is_too_much = self._waiting_of[host] >= WAITING_LIMIT // 2
+        if is_too_much or len(self._waiting) >= WAITING_LIMIT:
+            self.cut_off_count += 1
+            raise TooManyRequests(what="requests that are not whole", limit=self._limit)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = host, turn
+        self._waiting.append(place)
+        self._waiting_of[host] += 1
+        self._make_way()
+        try:
+            await turn
+            # Taken up by what follows, without a wait in between.
+            self._promised_count -= 1
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(place)
+            else:
+                self._promised_count -= 1
+                self._admit()
+            raise
+        finally:
+            self._waiting_of[host] -= 1
+            if not self._waiting_of[host]:
+                del self._waiting_of[host]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._arriving) + self._promised_count < self._limit:
+            _, turn = self._waiting.popleft()
+            # One that was cancelled takes no turn.
+            if not turn.done():
+                self._promised_count += 1
+                turn.set_result(None)
+
+    def _make_way(self) -> None:
+        """Cut off those that have had their time, while others wait."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._arriving:
+            oldest, since_s = next(iter(self._arriving.items()))
+            if since_s + PATIENCE_S > loop.time():
+                self._look = loop.call_at(since_s + PATIENCE_S, self._make_way)
+                return
+            del self._arriving[oldest]
+            if not oldest.expired():
+                oldest.reschedule(loop.time())

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from ctxcache.service.rpc import Context
+from ctxcache.service.callers import Context
 
 LOOK_INTERVAL_S = 0.5
 """How soon a watcher hears that writes are refused."""

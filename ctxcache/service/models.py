@@ -3,10 +3,9 @@
 from ctxcache.cache import Cache
 from ctxcache.cache.models import Registered
 from ctxcache.service import convert, validate
-from ctxcache.service.answers import Page, entry
-from ctxcache.service.rpc import Context
-from ctxcache.service.tenant import tenant_of
-from ctxcache.service.turns import Slice, Turns
+from ctxcache.service.callers import Context, current
+from ctxcache.service.convert import Page, entry
+from ctxcache.service.fairness import Slice, Turns
 from ctxcache.v1 import model_pb2, model_pb2_grpc
 
 MODELS_FIELD = model_pb2.ListModelsResponse.MODELS_FIELD_NUMBER
@@ -24,28 +23,28 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self._messages: dict[tuple[str, str], tuple[Registered, bytes]] = {}
         self._message_bytes = 0
 
-    async def RegisterModel(  # type: ignore[override]  # noqa: N802  # it is encoded already
+    async def RegisterModel(  # type: ignore[override]  # it is encoded already
         self, request: model_pb2.RegisterModelRequest, context: Context
     ) -> bytes:
         """See the proto."""
         part = Slice(self._turns)
         spec = await part.work(convert.model_spec(request.model))
         probe = convert.model_probe(request.model)
-        return await self._answer(await self._models.register(tenant_of(context), spec, probe, pace=part))
+        return await self._answer(await self._models.register(current().tenant, spec, probe, pace=part))
 
-    async def GetModel(  # type: ignore[override]  # noqa: N802  # it is encoded already
+    async def GetModel(  # type: ignore[override]  # it is encoded already
         self, request: model_pb2.GetModelRequest, context: Context
     ) -> bytes:
         """See the proto."""
-        return await self._answer(self._models.get(tenant_of(context), validate.model_id(request.name)))
+        return await self._answer(self._models.get(current().tenant, validate.model_id(request.name)))
 
-    async def ListModels(  # type: ignore[override]  # noqa: N802  # it is encoded already
+    async def ListModels(  # type: ignore[override]  # it is encoded already
         self, request: model_pb2.ListModelsRequest, context: Context
     ) -> bytes:
         """See the proto."""
         page, part = Page(request.page_size), Slice(self._turns)
         after = validate.page_token(request.page_token)
-        for record in self._models.list(tenant_of(context), after=after, limit=page.limit + 1):
+        for record in self._models.list(current().tenant, after=after, limit=page.limit + 1):
             listed = entry(MODELS_FIELD, await self._encoded(record, part))
             if not page.takes_encoded(record.spec.model_id, listed):
                 break

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import (
     ServerReflectionResponse,
 )
 
-from ctxcache.service.rpc import Context
+from ctxcache.service.callers import Context
 
 _OLD, _NEW = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 SERVICE_NAMES = (f"{_NEW}.ServerReflection", f"{_OLD}.ServerReflection")

@@ -1,6 +1,6 @@
-"""SessionService, the rpcs that move no rows; `streams.py` has the two that do."""
+"""SessionService. Messages with rows are read here around the rows: protobuf's own types would copy them twice."""
 
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing
 from typing import TypeAlias
 
@@ -9,18 +9,18 @@ from ctxcache.cache.sessions import Found
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.core.ranges import Range, Ranges, normalise
-from ctxcache.errors import InvalidArgument
+from ctxcache.errors import ChecksumMismatch, InvalidArgument
+from ctxcache.format.identity import wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import StateKind
+from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert, validate
-from ctxcache.service.answers import Answer, Page
-from ctxcache.service.caller import current
-from ctxcache.service.rpc import Context
-from ctxcache.service.streams import StreamRpcs
-from ctxcache.service.tenant import tenant_of
-from ctxcache.service.turns import Slice, Turns
-from ctxcache.v1 import model_pb2, session_pb2
+from ctxcache.service.callers import Context, current
+from ctxcache.service.convert import EncodedAnswer, Page
+from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.rows import Append, begin_append, chunk_message, packed, read_header, read_request
+from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
 
 DEFAULT_SINK_TOKENS = 4
 LOOKUP_LIMIT = 1000
@@ -29,6 +29,10 @@ RANGES_PER_PAUSE = 256
 RANGES_KEPT = 1 << 16
 """Ranges of layouts whose part of a look-up's answer is kept ready: some tens of bytes each."""
 
+AppendMessage: TypeAlias = WireChunk | session_pb2.AppendSessionRequest
+"""What arrives on an append: a chunk around its bytes, or any other message."""
+ReadMessage: TypeAlias = bytes | session_pb2.ReadSessionResponse
+"""What is sent to a reader: an encoded chunk, or the header."""
 _Expiring: TypeAlias = (
     session_pb2.CreateSessionRequest | session_pb2.UpdateSessionRequest | session_pb2.ForkSessionRequest
 )
@@ -37,23 +41,23 @@ _Conditional: TypeAlias = (
 )
 
 
-class SessionService(StreamRpcs):
+class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See proto/ctxcache/v1/session.proto."""
 
     def __init__(self, cache: Cache, turns: Turns) -> None:
         """`turns`: in which large requests are carried out, and large answers made."""
-        super().__init__(cache)
         self._turns = turns
-        self._sessions = cache.sessions
+        self._sessions, self._writing, self._reading = cache.sessions, cache.appends, cache.leases
+        self._clock = cache.state.clock
 
-    async def CreateSession(  # noqa: N802
+    async def CreateSession(
         self, request: session_pb2.CreateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
         if request.is_pinned:
             current().check_operator("is_pinned")
         view = await self._sessions.create(
-            tenant_of(context),
+            current().tenant,
             validate.new_session_id(request.session_id),
             model_id=validate.model_id(request.model, "model"),
             layout=validate.stream_ranges(request.layout, "layout"),
@@ -62,20 +66,20 @@ class SessionService(StreamRpcs):
         )
         return convert.session_message(view, self._clock)
 
-    async def GetSession(  # noqa: N802
+    async def GetSession(
         self, request: session_pb2.GetSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        view = self._sessions.get(tenant_of(context), validate.session_id(request.name))
+        view = self._sessions.get(current().tenant, validate.session_id(request.name))
         return convert.session_message(view, self._clock)
 
-    async def ListSessions(  # type: ignore[override]  # noqa: N802  # it is encoded already
+    async def ListSessions(  # type: ignore[override]  # it is encoded already
         self, request: session_pb2.ListSessionsRequest, context: Context
     ) -> bytes:
         """See the proto."""
         page, part = Page(request.page_size), Slice(self._turns)
         listed = self._sessions.list(
-            tenant_of(context),
+            current().tenant,
             after=validate.page_token(request.page_token),
             model_id=validate.model_id(request.model, "model") if request.model else "",
         )
@@ -90,25 +94,25 @@ class SessionService(StreamRpcs):
         page.add(session_pb2.ListSessionsResponse(next_page_token=page.next_page_token))
         return page.encoded()
 
-    async def UpdateSession(  # noqa: N802
+    async def UpdateSession(
         self, request: session_pb2.UpdateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
         if request.HasField("is_pinned"):
             current().check_operator("is_pinned")
         view = await self._sessions.update(
-            tenant_of(context),
+            current().tenant,
             validate.session_id(request.name),
             expiration=self._expiration(request),
             is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
         )
         return convert.session_message(view, self._clock)
 
-    async def TruncateSession(  # noqa: N802
+    async def TruncateSession(
         self, request: session_pb2.TruncateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        return convert.session_message(await self._truncate(request, tenant_of(context)), self._clock)
+        return convert.session_message(await self._truncate(request, current().tenant), self._clock)
 
     async def _truncate(self, request: session_pb2.TruncateSessionRequest, tenant: str) -> SessionView:
         session_id, generation = validate.session_id(request.name), _generation(request)
@@ -126,12 +130,12 @@ class SessionService(StreamRpcs):
             case None:
                 raise InvalidArgument(field="kept", problem="is required")
 
-    async def ForkSession(  # noqa: N802
+    async def ForkSession(
         self, request: session_pb2.ForkSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
         view = await self._sessions.fork(
-            tenant_of(context),
+            current().tenant,
             validate.session_id(request.name),
             validate.new_session_id(request.session_id),
             _generation(request),
@@ -141,22 +145,22 @@ class SessionService(StreamRpcs):
         )
         return convert.session_message(view, self._clock)
 
-    async def FlushSession(  # noqa: N802
+    async def FlushSession(
         self, request: session_pb2.FlushSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        view = await self._sessions.flush(tenant_of(context), validate.session_id(request.name))
+        view = await self._sessions.flush(current().tenant, validate.session_id(request.name))
         return convert.session_message(view, self._clock)
 
-    async def DeleteSession(  # noqa: N802
+    async def DeleteSession(
         self, request: session_pb2.DeleteSessionRequest, context: Context
     ) -> session_pb2.DeleteSessionResponse:
         """See the proto."""
         session_id = validate.session_id(request.name)
-        await self._sessions.delete(tenant_of(context), session_id, _generation(request))
+        await self._sessions.delete(current().tenant, session_id, _generation(request))
         return session_pb2.DeleteSessionResponse()
 
-    async def LookupSessions(  # type: ignore[override]  # noqa: N802  # it is encoded already
+    async def LookupSessions(  # type: ignore[override]  # it is encoded already
         self, request: session_pb2.LookupSessionsRequest, context: Context
     ) -> bytes:
         """See the proto."""
@@ -169,14 +173,73 @@ class SessionService(StreamRpcs):
             session_id = validate.session_id(query.name, f"queries[{i}].name")
             field = f"queries[{i}].model_fingerprint"
             asked.append((session_id, validate.fingerprint(query.model_fingerprint, field)))
-        tenant = tenant_of(context)
-        answer = Answer()
+        tenant = current().tenant
+        answer = EncodedAnswer()
         for session_id, print_ in asked:
             if part.is_over:
                 await part.rest()
             result = _result(self._sessions.lookup(tenant, session_id, print_), self._clock)
             answer.add(session_pb2.LookupSessionsResponse(results=[result]))
         return answer.encoded()
+
+    # -- rows ---------------------------------------------------------------------------------------
+
+    async def AppendSession(
+        self, request_iterator: AsyncIterator[AppendMessage], context: Context
+    ) -> session_pb2.AppendSessionResponse:
+        """See the proto."""
+        first = await anext(aiter(request_iterator), None)
+        if not isinstance(first, session_pb2.AppendSessionRequest) or first.WhichOneof("message") != "header":
+            raise InvalidArgument(field="header", problem="the first message must be the header")
+        append = await begin_append(self._writing, first.header, current().tenant)
+        try:
+            async for request in request_iterator:
+                await self._take(append, request)
+        finally:
+            append.release()
+        append.check_finished()
+        return session_pb2.AppendSessionResponse(session=convert.session_message(append.view, self._clock))
+
+    async def _take(self, append: Append, request: AppendMessage) -> None:
+        if isinstance(request, WireChunk):
+            await self._place(append, request)
+            return
+        match request.WhichOneof("message"):
+            case "chunk":
+                await self._place(append, _as_wire_chunk(request.chunk))
+            case "commit":
+                await append.commit(request.commit)
+            case other:
+                raise InvalidArgument(field="message", problem=f"{other or 'nothing'} is not expected here")
+
+    async def _place(self, append: Append, chunk: WireChunk) -> None:
+        stream = validate.stream(chunk.stream, "chunk.stream")
+        end = append.check(stream, chunk.token_begin, len(chunk.data))
+        await append.make_room(end)
+        self._writing.place(append.reservation, stream, chunk.token_begin, chunk.data)
+        # Last: the rows were added up before, so that what changed until now is found here, and by their sums later.
+        if wire_checksum(chunk.data) != chunk.checksum:
+            raise ChecksumMismatch(field="chunk.data")
+        append.received[stream] = end
+
+    def ReadSession(  # type: ignore[override]  # chunks are encoded already
+        self, request: session_pb2.ReadSessionRequest, context: Context
+    ) -> AsyncGenerator[ReadMessage]:
+        """See the proto."""
+        return self._messages(request, current().tenant)
+
+    async def _messages(
+        self, request: session_pb2.ReadSessionRequest, tenant: str
+    ) -> AsyncGenerator[ReadMessage]:
+        asked, streams = read_request(request, tenant)
+        async with self._reading.stream(asked, streams) as (lease, _, rows):
+            yield session_pb2.ReadSessionResponse(header=read_header(lease, streams, self._clock))
+            async for parts in packed(rows, lease.view.layout, self._reading.mend):
+                # A slow reader may outlive what is lent to it.
+                self._reading.check(lease)
+                yield await chunk_message(parts, self._reading.mend)
+
+    # -- expiry -------------------------------------------------------------------------------------
 
     def _future(self, expiration: Expiration | None) -> Expiration | None:
         if expiration and expiration.ttl_ns is None and expiration.expire_time_ns <= self._clock.now_ns():
@@ -266,3 +329,16 @@ def _of_one_token(layout: SegmentLayout) -> session_pb2.LookupResult:
         result = session_pb2.LookupResult(kinds=by_kind.values())
         known = _OF_ONE_TOKEN[id(layout)] = layout, result
     return known[1]
+
+
+def _as_wire_chunk(chunk: session_pb2.Chunk) -> WireChunk:
+    stream = validate.stream(chunk.stream, "chunk.stream")
+    return WireChunk(stream, chunk.token_begin, memoryview(chunk.data), chunk.checksum)
+
+
+def _decode_append(encoded: bytes) -> AppendMessage:
+    return scan_chunk(encoded) or session_pb2.AppendSessionRequest.FromString(encoded)
+
+
+DECODERS = {"/ctxcache.v1.SessionService/AppendSession": _decode_append}
+"""How the edge reads requests that carry rows."""

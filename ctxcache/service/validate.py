@@ -12,10 +12,11 @@ from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import TOKENS, TOKENS_RANGE, DType, StateKind, Stream, StreamRange
-from ctxcache.service.answers import Page
 from ctxcache.v1 import model_pb2, session_pb2
 
 LAYER_LIMIT = 4096
+PAGE_SIZE = 50
+PAGE_SIZE_LIMIT = 1000
 STREAMS_LIMIT = 4096
 """Streams of one model, token ids not counted."""
 RANGES_LIMIT = 256
@@ -145,8 +146,10 @@ def text(value: str, limit_bytes: int, field: str, *, is_required: bool = False)
 
 
 def page_size(value: int) -> int:
-    """How many to list."""
-    return Page(value).limit
+    """How many to list; 0 means PAGE_SIZE."""
+    if value < 0:
+        raise InvalidArgument(field="page_size", problem="is negative")
+    return min(value or PAGE_SIZE, PAGE_SIZE_LIMIT)
 
 
 def page_token(value: str) -> str:

@@ -48,16 +48,14 @@ class FrameReader:
         self._limit_bytes = limit_bytes
         self._rest = b""
         self._begin = 0
+        self.held_bytes = 0
+        """Bytes fed and not yet returned."""
 
     def feed(self, data: bytes) -> None:
         """Take what came."""
         self._rest = self._rest[self._begin :] + data if self.held_bytes else data
         self._begin = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes fed and not yet returned."""
-        return len(self._rest) - self._begin
+        self.held_bytes = len(self._rest)
 
     def is_last(self, kind: Kind) -> bool:
         """Whether what is held is whole frames, the last of them an empty one of that kind."""
@@ -81,6 +79,7 @@ class FrameReader:
             return None
         frame = Frame(kind, self._rest[begin:end])
         self._begin = end
+        self.held_bytes = len(self._rest) - end
         if not self.held_bytes:
             self._rest, self._begin = b"", 0
         return frame

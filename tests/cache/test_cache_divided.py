@@ -16,8 +16,8 @@ from ctxcache.format.streams import ranges_of
 from ctxcache.identity.grants import Grant
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.service.admission import Admission
-from ctxcache.service.caller import Caller
-from ctxcache.service.tickets import Tickets
+from ctxcache.service.bulk_connection import Tickets
+from ctxcache.service.callers import Caller
 
 GREEDY = Limits(
     session_count=30, model_count=30, lease_count=9, lease_share=0.75, reservation_share=0.75, client_share=0.75,

@@ -31,7 +31,7 @@ async def test_pages_answer(tmp_path: Path) -> None:
 async def test_it_says_that_the_server_drains(tmp_path: Path) -> None:
     """Alive, and not ready."""
     async with observed(tmp_path) as (server, _, _):
-        server._admissions.drain()
+        server._doors.close_for_good()
 
         assert await fetch(server, "/readyz") == (503, "draining\n")
         assert await fetch(server, "/healthz") == (200, "ok\n")

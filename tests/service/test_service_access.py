@@ -17,7 +17,7 @@ from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.cache.leases import LEASE_LIFETIME_NS
 from ctxcache.server.server import Server
-from ctxcache.service import arena, control, turns
+from ctxcache.service import control_socket, convert, fairness
 from ctxcache.v1 import arena_pb2, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
 
@@ -381,7 +381,7 @@ async def test_local_clients_are_bounded_apart_from_calls(client: Client, connec
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is done on the loop has taken too long already."""
-    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    monkeypatch.setattr(fairness, "SLICE_NS", 0)
 
 
 NOTHING = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
@@ -449,7 +449,7 @@ async def test_answers_are_bounded(
     """Locations that would be too long are refused and held by nobody; brief ones, and parts, can be had."""
     await client.create("a")
     await client.append("a", 1, 0, 640)
-    for way in (arena, control):
+    for way in (convert, control_socket):
         monkeypatch.setattr(way, "ANSWER_LIMIT_BYTES", 600)
     access = await connect()
     refusal(await access.one(acquire_lease=lease_of(client)), Code.RESOURCE_EXHAUSTED, "CAPACITY_EXCEEDED")

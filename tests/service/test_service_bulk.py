@@ -32,7 +32,7 @@ from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.server.server import Server
 from ctxcache.service import bulk, bulk_connection
-from ctxcache.service.tickets import TICKET_LIFETIME_NS, TICKET_LIMIT
+from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS, TICKET_LIMIT
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc, session_pb2
 from ctxcache.wire import framed_socket

@@ -22,8 +22,8 @@ from ctxcache.cache.integrity import check_integrity
 from ctxcache.errors import AddressUnusable
 from ctxcache.identity.grants import parse_rules
 from ctxcache.server.server import Server
-from ctxcache.service import turns
-from ctxcache.service.holder import Holder
+from ctxcache.service import fairness
+from ctxcache.service.local_client import LocalClient
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 
@@ -436,17 +436,17 @@ async def test_many_requests_at_once_leave_turns_to_others(
     way: SocketWay, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client's operation comes between them; all are answered, in order."""
-    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    monkeypatch.setattr(fairness, "SLICE_NS", 0)
     nothing = arena_pb2.Operation(release_lease=arena_pb2.ReleaseLease(lease_id=0))
-    carry_out, order = Holder.carry_out_at_once, list[Holder]()
+    carry_out, order = LocalClient.carry_out_at_once, list[LocalClient]()
 
-    def noted(self: Holder, request: arena_pb2.AccessRequest) -> bytes | None:
+    def noted(self: LocalClient, request: arena_pb2.AccessRequest) -> bytes | None:
         order.append(self)
         return carry_out(self, request)
 
     other = await SocketWay.open(path)
     await other.send(nothing)
-    monkeypatch.setattr(Holder, "carry_out_at_once", noted)
+    monkeypatch.setattr(LocalClient, "carry_out_at_once", noted)
     way.writer.write(b"".join(batch(number, nothing) for number in range(1000)))
     await other.send(nothing)
     answers = [await way.read() for _ in range(1000)]

@@ -13,7 +13,7 @@ from service_rig import Client, chunks, commit, refused, until
 
 from ctxcache.cache.hints import Answer, Hint, Hints
 from ctxcache.server.server import Server
-from ctxcache.service import turns
+from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import hints_pb2, hints_pb2_grpc, session_pb2
 from ctxcache.v1.session_pb2 import TokenRange
@@ -448,7 +448,7 @@ async def test_a_batch_leaves_turns_to_others(
     monkeypatch: pytest.MonkeyPatch, hint: Hinter, server: Server
 ) -> None:
     """However little of it takes long: between two hints of one batch others have a turn."""
-    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    monkeypatch.setattr(fairness, "SLICE_NS", 0)
     hints, turn_count, seen = server._cache.hints, 0, []
 
     async def carry_out(asked: Hint, deadline_s: float) -> Answer:

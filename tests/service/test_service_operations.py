@@ -15,7 +15,7 @@ from service_rig import Access, Client, SocketWay, refused, until
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import TierFailure
 from ctxcache.server.server import Server
-from ctxcache.service.caller import TENANT_HEADER
+from ctxcache.service.callers import TENANT_HEADER
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, model_pb2, session_pb2
 from ctxcache.v1 import operations_pb2 as ops

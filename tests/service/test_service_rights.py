@@ -16,7 +16,7 @@ from service_rig import Client, refused
 
 import ctxcache.v1
 from ctxcache.server.server import Server
-from ctxcache.service.caller import TENANT_HEADER
+from ctxcache.service.callers import TENANT_HEADER
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import operations_pb2 as ops
 from ctxcache.v1 import session_pb2

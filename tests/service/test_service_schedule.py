@@ -15,7 +15,7 @@ from service_rig import KV, Client, ranges, refused, until
 
 from ctxcache.core.placement.schedule import Job
 from ctxcache.server.server import Server
-from ctxcache.service import turns
+from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, hints_pb2, session_pb2
 
@@ -601,7 +601,7 @@ async def test_a_client_that_says_nothing_is_cut_off(
     connect: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream without a hello does not take a place for ever."""
-    monkeypatch.setattr("ctxcache.service.scheduling.HELLO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("ctxcache.service.queue_stream.HELLO_TIMEOUT_S", 0.01)
     await refused(connect().drain(), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
 
 
@@ -683,7 +683,7 @@ async def test_events_of_many_sessions_leave_turns_to_others(
     monkeypatch: pytest.MonkeyPatch, client: Client, engine: Engine
 ) -> None:
     """However many sessions a message could tell of, it ends when its time is over, and the next one goes on."""
-    monkeypatch.setattr(turns, "SLICE_NS", 0)
+    monkeypatch.setattr(fairness, "SLICE_NS", 0)
     for i in range(8):
         await client.create(f"s{i}")
     await engine.write(delta=hints_pb2.QueueDelta(put=[job(i, f"s{i}") for i in range(8)]))

@@ -20,7 +20,7 @@ import pytest
 from service_rig import Client, refused
 
 from ctxcache.server.server import Server
-from ctxcache.service import answers, turns
+from ctxcache.service import convert, fairness
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import model_pb2, session_pb2
 
@@ -52,7 +52,7 @@ def longest() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", run)
-        patch.setattr(turns, "SLICE_NS", 0)
+        patch.setattr(fairness, "SLICE_NS", 0)
         yield most
 
 
@@ -107,7 +107,7 @@ async def test_work_in_one_go_would_be_noticed(
     client: Client, facts: calls.Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the test above means nothing."""
-    monkeypatch.setattr(turns.Slice, "is_over", property(lambda _: False))
+    monkeypatch.setattr(fairness.Slice, "is_over", property(lambda _: False))
     with longest() as most:
         for call in calls.ATTACKS["lookup"](facts):
             assert [len(answer) async for answer in _answers(client, *call)]
@@ -147,7 +147,7 @@ async def test_a_page_is_cut_by_bytes(client: Client, monkeypatch: pytest.Monkey
         await client.create(f"s{number}")
     size = (await client.get("s0")).ByteSize() + 8
     for limit_bytes, per_page in ((1, 1), (2 * size, 2), (100 * size, 9)):
-        monkeypatch.setattr(answers, "PAGE_LIMIT_BYTES", limit_bytes)
+        monkeypatch.setattr(convert, "PAGE_LIMIT_BYTES", limit_bytes)
         found: list[list[str]] = []
         token = ""
         while token or not found:

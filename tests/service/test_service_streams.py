@@ -34,10 +34,10 @@ from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.server.server import Server
-from ctxcache.service import streams
+from ctxcache.service import rows as rows_module
+from ctxcache.service.fairness import Turns
+from ctxcache.service.rows import chunk_message, packed
 from ctxcache.service.sessions import SessionService
-from ctxcache.service.streams import _chunk_message, packed
-from ctxcache.service.turns import Turns
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import model_pb2, session_pb2
 from ctxcache.v1.session_pb2 import AppendSessionRequest, TokenRange
@@ -162,7 +162,7 @@ async def test_rows_that_pass_are_copied_into_their_message() -> None:
     async def mend(segment: Segment) -> None:
         raise AssertionError(segment)
 
-    messages = [await _chunk_message(message, mend) async for message in packed(passing(), layout, mend)]
+    messages = [await chunk_message(message, mend) async for message in packed(passing(), layout, mend)]
     chunk = session_pb2.ReadSessionResponse.FromString(messages[0]).chunk
 
     assert (chunk.data, chunk.token_begin, len(messages)) == (b"rightrightwrongwrong", 0, 1)
@@ -193,7 +193,7 @@ async def test_a_lease_is_asked_for_before_each_message(
     client: Client, server: Server, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages that are cut from rows already looked up end with the lease as well."""
-    monkeypatch.setattr(streams, "MESSAGE_BYTES", 16 * 4)
+    monkeypatch.setattr(rows_module, "MESSAGE_BYTES", 16 * 4)
     await client.create("a", ttl=Duration(seconds=10**6))
     await client.append("a", 1, 0, 64)
     sent = SessionService(server._cache, Turns())._messages(client.read_request("a"), "default")

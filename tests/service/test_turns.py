@@ -1,11 +1,24 @@
 """Bulk work takes turns, in order, and leaves the loop to others in between."""
 
 import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from ctxcache.service import turns as module
-from ctxcache.service.turns import TURNS_BETWEEN, Newcomers, Slice, Turns
+from ctxcache.service import fairness as module
+from ctxcache.service.fairness import TURNS_BETWEEN, Newcomers, Slice, Turns
+
+
+@contextmanager
+def coming(newcomers: Newcomers) -> Iterator[None]:
+    """This task's call is a newcomer within the block."""
+    call = newcomers.come(time.monotonic_ns())
+    try:
+        yield
+    finally:
+        newcomers.leave(call)
 
 
 async def test_pieces_are_done_one_after_another_with_turns_for_others_between() -> None:
@@ -55,7 +68,7 @@ async def test_bulk_work_waits_for_newcomers() -> None:
                 asyncio.get_running_loop().create_task(call())
 
     async def call() -> None:
-        with newcomers.coming():
+        with coming(newcomers):
             for _ in range(10 * TURNS_BETWEEN):
                 await asyncio.sleep(0)
             log.append("call")
@@ -70,7 +83,7 @@ async def test_calls_that_keep_coming_hold_nothing_up_for_ever(monkeypatch: pyte
     monkeypatch.setattr(module, "NEW_NS", 10**12)
     newcomers = Newcomers()
     turns = Turns(newcomers)
-    with newcomers.coming():
+    with coming(newcomers):
         for _ in range(3):
             await asyncio.wait_for(turns.take(), 10)
         assert newcomers.are_there()
@@ -82,7 +95,7 @@ async def test_a_call_that_waits_for_long_is_no_newcomer(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
     newcomers = Newcomers()
     turns = Turns(newcomers)
-    with newcomers.coming():
+    with coming(newcomers):
         assert not newcomers.are_there()
         for _ in range(3):
             await asyncio.wait_for(turns.take(), 10)
@@ -94,7 +107,7 @@ async def test_a_call_that_rests_is_bulk_work_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "PATIENCE_NS", 10**18)
     newcomers = Newcomers()
     part = Slice(Turns(newcomers))
-    with newcomers.coming():
+    with coming(newcomers):
         await asyncio.wait_for(part.rest(), 10)
         assert not newcomers.are_there()
     await asyncio.wait_for(part.rest(), 10)
@@ -105,7 +118,7 @@ async def test_who_gives_up_behind_newcomers_holds_up_nobody(monkeypatch: pytest
     monkeypatch.setattr(module, "NEW_NS", 10**12)
     newcomers = Newcomers()
     turns = Turns(newcomers)
-    with newcomers.coming():
+    with coming(newcomers):
         waiting = [asyncio.ensure_future(turns.take()) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()

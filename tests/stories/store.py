@@ -15,7 +15,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.server.server import Server
-from ctxcache.service import turns
+from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
 from tests.service.service_rig import Client, SocketWay, rows
@@ -166,7 +166,7 @@ async def _store(tracer: Tracer, directory: Path) -> AsyncIterator[Store]:
 def unsliced() -> Iterator[None]:
     """Let each request run in one slice of time: a traced request is slow enough to lose its turn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "SLICE_NS", 10**18)
+        patch.setattr(fairness, "SLICE_NS", 10**18)
         yield
 
 

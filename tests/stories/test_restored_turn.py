@@ -11,7 +11,7 @@ from tests.stories.turn import STORY, tell
 SECTION = "A request, end to end"
 PACKAGES = ("ctxcache", "gpu_worker")
 NAMED = re.compile(r"`((?:\w+/)*\w+(?:\.py|/))`")
-"""A file or a folder in backticks: `service/control.py`, `core/ledger/`."""
+"""A file or a folder in backticks: `service/control_socket.py`, `core/ledger/`."""
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,11 @@ def test_every_file_of_the_told_request_runs(told: Told) -> None:
 
 def test_a_file_that_does_not_run_is_found() -> None:
     """A name stands for the file at its end, and for nothing else."""
-    files = {"ctxcache/service/control.py", "ctxcache/core/ledger/segments.py"}
-    document = f"## {SECTION}: one turn\n`service/control.py`, `core/ledger/`, `service/arena.py`, `trol.py`\n## B\n`x.py`"
+    files = {"ctxcache/service/control_socket.py", "ctxcache/core/ledger/segments.py"}
+    document = f"## {SECTION}: one turn\n`service/control_socket.py`, `core/ledger/`, `service/local_client.py`, `trol.py`\n## B\n`x.py`"
 
     silent = [name for name in _named(document) if not any(_is_of(file, name) for file in files)]
-    assert silent == ["service/arena.py", "trol.py"]
+    assert silent == ["service/local_client.py", "trol.py"]
 
 
 def _named(document: str) -> list[str]:

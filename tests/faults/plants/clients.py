@@ -6,7 +6,7 @@ from typing import Any
 from ctxcache.cache import appends
 from ctxcache.cache.appends import Reservation
 from ctxcache.client import grpc_access
-from ctxcache.service import streams
+from ctxcache.service.sessions import SessionService
 from tests.faults.planted import plant
 
 
@@ -25,27 +25,27 @@ def append_outlives_stream(_: int) -> None:
 @plant
 def rows_before_commit(_: int) -> None:
     """Each chunk is committed as it comes."""
-    place = streams.StreamRpcs._place
+    place = SessionService._place
 
-    async def eager(self: streams.StreamRpcs, append: Any, chunk: Any) -> None:
+    async def eager(self: SessionService, append: Any, chunk: Any) -> None:
         await place(self, append, chunk)
         end = min(append.received.values())
         await self._writing.commit(append.reservation, end, is_durable=False, keep_open=True)
 
-    setattr(streams.StreamRpcs, "_place", eager)  # noqa: B010
+    setattr(SessionService, "_place", eager)  # noqa: B010
 
 
 @plant
 def readers_unbounded(_: int) -> None:
     """All messages of a read are made before the first is sent."""
-    messages = streams.StreamRpcs._messages
+    messages = SessionService._messages
 
-    async def greedy(self: streams.StreamRpcs, request: Any, tenant: str) -> AsyncIterator[Any]:
+    async def greedy(self: SessionService, request: Any, tenant: str) -> AsyncIterator[Any]:
         made = [message async for message in messages(self, request, tenant)]
         for message in made:
             yield message
 
-    setattr(streams.StreamRpcs, "_messages", greedy)  # noqa: B010
+    setattr(SessionService, "_messages", greedy)  # noqa: B010
 
 
 @plant

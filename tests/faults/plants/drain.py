@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.session import Session
-from ctxcache.service.control import ControlSocket
+from ctxcache.service.control_socket import ControlSocket
 from ctxcache.service.health import Health
 from tests.faults.planted import plant
 

@@ -2,7 +2,7 @@
 
 from ctxcache.cache.sessions import Sessions
 from ctxcache.service import edge, validate
-from ctxcache.service.holder import Holder
+from ctxcache.service.local_client import LocalClient
 from tests.faults.planted import plant
 
 
@@ -44,4 +44,4 @@ def any_name_goes(_: int) -> None:
 @plant
 def lease_outlives_stream(_: int) -> None:
     """The end of a stream is nobody's business."""
-    setattr(Holder, "end", lambda *_, **__: None)  # noqa: B010
+    setattr(LocalClient, "end", lambda *_, **__: None)  # noqa: B010

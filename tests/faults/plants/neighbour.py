@@ -1,6 +1,6 @@
 """Bugs that the neighbour harness must find."""
 
-from ctxcache.service.turns import Slice
+from ctxcache.service.fairness import Slice
 from tests.faults.planted import plant
 
 

@@ -1,21 +1,20 @@
-"""Turns: one piece of bulk work per few turns of the event loop, so that small calls get in between.
+"""Fairness: one piece of bulk work per few turns of the event loop, so that small calls get in between.
 
 gRPC takes on one call of each method per few turns of the loop, and a call takes several, with waits for gRPC's
-own thread between them: where a piece of bulk work filled each of those waits, a small call waited for several
+own thread between them. Where a piece of bulk work filled each of those waits, a small call waited for several
 pieces. So bulk work waits while calls are there that have come lately and have not rested themselves.
 
     bulk     |piece|                     |piece|            |piece|
     calls          |come ... answered|         |none: a few turns of the loop|
 
 Knows nothing of the work. Worst case of bulk work: calls come without a pause, and it gets one piece per PATIENCE_NS.
-Worst case of a call: one piece of bulk work, which it met when it came.
+Worst case of a call: one piece of bulk work, which was under way when the call came.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -38,19 +37,15 @@ class Newcomers:
         """When each came, the earliest first."""
         self._waiting: list[Callable[[], None]] = []
 
-    @contextmanager
-    def coming(self) -> Iterator[None]:
-        """Count this task's call among them, until it rests or ends."""
+    def come(self, now_ns: int) -> object:
+        """Count this task's call among them, until it rests or `leave` is called with what this returns."""
         call = object()
-        self._since_ns[call] = time.monotonic_ns()
+        self._since_ns[call] = now_ns
         _COMING.set((self, call))
-        try:
-            yield
-        finally:
-            self.leave(call)
+        return call
 
     def leave(self, call: object) -> None:
-        """The call is no newcomer any more. Does nothing for one that was none."""
+        """The call is no newcomer any more. Does nothing for a call that is none."""
         if self._since_ns.pop(call, None) is not None and not self._since_ns:
             self._tell()
 

@@ -12,10 +12,9 @@ from contextlib import aclosing
 from ctxcache.cache import Cache
 from ctxcache.cache.queues import Queue, readiness_of
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
-from ctxcache.service import convert, hint_messages
+from ctxcache.service import convert
 from ctxcache.service.admission import Admission
-from ctxcache.service.holder import fill_error
-from ctxcache.service.turns import Slice, Turns
+from ctxcache.service.fairness import Slice, Turns
 from ctxcache.v1 import hints_pb2
 
 HELLO_TIMEOUT_S = 10.0
@@ -57,7 +56,7 @@ class Scheduling:
         finally:
             self._queues.lose(queue, stream)
 
-    async def _hello(self, requests: Requests) -> hint_messages.Hello:
+    async def _hello(self, requests: Requests) -> convert.Hello:
         drained = asyncio.ensure_future(self._admission.drained())
         first = asyncio.ensure_future(anext(requests, None))
         try:
@@ -75,7 +74,7 @@ class Scheduling:
         if request is None or request.WhichOneof("message") != "hello":
             raise InvalidArgument(field="hello", problem="the first message must be the hello")
         self._count(request)
-        return hint_messages.hello(request.hello)
+        return convert.hello(request.hello)
 
     async def _conversation(
         self, requests: Requests, queue: Queue, stream: asyncio.Event
@@ -122,7 +121,7 @@ class Scheduling:
         except CacheError as error:
             if request.WhichOneof("message") in ("hello", None):
                 raise
-            fill_error(answer.error, error)
+            convert.fill_error(answer.error, error)
         else:
             part = Slice(self._turns)
             for job_id, is_started in gone.items():
@@ -140,13 +139,13 @@ class Scheduling:
             await part.rest()
             self._queues.check(queue, stream)
 
-    def _deltas(self, request: hints_pb2.ScheduleRequest) -> Generator[None, None, hint_messages.Deltas]:
+    def _deltas(self, request: hints_pb2.ScheduleRequest) -> Generator[None, None, convert.Deltas]:
         now_s = self._cache.state.clock.monotonic_ns() / 10**9
         match request.WhichOneof("message"):
             case "delta":
-                return hint_messages.delta(request.delta, now_s)
+                return convert.delta(request.delta, now_s)
             case "snapshot":
-                return hint_messages.snapshot(request.snapshot, now_s)
+                return convert.snapshot(request.snapshot, now_s)
             case other:
                 raise InvalidArgument(field="message", problem=f"{other or 'nothing'} is not expected here")
 
@@ -180,7 +179,7 @@ class Scheduling:
             if session is not None:
                 stands = readiness_of(session, self._cache.state, self._cache.promotions.throughput)
             run_count += len(stands.runs) if stands else 0
-            events.events.append(hint_messages.session_event(name, changes, stands))
+            events.events.append(convert.session_event(name, changes, stands))
             if part.is_over:
                 # What is left comes in the next message.
                 break

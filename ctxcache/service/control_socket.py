@@ -2,8 +2,12 @@
 
 The same messages, limits, errors and ends as ArenaService.Access; docs/clients.md has the framing.
 A request that needs not wait is answered within the read that brought it: a turn of the event loop
-costs a lease more than a tenth of its CPU. Any other one is carried out in a task. Worst case: a client
-that sends without reading is not read any more until its answers have gone.
+costs a lease more than a tenth of its CPU. Any other one is carried out in a task.
+
+    connected ──HELLO──► greeted ──ACCESS…──► greeted ──END──► over
+        └── no HELLO in time, an error, a drain without anything held ──► told why by END, over
+
+Worst case: a client sends without reading; it is not read any more until its answers have gone.
 """
 
 import asyncio
@@ -22,11 +26,10 @@ from ctxcache.cache import Cache
 from ctxcache.errors import AddressUnusable, CacheError, Draining, InvalidArgument
 from ctxcache.runtime.sockets import bound
 from ctxcache.service.admission import Admission
-from ctxcache.service.caller import Caller
+from ctxcache.service.callers import Caller, Identification
 from ctxcache.service.edge import known_error
-from ctxcache.service.holder import LOOK_INTERVAL_S, Holder
-from ctxcache.service.identification import Identification
-from ctxcache.service.turns import Slice, Turns
+from ctxcache.service.fairness import Slice, Turns
+from ctxcache.service.local_client import LOOK_INTERVAL_S, LocalClient
 from ctxcache.v1 import arena_pb2
 from ctxcache.wire.frames import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, Frame, FrameReader, Kind, encode_frame
 from ctxcache.wire.status import to_status
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 ANSWER_LIMIT_BYTES = 16 << 20
-"""See Holder."""
+"""See LocalClient."""
 UNSENT_LIMIT_BYTES = 1 << 18
 """Answers that a client leaves unread beyond this stop its operations; one batch's may come on top."""
 UNREAD_LIMIT_BYTES = MESSAGE_LIMIT_BYTES + (1 << 16)
@@ -48,10 +51,16 @@ class ControlSocket:
     """Listens for local clients. Owned by the event loop."""
 
     def __init__(
-        self, cache: Cache, arena: arena_pb2.Arena, read_fd: int, write_fd: int | None, admission: Admission,
-        turns: Turns, identification: Identification,
-    ) -> None:  # fmt: skip
-        """`write_fd`: None where nobody may write. `turns`: in which local clients' work is done that takes long."""
+        self,
+        cache: Cache,
+        arena: arena_pb2.Arena,
+        read_fd: int,
+        write_fd: int | None,
+        admission: Admission,
+        turns: Turns,
+        identification: Identification,
+    ) -> None:
+        """`write_fd`: None where the arena is sealed. `turns`: in which work is done that takes long."""
         self.cache = cache
         self.identification = identification
         self.turns = turns
@@ -71,7 +80,7 @@ class ControlSocket:
         return self._welcome.SerializeToString()
 
     async def start(self, path: str) -> None:
-        """Listen at `path`, for this user and those that rules name; a socket that nobody listens to is replaced.
+        """Listen at `path`, for this user and those that rules name; a socket without a listener is replaced.
 
         Raises AddressUnusable.
         """
@@ -116,7 +125,7 @@ class ControlSocket:
             await self.admission.drained()
             while self.admission.is_draining:
                 for connection in list(self.connections):
-                    connection.look()
+                    connection.go_on()
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
 
@@ -128,7 +137,7 @@ class _Connection(asyncio.Protocol):
         """Done when the connection is gone and nothing is held for it any more."""
         self._control = control
         self._caller: Caller | None = None
-        self._holder: Holder | None = None
+        self._client: LocalClient | None = None
         self._frames = FrameReader()
         self._admitted = ExitStack()
         self._transport: asyncio.Transport | None = None
@@ -145,7 +154,7 @@ class _Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=UNSENT_LIMIT_BYTES)
         self._control.connections.add(self)
         try:
-            # Whoever may not come at all is told so at once, whatever it would say of itself.
+            # A process that may not come at all is told so at once, whatever its token would say.
             caller = self._control.identification.of_process(_peer_uid(transport), "")
             self._admitted.enter_context(self._control.admission.enter(caller.tenant))
         except CacheError as error:
@@ -157,7 +166,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._frames.feed(data)
-        self._go_on()
+        self.go_on()
 
     def eof_received(self) -> bool:
         """See asyncio.Protocol. An end without an END is a client that died: whatever it asked for is cancelled."""
@@ -170,7 +179,7 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         self._is_stalled = False
-        self._go_on()
+        self.go_on()
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -187,13 +196,9 @@ class _Connection(asyncio.Protocol):
     @property
     def client(self) -> int:
         """Its number; 0 before it has one."""
-        return 0 if self._holder is None else self._holder.client
+        return 0 if self._client is None else self._client.client
 
     # -- ends ----------------------------------------------------------------------------------
-
-    def look(self) -> None:
-        """In a drain, end it if it holds nothing."""
-        self._go_on()
 
     def cut_off(self) -> None:
         """End it now."""
@@ -205,61 +210,74 @@ class _Connection(asyncio.Protocol):
         if self._is_over or self._transport is None:
             return
         self._is_over = True
-        self._give_back(is_abandoned=error is not None)
+        if self._client is not None:
+            self._client.end(is_abandoned=error is not None)
         status = b"" if error is None else to_status(error).SerializeToString()
         self._transport.write(encode_frame(Kind.END, status))
         self._transport.close()
 
     def _let_go(self) -> None:
-        self._give_back(is_abandoned=True)
+        if self._client is not None:
+            self._client.end(is_abandoned=True)
         self._admitted.close()
         self._control.connections.discard(self)
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def _give_back(self, *, is_abandoned: bool) -> None:
-        if self._holder is not None:
-            self._holder.end(is_abandoned=is_abandoned)
-
     # -- frames --------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
-        """Deal with what has come, up to where something must be waited for, or others have their turn."""
-        part = Slice(self._control.turns)
+    def go_on(self) -> None:
+        """Deal with what has come, up to where something must be waited for, or others have their turn.
+
+        In a drain, end the connection if its client holds nothing.
+        """
+        frames, part = self._frames, None
         try:
-            while self._is_ready() and (frame := self._frames.next()) is not None:
+            while frames.held_bytes and self._is_ready():
+                frame = frames.next()
+                if frame is None:
+                    break
                 self._take(frame)
-                if part.is_over and self._is_ready():
-                    self._finish_later(part.rest())
+                if frames.held_bytes:
+                    part = part or Slice(self._control.turns)
+                    if part.is_over and self._is_ready():
+                        self._finish_later(part.rest())
             if self._control.admission.is_draining and self._is_ready():
                 self._check_empty()
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._end(known_error(error))
-        self._throttle()
-
-    def _is_ready(self) -> bool:
-        return not (self._is_over or self._is_stalled or self._batch is not None)
-
-    def _throttle(self) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self._is_stalled or self._frames.held_bytes > UNREAD_LIMIT_BYTES:
+        if self._is_stalled or frames.held_bytes > UNREAD_LIMIT_BYTES:
             transport.pause_reading()
         else:
             transport.resume_reading()
 
+    def _is_ready(self) -> bool:
+        return not (self._is_over or self._is_stalled or self._batch is not None)
+
     def _check_empty(self) -> None:
-        if self._holder is None:
+        if self._client is None:
             raise Draining
-        self._holder.check_empty()
+        self._client.check_empty()
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind == Kind.ACCESS and self._holder is not None:
-            self._carry_out(self._holder, _read(arena_pb2.AccessRequest.FromString, frame.message))
-        elif frame.kind == Kind.HELLO and self._holder is None:
+        client, caller = self._client, self._caller
+        if client is None or caller is None:
+            if frame.kind != Kind.HELLO:
+                raise _bad("frame", f"of kind {frame.kind} cannot come here")
             self._greet(_read(arena_pb2.ControlHello.FromString, frame.message))
-        elif frame.kind == Kind.END and self._holder is not None:
+        elif frame.kind == Kind.ACCESS:
+            request = _read(arena_pb2.AccessRequest.FromString, frame.message)
+            if caller.is_revoked:
+                caller.check()
+            response = client.carry_out_at_once(request)
+            if response is None:
+                self._finish_later(client.carry_out(request))
+            else:
+                self._answer(response)
+        elif frame.kind == Kind.END:
             self._end(None)
         else:
             raise _bad("frame", f"of kind {frame.kind} cannot come here")
@@ -270,14 +288,18 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None  # noqa: S101  # frames come after it was made
         self._caller = self._control.identification.of_process(_peer_uid(self._transport), hello.token)
         self._caller.check_shared_memory()
-        # It came as its user, whom several tenants may share.
+        # The process was counted as its user's, which several tenants may share.
         self._admitted.close()
         self._admitted.enter_context(self._control.admission.enter(self._caller.tenant))
         may_write = self._caller.grant.writes_in_place and self._control.write_fd is not None
-        self._holder = Holder(
-            self._control.cache, self._caller.tenant, self._control.turns, self._control.admission,
-            may_write=may_write, answer_limit_bytes=ANSWER_LIMIT_BYTES,
-        )  # fmt: skip
+        self._client = LocalClient(
+            self._control.cache,
+            self._caller.tenant,
+            self._control.turns,
+            self._control.admission,
+            may_write=may_write,
+            answer_limit_bytes=ANSWER_LIMIT_BYTES,
+        )
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         # By itself and first: a descriptor comes with the byte that it was sent with.
@@ -292,15 +314,6 @@ class _Connection(asyncio.Protocol):
             raise _bad("hello", f"cannot be answered: {error.strerror}") from error
         finally:
             raw.detach()
-
-    def _carry_out(self, holder: Holder, request: arena_pb2.AccessRequest) -> None:
-        assert self._caller is not None  # noqa: S101  # a holder belongs to a caller that has said hello
-        self._caller.check()
-        response = holder.carry_out_at_once(request)
-        if response is None:
-            self._finish_later(holder.carry_out(request))
-        else:
-            self._answer(response)
 
     def _finish_later(self, work: Awaitable[bytes | None]) -> None:
         """Let a task wait for the work, answer where there is an answer, and go on then."""
@@ -322,12 +335,12 @@ class _Connection(asyncio.Protocol):
             return
         self._batch = None
         if self._is_over:
-            # Gone while the last step was done: nobody is there to take what was acquired.
+            # The client is gone since the last step: what was acquired for it is given back.
             self._let_go()
             return
         if response is not None:
             self._answer(response)
-        self._go_on()
+        self.go_on()
 
     def _answer(self, response: bytes) -> None:
         assert self._transport is not None  # noqa: S101  # frames come after it was made

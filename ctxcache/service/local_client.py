@@ -1,12 +1,24 @@
-"""What one local client holds: its leases and reservations, and the operations on them.
+"""Local clients: what a process on this host holds of the arena, and the operations on it.
 
-Knows no transport: the stream of ArenaService and the control socket both end in one of these. What
-it does not own does not exist for it. Owned by the event loop.
+A local client has two doors, and `LocalClient` is behind both. What it does not own does not exist for it.
+
+    ArenaService.Access    a gRPC stream; here below
+    control socket         frames over a Unix socket, a tenth of the cost; `control_socket.py`
+
+The stream stays because the socket does not serve every client: a caller that a certificate identifies has no
+certificate on a Unix socket, and languages without SCM_RIGHTS cannot take the socket's descriptors.
+
+    a lease          acquired ──► held ──release, expiry, end of the client──► over
+    a reservation    reserved ──► open ──commit without keep_open, release, expiry──► over
+                                    └── end of the client ──► abandoned: kept from others for a minute
+
+Owned by the event loop.
 """
 
 import asyncio
 import itertools
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from ctxcache.cache import Cache
@@ -21,31 +33,42 @@ from ctxcache.errors import (
     PermissionDenied,
     ReservationNotFound,
 )
-from ctxcache.runtime.spans import named_by
+from ctxcache.runtime.spans import TRACE_PARENT
 from ctxcache.service import convert, validate
-from ctxcache.service.admission import Admission
-from ctxcache.service.answers import Answer
-from ctxcache.service.rpc_times import OK
-from ctxcache.service.turns import Slice, Turns
-from ctxcache.v1 import arena_pb2
-from ctxcache.wire.status import code_of, message_of, wire_facts
+from ctxcache.service.admission import OK, Admission
+from ctxcache.service.callers import Context, current
+from ctxcache.service.convert import EncodedAnswer
+from ctxcache.service.fairness import Slice, Turns
+from ctxcache.v1 import arena_pb2, arena_pb2_grpc
 
 OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
 LOOK_INTERVAL_S = 0.5
 """How often one looks, in a drain, whether what a silent client holds has ended by itself."""
+PIECES_PER_PAUSE = 16
+"""Pieces of a lease that an answer tells of before others may have their turn."""
+LEAST_PRUNED = 64
+"""With fewer leases and reservations, what ended by itself is not looked for."""
+_AT_ONCE = frozenset({"acquire_lease", "release_lease", "release_reservation", "mark_written", "commit"})
+"""Operations that may be done without waiting."""
 _CLIENTS = itertools.count(1)
 
 
-class Holder:
-    """One client's leases and reservations. `end` it when the client is gone."""
+class LocalClient:
+    """One client's leases and reservations, and the operations on them. `end` it when the client is gone."""
 
     def __init__(
-        self, cache: Cache, tenant: str, turns: Turns, admission: Admission, *, may_write: bool,
+        self,
+        cache: Cache,
+        tenant: str,
+        turns: Turns,
+        admission: Admission,
+        *,
+        may_write: bool,
         answer_limit_bytes: int,
-    ) -> None:  # fmt: skip
-        """`turns`: in which holders carry out batches that take long. `admission`: says when no more is to be held.
+    ) -> None:
+        """`turns`: in which batches are done that take long. `admission`: says when no more is to be held.
 
         `may_write`: it may reserve room, in which others' bytes still lie. Locations of a lease beyond
         `answer_limit_bytes` are refused, and so is what follows in a batch whose results have as many.
@@ -59,6 +82,7 @@ class Holder:
         self.client = next(_CLIENTS)
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
+        self._prune_count = LEAST_PRUNED
 
     def carry_out_at_once(self, request: arena_pb2.AccessRequest) -> bytes | None:
         """Do a batch of one operation that needs not wait. None, and nothing is done, where it may have to.
@@ -68,21 +92,24 @@ class Holder:
         # A span needs a context of its own, which is a task's.
         if len(request.operations) != 1 or self._cache.state.spans.is_on:
             return None
-        named_by(lambda: request.trace_parent)
-        response, operation = arena_pb2.AccessResponse(request_id=request.request_id), request.operations[0]
-        result = response.results.add()
+        operation = request.operations[0]
         kind = operation.WhichOneof("operation")
+        if kind not in _AT_ONCE:
+            return None
+        # The connection's trace parent belongs to an earlier request.
+        TRACE_PARENT.set(request.trace_parent)
+        response = arena_pb2.AccessResponse(request_id=request.request_id)
+        result, end = response.results.add(), OK
         try:
             if kind == "acquire_lease":
                 is_done = self._acquire_at_once(operation.acquire_lease, result)
             else:
                 is_done = self._do_at_once(kind, operation, result)
         except CacheError as error:
-            self._refuse(kind, result, error)
-        else:
-            if not is_done:
-                return None
-            self._count(kind, OK)
+            is_done, end = True, _refuse(result, error)
+        if not is_done:
+            return None
+        self._cache.state.seen.operations[kind, end] += 1
         return response.SerializeToString()
 
     async def carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
@@ -90,55 +117,56 @@ class Holder:
 
         Returns an encoded AccessResponse.
         """
-        # The connection's trace parent belongs to an earlier request.
-        named_by(lambda: request.trace_parent)
+        TRACE_PARENT.set(request.trace_parent)
         spans = self._cache.state.spans
-        if not (spans.is_on and request.trace_parent):
-            return await self._carry_out(request)
-        with spans.local(request.trace_parent, len(request.operations)):
-            return await self._carry_out(request)
+        if spans.is_on and request.trace_parent:
+            with spans.local(request.trace_parent, len(request.operations)):
+                return await self._carry_out(request)
+        return await self._carry_out(request)
 
     async def _carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
-        validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
-        response, part = arena_pb2.AccessResponse(request_id=request.request_id), Slice(self._turns)
+        response = arena_pb2.AccessResponse(request_id=request.request_id)
         if len(request.operations) == 1:
-            await self._result(request.operations[0], response, part, before_bytes=0)
+            await self._do(request.operations[0], response.results.add())
             return response.SerializeToString()
-        answer = Answer()
+        validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
+        part, answer = Slice(self._turns), EncodedAnswer()
         answer.add(response)
         for operation in request.operations:
             if part.is_over:
                 await part.rest()
             one = arena_pb2.AccessResponse()
-            await self._result(operation, one, part, before_bytes=answer.size_bytes)
+            await self._do(operation, one.results.add(), before_bytes=answer.size_bytes)
             answer.add(one)
         return answer.encoded()
 
-    async def _result(
-        self,
-        operation: arena_pb2.Operation,
-        response: arena_pb2.AccessResponse,
-        part: Slice,
-        *,
-        before_bytes: int,
+    async def _do(
+        self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, *, before_bytes: int = 0
     ) -> None:
-        """Add the result of an operation to a response, of which so many bytes are made already."""
-        result = response.results.add()
-        kind = operation.WhichOneof("operation")
+        """Do an operation, and say what came of it; `before_bytes` of the answer are made already."""
+        kind, end = operation.WhichOneof("operation"), OK
         try:
-            self._check_answer(before_bytes)
-            await self._do(kind, operation, result, part)
+            if before_bytes > self._answer_limit_bytes:
+                raise convert.too_large(before_bytes, self._answer_limit_bytes)
+            match kind:
+                case "acquire_lease":
+                    await self._acquire(operation.acquire_lease, result.lease)
+                case "recheck_lease":
+                    await self._recheck(operation.recheck_lease.lease_id)
+                    result.rechecked.SetInParent()
+                case "reserve":
+                    await self._reserve(operation.reserve, result.reservation)
+                case "commit" if validate.is_durable(operation.commit.durability):
+                    reservation = self._commit_in_memory(operation.commit)
+                    await self._cache.appends.flush(reservation)
+                    self._fill_committed(result, reservation)
+                case "commit_many":
+                    await self._commit_many(operation.commit_many, result.committed_many)
+                case _:
+                    if not self._do_at_once(kind, operation, result):
+                        raise InvalidArgument(field="operation", problem="is required")
         except CacheError as error:
-            self._refuse(kind, result, error)
-        else:
-            self._count(kind, OK)
-
-    def _refuse(self, kind: str | None, result: arena_pb2.OperationResult, error: CacheError) -> None:
-        result.Clear()
-        fill_error(result.error, error)
-        self._count(kind, error.reason)
-
-    def _count(self, kind: str | None, end: str) -> None:
+            end = _refuse(result, error)
         self._cache.state.seen.operations[kind or "none", end] += 1
 
     def check_empty(self) -> None:
@@ -158,26 +186,6 @@ class Holder:
                 self._cache.appends.release(reservation, is_abandoned=is_abandoned)
         self._leases.clear()
         self._reservations.clear()
-
-    async def _do(
-        self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult, part: Slice
-    ) -> None:
-        if self._do_at_once(kind, operation, result):
-            return
-        match kind:
-            case "acquire_lease":
-                await self._acquire(operation.acquire_lease, result.lease, part)
-            case "recheck_lease":
-                await self._recheck(operation.recheck_lease.lease_id)
-                result.rechecked.SetInParent()
-            case "reserve":
-                await self._reserve(operation.reserve, result.reservation)
-            case "commit":
-                await self._commit_durably(operation.commit, result)
-            case "commit_many":
-                await self._commit_many(operation.commit_many, result.committed_many, part)
-            case _:
-                raise InvalidArgument(field="operation", problem="is required")
 
     def _do_at_once(
         self, kind: str | None, operation: arena_pb2.Operation, result: arena_pb2.OperationResult
@@ -201,18 +209,28 @@ class Holder:
                 return False
         return True
 
+    def _prune_if_many(self) -> None:
+        """Forget what ended by itself, once twice as much is owned as after the last time."""
+        if len(self._leases) + len(self._reservations) >= self._prune_count:
+            self._prune()
+            self._prune_count = max(2 * (len(self._leases) + len(self._reservations)), LEAST_PRUNED)
+
     def _prune(self) -> None:
-        """Forget what ended by itself."""
         self._leases = {i for i in self._leases if self._cache.leases.is_held(i)}
         self._reservations = {i for i in self._reservations if self._cache.appends.is_open(i)}
 
-    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease, part: Slice) -> None:
+    async def _acquire(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> None:
         lease = await self._cache.leases.acquire(self._asked(request))
         self._grant(request, lease, message)
-        if not request.is_brief:
-            for _ in convert.fill_segments(message, lease):
+        if request.is_brief:
+            return
+        part: Slice | None = None
+        for begin in range(0, len(lease.pieces), PIECES_PER_PAUSE):
+            if begin:
+                part = part or Slice(self._turns)
                 if part.is_over:
                     await part.rest()
+            convert.fill_segments(message, lease, begin, begin + PIECES_PER_PAUSE)
 
     def _acquire_at_once(self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult) -> bool:
         """Lease rows that are in DRAM, briefly: a full answer may take long to make. False where that is not so."""
@@ -223,7 +241,8 @@ class Holder:
         return True
 
     def _asked(self, request: arena_pb2.AcquireLease) -> ReadRequest:
-        self._check_open()
+        if self._admission.is_draining:
+            raise Draining
         if request.leave_on_ssd and request.is_brief:
             raise InvalidArgument(field="leave_on_ssd", problem="needs an answer that is not brief")
         has_range = request.HasField("range")
@@ -242,26 +261,18 @@ class Holder:
     def _grant(self, request: arena_pb2.AcquireLease, lease: Lease, message: arena_pb2.Lease) -> None:
         """Own a lease and answer with it. Raises CapacityExceeded, and ends it, where its locations are too many."""
         self._leases.add(lease.lease_id)
-        if len(self._leases) > self._cache.leases.lease_count:
-            self._prune()
+        self._prune_if_many()
         try:
-            self._check_answer(convert.lease_bytes(lease, is_brief=request.is_brief))
+            convert.fill_lease(
+                message,
+                lease,
+                self._cache.state.clock,
+                is_brief=request.is_brief,
+                limit_bytes=self._answer_limit_bytes,
+            )
         except CapacityExceeded:
             self._release_lease(lease.lease_id)
             raise
-        convert.fill_lease(message, lease, self._cache.state.clock, is_brief=request.is_brief)
-
-    def _check_answer(self, size_bytes: int) -> None:
-        """Raise CapacityExceeded when an answer has, or would have, more than it may."""
-        if size_bytes > self._answer_limit_bytes:
-            raise CapacityExceeded(
-                f"{size_bytes} B of locations are more than an answer may hold, {self._answer_limit_bytes} B",
-                needed_bytes=size_bytes, limit_bytes=self._answer_limit_bytes,
-            )  # fmt: skip
-
-    def _check_open(self) -> None:
-        if self._admission.is_draining:
-            raise Draining
 
     def _release_lease(self, lease_id: int) -> None:
         if lease_id not in self._leases:
@@ -275,7 +286,8 @@ class Holder:
         await self._cache.leases.recheck(lease_id)
 
     async def _reserve(self, request: arena_pb2.Reserve, message: arena_pb2.Reservation) -> None:
-        self._check_open()
+        if self._admission.is_draining:
+            raise Draining
         if not self._may_write:
             problem = "may not write in place here: append by stream"
             raise PermissionDenied(subject=f"tenant {self._tenant}", problem=problem)
@@ -289,10 +301,8 @@ class Holder:
             client=self.client,
         )
         self._reservations.add(reservation.reservation_id)
-        if len(self._reservations) > self._cache.appends.reservation_count:
-            self._prune()
-        expire_time_ns = convert.wall_time_ns(self._cache.state.clock, reservation.deadline_ns)
-        convert.fill_reservation(message, reservation, expire_time_ns, is_brief=request.is_brief)
+        self._prune_if_many()
+        convert.fill_reservation(message, reservation, self._cache.state.clock, is_brief=request.is_brief)
 
     def _commit_in_memory(self, request: arena_pb2.CommitReservation) -> Reservation:
         reservation = self._own(request.reservation_id)
@@ -304,19 +314,13 @@ class Holder:
             self._forget_if_ended(request.reservation_id)
         return reservation
 
-    async def _commit_durably(
-        self, request: arena_pb2.CommitReservation, result: arena_pb2.OperationResult
-    ) -> None:
-        reservation = self._commit_in_memory(request)
-        await self._cache.appends.flush(reservation)
-        self._fill_committed(result, reservation)
-
     def _fill_committed(self, result: arena_pb2.OperationResult, reservation: Reservation) -> None:
         convert.fill_session(result.committed, reservation.session.view(), self._cache.state.clock)
 
     async def _commit_many(
-        self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations, part: Slice
+        self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations
     ) -> None:
+        part = Slice(self._turns)
         count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
         if len(request.token_counts) != count:
             raise InvalidArgument(field="token_counts", problem=f"{count} expected")
@@ -340,7 +344,7 @@ class Holder:
             if outcome.error is not None:
                 if part.is_over:
                     await part.rest()
-                fill_error(message.failures.add(index=index).error, outcome.error)
+                convert.fill_error(message.failures.add(index=index).error, outcome.error)
 
     def _commit_one(
         self, reservation_id: int, token_count: int, checksum: int, *, keep_open: bool
@@ -387,7 +391,83 @@ class _Outcome:
     error: CacheError | None = None
 
 
-def fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:
-    """Put an error into the message that carries one operation's."""
-    message.code, message.reason, message.message = code_of(error).value[0], error.reason, message_of(error)
-    message.metadata.update(wire_facts(error))
+def _refuse(result: arena_pb2.OperationResult, error: CacheError) -> str:
+    """Let an error be what came of an operation; returns its reason."""
+    result.Clear()
+    convert.fill_error(result.error, error)
+    return error.reason
+
+
+# -- the door over gRPC ------------------------------------------------------------------------------
+
+
+class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
+    """See proto/ctxcache/v1/arena.proto."""
+
+    def __init__(
+        self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns, *, is_sealed: bool
+    ) -> None:
+        """`turns`: in which local clients' work is done that takes long. `is_sealed`: nobody writes to the arena."""
+        self._is_sealed = is_sealed
+        self._cache = cache
+        self._turns = turns
+        self._admission = admission
+        self._arena = arena
+
+    async def GetArena(self, request: arena_pb2.GetArenaRequest, context: Context) -> arena_pb2.Arena:
+        """See the proto."""
+        if current().grant.has_shared_memory:
+            found = arena_pb2.Arena(may_write=self._may_write())
+            found.MergeFrom(self._arena)
+            return found
+        return arena_pb2.Arena(arena_id=self._arena.arena_id, size_bytes=self._arena.size_bytes)
+
+    async def Access(  # type: ignore[override]  # answers are encoded already
+        self, request_iterator: AsyncIterator[arena_pb2.AccessRequest], context: Context
+    ) -> AsyncIterator[bytes]:
+        """See the proto."""
+        # What is reserved has others' bytes in it, and would be committed unseen.
+        current().check_shared_memory()
+        client = LocalClient(
+            self._cache,
+            current().tenant,
+            self._turns,
+            self._admission,
+            may_write=self._may_write(),
+            answer_limit_bytes=convert.ANSWER_LIMIT_BYTES,
+        )
+        try:
+            async with aclosing(self._until_drained(request_iterator, client)) as requests:
+                async for request in requests:
+                    yield await client.carry_out(request)
+        finally:
+            # A client that was killed looks like one that has said all: its requests end first.
+            client.end(is_abandoned=True)
+
+    def _may_write(self) -> bool:
+        return current().grant.writes_in_place and not self._is_sealed
+
+    async def _until_drained(
+        self, requests: AsyncIterator[arena_pb2.AccessRequest], client: LocalClient
+    ) -> AsyncGenerator[arena_pb2.AccessRequest]:
+        """The requests; when the server drains, raises Draining as soon as the stream holds nothing."""
+        drained = asyncio.ensure_future(self._admission.drained())
+        coming = asyncio.ensure_future(anext(requests, None))
+        try:
+            while True:
+                await asyncio.wait({drained, coming}, return_when=asyncio.FIRST_COMPLETED)
+                while self._admission.is_draining and not coming.done():
+                    client.check_empty()
+                    await asyncio.wait({coming}, timeout=LOOK_INTERVAL_S)
+                if not coming.done():
+                    # Work is taken again.
+                    drained = asyncio.ensure_future(self._admission.drained())
+                    continue
+                request = coming.result()
+                if request is None:
+                    return
+                yield request
+                coming = asyncio.ensure_future(anext(requests, None))
+        finally:
+            drained.cancel()
+            coming.cancel()
