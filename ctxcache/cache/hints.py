@@ -69,7 +69,7 @@ class Deferred:
         """Let the session come when there is room. Raises TooManyRequests where as many wait as may."""
         waiting = self._waiting.get(session.tenant) or _Waiting(session.tenant, self)
         job_id = session.uid.hex()
-        self._queues.check_room(waiting, (job_id,), ())
+        self._queues.check_room(waiting, {job_id}, frozenset())
         self._waiting[session.tenant] = waiting
         self._asked[session.uid] = until_ns, waiting
         self._due.put(session.uid, (until_ns,))

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.core.limits import Bound
+from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.errors import CacheError, Draining, TooManyRequests
 from ctxcache.service.callers import OPERATORS_ONLY, Context
 from ctxcache.service.fairness import Turns

@@ -116,7 +116,7 @@ class Scheduling:
             self._queues.check(queue, stream)
             gone = deltas.gone
             if deltas.is_whole:
-                gone = {i: False for i in self._queues.job_ids(queue) if i not in deltas.put}
+                gone = dict.fromkeys(self._queues.job_ids(queue) - deltas.put.keys(), False)
             self._queues.check_room(queue, deltas.put.keys(), gone.keys())
         except CacheError as error:
             if request.WhichOneof("message") in ("hello", None):
@@ -179,7 +179,7 @@ class Scheduling:
             if session is not None:
                 stands = readiness_of(session, self._cache.state, self._cache.promotions.throughput)
             run_count += len(stands.runs) if stands else 0
-            events.events.append(convert.session_event(name, changes, stands))
+            convert.fill_event(events.events.add(), name, changes, stands)
             if part.is_over:
                 # What is left comes in the next message.
                 break

@@ -13,6 +13,7 @@ their order meanwhile. Worst case: a job that was given up starts after all, and
 """
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 from math import exp, inf
@@ -157,10 +158,10 @@ class Schedule:
         queue = self._queues.get(engine)
         return queue.jobs.get(job_id) if queue else None
 
-    def job_ids(self, engine: str) -> list[str]:
-        """The engine's jobs that wait, in no order."""
+    def job_ids(self, engine: str) -> AbstractSet[str]:
+        """The engine's jobs that wait, in no order: a view, which changes with them."""
         queue = self._queues.get(engine)
-        return list(queue.jobs) if queue else []
+        return queue.jobs.keys() if queue else frozenset()
 
     def job_count(self, engine: str) -> int:
         """How many jobs of the engine wait."""
