@@ -95,5 +95,5 @@ def _entry(alert: Alert) -> str:
     wait = f" for {alert.for_minutes} min" if alert.for_minutes else ""
     return "\n".join((
         f"## {alert.name}", "", f"*{alert.severity}*: {alert.summary}. `{alert.expression}`{wait}", "",
-        f"**What it means.** {alert.means}", "", f"**Where to look.** {alert.look}", "", f"**What to do.** {alert.do}",
+        f"**Meaning.** {alert.means}", "", f"**Look at.** {alert.look}", "", f"**Do.** {alert.do}",
     ))  # fmt: skip

@@ -124,7 +124,7 @@ STORE_ALERTS = (
         "CtxcacheUpkeepFails", WARNING, "increase(ctxcache_upkeep_failures_total[10m]) > 5", 0, "What happens in the background fails",
         "Expiry, write-behind, making room or prefetch (`step`) failed again and again.",
         "The log: `upkeep_step_failed` with the reason, `upkeep_step_broken` with a traceback.",
-        "What the reason says: operations.md, When something is full or broken. A traceback is a bug: report it.",
+        "Act on the reason: operations.md, When something is full or broken. A traceback is a bug: report it.",
         (series("ctxcache_upkeep_failures_total", "0+2x60", step="keep_free"),), 11, (*ON, ("step", "keep_free")),
         quiet=(series("ctxcache_upkeep_failures_total", "0 1 2 3 3 3 3 3 3 3 3 3 3", step="keep_free"),),
     ),
