@@ -14,6 +14,8 @@ from ctxcache.cli.main import app
 
 NAMED = re.compile(r"`((?:ctxcache|gpu_worker|lab|tests|scripts|proto|helm|observability)/[\w./-]+)`")
 """A file or a folder of the repository in backquotes."""
+SOURCES = ("ctxcache", "gpu_worker", "lab", "proto", "helm", "scripts", "observability")
+ENDS = (".py", ".proto", ".yaml", ".sh")
 OF_THE_LAB = {"bench", "demo", "worker"}
 """Groups of commands that other distributions or packages bring: their own documents list them."""
 
@@ -51,6 +53,19 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 
     found = {link.text: link.path.exists() and link.anchor in anchors(link.path) for link in links(document)}
     assert found == {"other.md#a-heading-of-two": True, "gone.md": False, "other.md#gone": False}
+
+
+def test_every_document_that_sources_name_is_there() -> None:
+    """Docstrings, comments, settings' advice and the contract send readers to pages that exist."""
+    sources = [path for folder in SOURCES for end in ENDS for path in (ROOT / folder).rglob(f"*{end}")]
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in sources
+        for name in re.findall(r"\b(docs/[\w/]+\.md|lab/notes/\w+\.md)\b", path.read_text(errors="replace"))
+    }
+
+    assert len(named) > 30
+    assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
