@@ -1,10 +1,12 @@
 """The blocks of Python in the documents that run an engine: pasted as they stand, they hold a conversation."""
 
+import ast
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, blocks
+from documents import DOCUMENTS, ROOT, blocks
 from server_process import ServerProcess
 from tiny_models import build
 
@@ -54,3 +56,15 @@ def test_the_block_runs_and_its_second_turn_restores(
     assert first.reused_token_count == 0
     assert names["turn"].reused_token_count > 0
     assert names["turn"].miss_reason == ""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_import_of_a_block_is_there(document: Path) -> None:
+    """Also in blocks that need more than a test has to run."""
+    for block in blocks(document, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+            elif isinstance(node, ast.Import):
+                assert [importlib.import_module(alias.name) for alias in node.names]
