@@ -25,6 +25,8 @@ METRICS = ROOT / "docs" / "metrics.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 SIDECAR = ROOT / "docs" / "sidecar.md"
 OBSERVABILITY = ROOT / "observability"
+FOR_SCALE = "For scale only."
+"""Of a metric that is never bad by itself: its cell stays empty."""
 BEGIN, END = "<!-- metrics: begin, by scripts/generate_observability.py -->", "<!-- metrics: end -->"
 
 
@@ -64,13 +66,14 @@ def _table(group: Group) -> str:
 
 def _rows(group: Group) -> str:
     rows = "\n".join(map(_row, group.metrics))
-    head = "| metric | type | labels | unit | meaning | when it is bad |\n|---|---|---|---|---|---|"
+    head = "| metric | type, unit | labels | meaning | when it is bad |\n|---|---|---|---|---|"
     return f"{head}\n{rows}"
 
 
 def _row(metric: Metric) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
-    cells = (f"`{metric.name}`", metric.kind.value, labels, metric.unit, metric.meaning, metric.when_bad)
+    when_bad = "" if metric.when_bad == FOR_SCALE else metric.when_bad
+    cells = (f"`{metric.name}`", f"{metric.kind.value}, {metric.unit}", labels, metric.meaning, when_bad)
     return f"| {' | '.join(cells)} |"
 
 
