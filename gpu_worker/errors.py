@@ -15,7 +15,7 @@ class UnsupportedArchitecture(CacheError):
 
 
 class WeightsNotVisible(CacheError):
-    """A module computes with something that cannot be looked into, so that no fingerprint would be true of it."""
+    """A module computes with something that cannot be looked into. No fingerprint would be true of it."""
 
     reason = "WEIGHTS_NOT_VISIBLE"
     template = "{module}: {problem}"
@@ -25,7 +25,10 @@ class ModelChanged(CacheError):
     """A model is not what it was described as any more: another adapter, other weights, other settings."""
 
     reason = "MODEL_CHANGED"
-    template = "{model} was changed since it was described: its {field} is {found}, not {described}; make a new engine"
+    template = (
+        "{model} was changed since it was described: "
+        "its {field} is {found}, not {described}; make a new engine"
+    )
 
 
 class ShapeMismatch(CacheError):
@@ -113,7 +116,7 @@ class RankFailed(CacheError):
 
 
 class RanksDisagree(CacheError):
-    """Ranks were asked for different restores under one name, or run with settings that do not fit together."""
+    """Ranks were asked for different restores under one name, or their settings do not fit together."""
 
     reason = "RANKS_DISAGREE"
     template = "{what} is {actual} on this rank, {expected} on the first one"

@@ -1,8 +1,9 @@
 """What a model executes: every tensor, every module's class and settings, adapters, and code that was put in.
 
-Knows modules, tensors of all sorts, peft's adapters and accelerate's hooks, and nothing of the store. What cannot be
-looked into is refused with the module's name, never left out. Adapters that take no part in a pass do not count.
-Worst case: reading all weights once. What it cannot see is what library code reads from elsewhere: a probe sees that.
+Knows modules, tensors of all sorts, peft's adapters and accelerate's hooks, and nothing of the store. What
+cannot be looked into is refused with the module's name, never left out. Adapters that take no part in a
+pass do not count. Worst case: reading all weights once. What it cannot see is what library code reads from
+elsewhere: a probe sees that.
 """
 
 import enum
@@ -36,37 +37,99 @@ _VALUES = 500_000
 """What one module may hold besides tensors; more is not looked into."""
 
 _LIBRARIES = (
-    "torch", "transformers", "huggingface_hub", "peft", "accelerate", "torchao", "bitsandbytes", "triton", "kernels",
-    "flash_attn", "gpu_worker",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "peft",
+    "accelerate",
+    "torchao",
+    "bitsandbytes",
+    "triton",
+    "kernels",
+    "flash_attn",
+    "gpu_worker",
+)
 """Code of theirs counts by its name, all other code by what it does."""
 _STANDARD = (f"{sysconfig.get_path('stdlib')}/",)
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _USED = (
-    "torch", "torch.nn.functional", "transformers.activations", "transformers.cache_utils", "transformers.masking_utils",
-    "transformers.modeling_rope_utils", "transformers.pytorch_utils", "transformers.integrations.sdpa_attention",
-)  # fmt: skip
+    "torch",
+    "torch.nn.functional",
+    "transformers.activations",
+    "transformers.cache_utils",
+    "transformers.masking_utils",
+    "transformers.modeling_rope_utils",
+    "transformers.pytorch_utils",
+    "transformers.integrations.sdpa_attention",
+)
 """Modules whose functions passes call by name, besides those of the model's own classes."""
 _WATCHING = ("transformers.utils.output_capturing", "gpu_worker.")
 """Hooks of these modules look at a pass and change nothing."""
 
 _TRANSIENT_SETTINGS = (
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
-    "id2label", "label2id", "problem_type", "task_specific_params", "_attn_implementation",
-)  # fmt: skip
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "task_specific_params",
+    "_attn_implementation",
+)
 """Settings of loading, calling and naming; they change no row."""
 _OF_TORCH = frozenset({*nn.Module().__dict__, "_compiled_call_impl", "_is_full_backward_hook"})
-_BOOKKEEPING = frozenset({
-    "generation_config", "name_or_path", "gradient_checkpointing", "loss_type", "loss_function", "warnings_issued",
-    "hf_device_map", "hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit",
-    "peft_config", "all_tied_weights_keys", "kernel_config", "layerdrop", "tp_size", "max_seq_len_cached",
-    "_attn_implementation", "_ep_plan", "_fsdp_plan", "_pp_plan", "_tp_plan", "_is_hf_initialized", "_is_quantized",
-    "_is_expert_parallel", "_hf_peft_config_loaded", "_output_capturing_hooks_installed", "_keep_in_fp32_modules",
-    "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
-    "_keys_to_ignore_on_save", "_no_split_modules", "_skip_keys_device_placement", "_weight_conversions",
-    "_use_kernels", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "_tied_weights_keys",
-})  # fmt: skip
+_BOOKKEEPING = frozenset(
+    {
+        "generation_config",
+        "name_or_path",
+        "gradient_checkpointing",
+        "loss_type",
+        "loss_function",
+        "warnings_issued",
+        "hf_device_map",
+        "hf_quantizer",
+        "quantization_method",
+        "is_quantized",
+        "is_loaded_in_4bit",
+        "is_loaded_in_8bit",
+        "peft_config",
+        "all_tied_weights_keys",
+        "kernel_config",
+        "layerdrop",
+        "tp_size",
+        "max_seq_len_cached",
+        "_attn_implementation",
+        "_ep_plan",
+        "_fsdp_plan",
+        "_pp_plan",
+        "_tp_plan",
+        "_is_hf_initialized",
+        "_is_quantized",
+        "_is_expert_parallel",
+        "_hf_peft_config_loaded",
+        "_output_capturing_hooks_installed",
+        "_keep_in_fp32_modules",
+        "_keep_in_fp32_modules_strict",
+        "_keys_to_ignore_on_load_missing",
+        "_keys_to_ignore_on_load_unexpected",
+        "_keys_to_ignore_on_save",
+        "_no_split_modules",
+        "_skip_keys_device_placement",
+        "_weight_conversions",
+        "_use_kernels",
+        "_gradient_checkpointing_func",
+        "_require_grads_hook",
+        "_require_grads_hooks",
+        "_tied_weights_keys",
+    }
+)
 """What transformers notes beside a module: how it was loaded, placed and is trained."""
 _OF_ADAPTERS = frozenset(
     {"_active_adapter", "_disable_adapters", "merged_adapters", "_caches", "ephemeral_gpu_offload"}
@@ -78,10 +141,10 @@ Read = Callable[[Sequence[str], Tensor], Tensor]
 
 
 def digest_weights(model: PreTrainedModel, read: Read | None = None) -> str:
-    """`tensors:` and the SHA-256 over all parameters and persistent buffers that a pass uses, each by its name.
+    """`tensors:` and the SHA-256 over all parameters and stored buffers that a pass uses, each by its name.
 
-    The names of adapters and of what wraps a layer do not count. `read`: where the contents are, by default here.
-    Raises WeightsNotVisible.
+    The names of adapters and of what wraps a layer do not count. `read`: where the contents are, by default
+    here. Raises WeightsNotVisible.
     """
     names: dict[int, tuple[list[str], Tensor]] = {}
     for part in Executed(model).parts:
@@ -103,10 +166,13 @@ def digest_weights(model: PreTrainedModel, read: Read | None = None) -> str:
 
 
 def digest_execution(model: PreTrainedModel) -> str:
-    """`executed:` and the SHA-256 of all that a pass depends on besides stored weights. Reads no base weights.
+    """`executed:` and the SHA-256 of all that a pass depends on besides stored weights.
 
-    That is: configuration, classes and settings of modules, buffers, tensors that are attributes, executed adapters
-    with their weights, packed weights that are no parameters, hooks and methods put in. Raises WeightsNotVisible.
+    Reads no base weights.
+
+    That is: configuration, classes and settings of modules, buffers, tensors that are attributes, executed
+    adapters with their weights, packed weights that are no parameters, hooks and methods put in. Raises
+    WeightsNotVisible.
     """
     executed = Executed(model)
     looker = _Looker(executed)
@@ -129,7 +195,10 @@ def has_merged_adapters(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedPart:
-    """A module as a pass uses it. `adapters`: those that it adds, in their order; `is_added`: it is part of one."""
+    """A module as a pass uses it.
+
+    `adapters`: those that it adds, in their order; `is_added`: it is part of one.
+    """
 
     name: str
     module: nn.Module
@@ -188,7 +257,7 @@ class Executed:
     def _add_adapters(
         self, name: str, holder: nn.Module, active: Sequence[str], known: frozenset[str]
     ) -> None:
-        """What of one kind of adapter weights is used: adapters by their number, for their names say nothing."""
+        """The adapter weights of one kind that are used, by their number: adapters' names say nothing."""
         kept = holder
         if isinstance(holder, (nn.ModuleDict, nn.ParameterDict)) and known >= {*holder.keys()}:
             kept = type(holder)(
@@ -219,7 +288,8 @@ class _Looker:
             [name, self.value(tensor, _join(where, name))]
             for name, tensor in _own(module, has_parameters=part.is_added)
         )
-        _check_hooks(where, *module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001
+        _check_hooks(where, *hooks)
         self._left = _VALUES
         absent = sorted(name for name, value in module._parameters.items() if value is None)  # noqa: SLF001
         described = [
@@ -525,7 +595,8 @@ def _own(module: nn.Module, *, has_parameters: bool) -> Iterator[tuple[str, Tens
 
 def _global_hooks() -> list[object]:
     module = torch.nn.modules.module
-    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]  # noqa: SLF001
+    before, behind = module._global_forward_pre_hooks, module._global_forward_hooks  # noqa: SLF001
+    return [*before.values(), *behind.values()]
 
 
 def _is_tuner(module: nn.Module) -> bool:

@@ -67,15 +67,16 @@ def model_spec(
 ) -> ModelSpec:
     """Describe `hf_model` with HIDDEN and KV (or LATENT) streams of every layer, and `packed_kinds` of each.
 
-    With packed kinds it is another model to the store, with another fingerprint: what is saved of one is never
-    restored for the other.
+    With packed kinds it is another model to the store, with another fingerprint: what is saved of one is
+    never restored for the other.
 
-    What a pass executes gives the same fingerprint in any process and on any device: weights, buffers, settings of
-    every module, active adapters. Describe the model again after any change of it.
-    `weights_digest` defaults to `digest_weights`; `digest_checkpoint` is cheaper but a different
-    string, so a deployment chooses one of them and keeps to it. It stands for parameters only, as the files have them.
-    Raises UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible, InvalidArgument(field="packed_kinds"),
-    InvalidArgument(field="weights_digest") where adapters are merged into the weights that it is given for.
+    What a pass executes gives the same fingerprint in any process and on any device: weights, buffers,
+    settings of every module, active adapters. Describe the model again after any change of it.
+    `weights_digest` defaults to `digest_weights`; `digest_checkpoint` is cheaper but a different string, so
+    a deployment chooses one of them and keeps to it. It stands for parameters only, as the files have them.
+    Raises UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible,
+    InvalidArgument(field="packed_kinds"), InvalidArgument(field="weights_digest") where adapters are merged
+    into the weights that it is given for.
     """
     adapter = adapt(hf_model)
     _check_dtype(adapter)

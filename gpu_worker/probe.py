@@ -1,7 +1,8 @@
 """Probing: what a model makes of 16 tokens, layer by layer, and whether that is what was made of them before.
 
-The tokens and the places whose values are kept follow from the fingerprint. A pass goes through the engine's own way of
-running the model. Worst case: one pass of 16 tokens when an engine is made; what differs behind them is not seen.
+The tokens and the places whose values are kept follow from the fingerprint. A pass goes through the
+engine's own way of running the model. Worst case: one pass of 16 tokens when an engine is made; what
+differs behind them is not seen.
 """
 
 import hashlib
@@ -27,7 +28,10 @@ Run = Callable[[list[int]], object]
 
 
 def probe_of(adapter: Adapter, spec: ModelSpec, run: Run) -> ModelProbe:
-    """What the model makes of the tokens that `spec`'s fingerprint says: each layer's output, the last one's normed."""
+    """What the model makes of the tokens that `spec`'s fingerprint gives.
+
+    Keeps values of each layer's output; the last layer's is normed.
+    """
     seed = spec.fingerprint()
     vocabulary = int(adapter.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     token_ids = (_numbers(seed, 0, TOKEN_COUNT) % vocabulary).tolist()

@@ -21,7 +21,10 @@ _BITS_PER_BYTE = 8
 
 
 def pack(rows: Tensor, kind: StateKind) -> Tensor:
-    """Rows [T, D] -> [T, row_bytes] uint8. Raises RowNotRepresentable, ShapeMismatch for a D that is not packed."""
+    """Rows [T, D] -> [T, row_bytes] uint8.
+
+    Raises RowNotRepresentable, ShapeMismatch for a D that is not packed.
+    """
     packing = PACKINGS[kind]
     try:
         layout = packing.layout(rows.shape[1] if rows.ndim == 2 else 0)
@@ -50,7 +53,9 @@ def pack(rows: Tensor, kind: StateKind) -> Tensor:
 
 
 def quantized(packed: Tensor, kind: StateKind, element_count: int) -> Quantized:
-    """Rows [T, row_bytes] uint8 of `kind`, of so many elements, as kernels take them: views, nothing is copied.
+    """Rows [T, row_bytes] uint8 of `kind`, of so many elements, as kernels take them.
+
+    Views: nothing is copied.
 
     `packed` begins where float32 may and so does each row. Raises ShapeMismatch. Places are not looked at:
     `widen` does.
@@ -60,20 +65,25 @@ def quantized(packed: Tensor, kind: StateKind, element_count: int) -> Quantized:
     if packed.ndim != 2 or packed.shape[1] != layout.row_bytes or packed.dtype is not torch.uint8:
         raise ShapeMismatch(
             what=f"{kind.name.lower()} rows of {element_count} elements",
-            expected=f"[T, {layout.row_bytes}] bytes", actual=f"{list(packed.shape)} {packed.dtype}",
-        )  # fmt: skip
+            expected=f"[T, {layout.row_bytes}] bytes",
+            actual=f"{list(packed.shape)} {packed.dtype}",
+        )
     return _views(packed, packing, layout)
 
 
 def widen(packed: Tensor, kind: StateKind, element_count: int, dtype: torch.dtype) -> Tensor:
-    """Rows [T, row_bytes] uint8 -> [T, element_count] in `dtype`. Raises ShapeMismatch, for places outside a row too."""
+    """Rows [T, row_bytes] uint8 -> [T, element_count] in `dtype`.
+
+    Raises ShapeMismatch, for places outside a row too.
+    """
     rows = quantized(packed, kind, element_count)
     places = rows.places
     if len(rows) and not bool(((places >= 0) & (places < element_count)).all()):
         raise ShapeMismatch(
             what=f"outliers of {kind.name.lower()} rows",
-            expected=f"places in [0, {element_count})", actual=f"[{int(places.min())}, {int(places.max())}]",
-        )  # fmt: skip
+            expected=f"places in [0, {element_count})",
+            actual=f"[{int(places.min())}, {int(places.max())}]",
+        )
     return dequantize(rows, dtype)
 
 
@@ -94,7 +104,7 @@ def _views(packed: Tensor, packing: Packing, layout: PackedLayout) -> Quantized:
 
 
 BATCH_TOKENS = 512
-"""Rows per batch: a projection of 64 rows takes twice as long per row as one of 512, and copying costs less."""
+"""Rows per batch: a projection of 64 rows takes twice as long per row as one of 512."""
 
 _TORCH_DTYPES = {
     DType.INT32: torch.int32,
@@ -144,8 +154,9 @@ def as_stored(rows: Tensor, spec: StreamSpec, *, token_count: int | None = None)
 def pack_rows(rows: Tensor, spec: StreamSpec) -> memoryview:
     """Rows [T, row] as `spec` stores them: T * row_bytes bytes, native (little) endian.
 
-    A view of the tensor where it is contiguous and on the host, else of a copy. For a packed kind rows are wide,
-    or [T, row_bytes] uint8 that were packed before. Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable.
+    A view of the tensor where it is contiguous and on the host, else of a copy. For a packed kind rows are
+    wide, or [T, row_bytes] uint8 that were packed before. Raises ShapeMismatch, UnsupportedDtype,
+    RowNotRepresentable.
     """
     stored = as_stored(rows, spec)
     if not len(stored):

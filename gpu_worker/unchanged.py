@@ -1,7 +1,7 @@
-"""Whether a model is still what its engine was made with: one flat look before each turn, digests where it differs.
+"""Whether a model is still what its engine was made with: a flat look each turn, digests if it differs.
 
-A snapshot is taken once, and compared before each turn. The comparison reads lists that the snapshot collected, so
-that its cost is a few loops in C and no call per module.
+A snapshot is taken once, and compared before each turn. The comparison reads lists that the snapshot
+collected, so that its cost is a few loops in C and no call per module.
 
 ```
                same
@@ -12,9 +12,9 @@ that its cost is a few loops in C and no call per module.
                                                         └──── differ ────► ModelChanged
 ```
 
-Knows modules, tensors' version counters and peft's adapters, and nothing of the store. Worst case: all weights are
-read once, because something changed that no pass depends on. A write through `tensor.data` that keeps the storage
-leaves no mark, and a change while a turn runs is found at the next one.
+Knows modules, tensors' version counters and peft's adapters, and nothing of the store. Worst case: all
+weights are read once, because something changed that no pass depends on. A write through `tensor.data` that
+keeps the storage leaves no mark, and a change while a turn runs is found at the next one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +44,10 @@ Facts = Mapping[str, Any]
 
 
 class Unchanged:
-    """A model and the description that is true of it. Make it when the model has been described and has run once."""
+    """A model and the description that is true of it.
+
+    Make it when the model has been described and has run once.
+    """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
         self._model, self._spec = model, spec
@@ -78,8 +81,9 @@ class Unchanged:
 class ModelSnapshot:
     """All modules and tensors of a model, and what was true of them.
 
-    Holds what it compares by identity: an object that is gone could leave its id to another one. A model whose
-    weights were replaced therefore keeps the old ones until the new ones are accepted or the engine is closed.
+    Holds what it compares by identity: an object that is gone could leave its id to another one. A model
+    whose weights were replaced therefore keeps the old ones until the new ones are accepted or the engine
+    is closed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,7 +95,8 @@ class ModelSnapshot:
         self._switches = _switches(facts)
         self._adapters = _adapters(self._modules, facts)
         self._tensors = tuple(tensor for tensor in _tensors(facts) if tensor is not None)
-        # A tensor made in inference mode has no version, and packed weights have no storage: identity has to do.
+        # A tensor made in inference mode has no version, and packed weights have no storage: identity has
+        # to do.
         self._counted = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
         self._placed = tuple(tensor for tensor in self._tensors if _place(tensor) is not None)
         self._unplaced = tuple(tensor for tensor in self._tensors if _place(tensor) is None)

@@ -56,10 +56,12 @@ Split = Annotated[bool, typer.Option("--split", help="The engine takes a layer's
 AllowLoss = Annotated[
     str,
     typer.Option(
-        help=f"Rows in few bits: most KL divergence in nats a token, or kinds: {', '.join(k.name.lower() for k in PACKINGS)}.",
-        metavar="NATS|KIND,...", show_default="none",
+        help="Rows in few bits: most KL divergence in nats a token, or kinds: "
+        f"{', '.join(k.name.lower() for k in PACKINGS)}.",
+        metavar="NATS|KIND,...",
+        show_default="none",
     ),
-]  # fmt: skip
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Directory = Annotated[
     Path | None,

@@ -50,9 +50,16 @@ def plan(
 ) -> None:
     """Plan how a session's layers come back, so that the last one is there first."""
     shape, machine = given.machine(
-        model, hardware=hardware, profile_file=profile_file, no_profile=no_profile, directory=directory,
-        element_bytes=element_bytes, gpu_count=gpus, ssd_count=ssds, staged=staged,
-    )  # fmt: skip
+        model,
+        hardware=hardware,
+        profile_file=profile_file,
+        no_profile=no_profile,
+        directory=directory,
+        element_bytes=element_bytes,
+        gpu_count=gpus,
+        ssd_count=ssds,
+        staged=staged,
+    )
     span = HeldSpan(given.place(place), 0, history)
     request = PlanRequest(
         model=shape,
@@ -173,9 +180,16 @@ def layout(
 ) -> None:
     """Choose which state of a new session to save."""
     shape, machine = given.machine(
-        model, hardware=hardware, profile_file=profile_file, no_profile=no_profile, directory=directory,
-        element_bytes=element_bytes, gpu_count=gpus, ssd_count=ssds, staged=staged,
-    )  # fmt: skip
+        model,
+        hardware=hardware,
+        profile_file=profile_file,
+        no_profile=no_profile,
+        directory=directory,
+        element_bytes=element_bytes,
+        gpu_count=gpus,
+        ssd_count=ssds,
+        staged=staged,
+    )
     chosen = choose_layout(
         shape,
         machine,

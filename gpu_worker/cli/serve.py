@@ -108,15 +108,31 @@ def serve(
 ) -> None:
     """Serve engines on this host: restore their KV caches from the store, and save to it."""
     settings = WorkerSettings(
-        store=store, store_token_file=store_token_file, store_ca=store_ca, store_certificate=store_certificate,
-        store_key=store_key, listen=listen, metrics_listen=metrics_listen,
-        metrics_tls_certificate=metrics_tls_certificate, metrics_tls_key=metrics_tls_key, metrics_token_file=metrics_token_file,
-        trace_endpoint=trace_endpoint, trace_ratio=trace_ratio, device=device, direct=direct, profile_directory=given.profile_directory(directory),
-        ring_bytes=ring_mib * MIB, max_attachments=max_attachments, max_attached_bytes=max_attached_mib * MIB,
-        max_concurrent_restores=max_concurrent_restores, max_concurrent_saves=max_concurrent_saves,
-        longest_restore_s=longest_restore_s, store_timeout_s=store_timeout_s,
-        attach_timeout_s=attach_timeout_s, drain_timeout_s=drain_timeout_s,
-    )  # fmt: skip
+        store=store,
+        store_token_file=store_token_file,
+        store_ca=store_ca,
+        store_certificate=store_certificate,
+        store_key=store_key,
+        listen=listen,
+        metrics_listen=metrics_listen,
+        metrics_tls_certificate=metrics_tls_certificate,
+        metrics_tls_key=metrics_tls_key,
+        metrics_token_file=metrics_token_file,
+        trace_endpoint=trace_endpoint,
+        trace_ratio=trace_ratio,
+        device=device,
+        direct=direct,
+        profile_directory=given.profile_directory(directory),
+        ring_bytes=ring_mib * MIB,
+        max_attachments=max_attachments,
+        max_attached_bytes=max_attached_mib * MIB,
+        max_concurrent_restores=max_concurrent_restores,
+        max_concurrent_saves=max_concurrent_saves,
+        longest_restore_s=longest_restore_s,
+        store_timeout_s=store_timeout_s,
+        attach_timeout_s=attach_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+    )
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     from gpu_worker.sidecar import server  # noqa: PLC0415  --help needs none of it
 
@@ -159,7 +175,8 @@ def stats(
     as_json: given.AsJson = False,
 ) -> None:
     """Show what a worker has attached, and what it did since it started. Fails where none answers."""
-    from google.protobuf.json_format import MessageToDict, MessageToJson  # noqa: PLC0415  --help needs none of it
+    # --help needs none of these.
+    from google.protobuf.json_format import MessageToDict, MessageToJson  # noqa: PLC0415
 
     from gpu_worker.sidecar.client import WorkerClient  # noqa: PLC0415  as above
 

@@ -1,7 +1,7 @@
 """Direct sources: rows out of the SSD tier's files for the pipeline, and the store's own where a file fails.
 
-Used by the reading lane, what `land` returns by the copying one. Worst case: rows that turn out wrong on the device are a
-miss; whoever made the source hears of it, so that the store looks at them next.
+Used by the reading lane, what `land` returns by the copying one. Worst case: rows that turn out wrong on
+the device are a miss; whoever made the source hears of it, so that the store looks at them next.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,10 @@ class Landed:
         self._data, self._stream, self._chunks, self._checksums = data, stream, chunks, checksums
 
     def verify(self) -> None:
-        """Raise CorruptSegment, or LeaseNotFound, unless all chunks are what their headers say. Waits for the device."""
+        """Raise CorruptSegment, or LeaseNotFound, unless all chunks are what their headers say.
+
+        Waits for the device.
+        """
         if not self._chunks:
             return
         rows = [(each.offset_bytes, each.chunk.size_bytes, 0) for each in self._chunks]
@@ -105,9 +108,14 @@ class Landed:
 
 
 def land(
-    rows: FiledRows, files: DeviceFiles, stream: Stream, tokens: tuple[int, int], into: Tensor, checksums: Checksums
-) -> Landed:  # fmt: skip
-    """Bring rows of tokens [begin, end) into [end - begin, row_bytes] on the device; they are there when it returns.
+    rows: FiledRows,
+    files: DeviceFiles,
+    stream: Stream,
+    tokens: tuple[int, int],
+    into: Tensor,
+    checksums: Checksums,
+) -> Landed:
+    """Bring rows of tokens [begin, end) into [end - begin, row_bytes] on the device, and wait for them.
 
     Not verified yet, but for what came by way of the host. Raises TierFailure, CorruptSegment, LeaseNotFound.
     """
@@ -157,12 +165,18 @@ _FAILED = (TierFailure, CorruptSegment)
 
 
 class DirectSource:
-    """Rows of files, read into memory of the host and verified there. Close it when the restore is drained."""
+    """Rows of files, read into memory of the host and verified there.
+
+    Close it when the restore is drained.
+    """
 
     def __init__(
         self, rows: FiledRows, again: Callable[[], SessionRows], on_failure: Callable[[CacheError], None]
     ) -> None:
-        """`again`: the same rows through the store. `on_failure` hears why files were given up for this restore."""
+        """`again`: the same rows through the store.
+
+        `on_failure` hears why files were given up for this restore.
+        """
         self._rows, self._again, self._on_failure = rows, again, on_failure
         self._instead: LeasedSource | None = None
         self._others: SessionRows | None = None
@@ -221,9 +235,13 @@ class LandingSource(DirectSource):
     """Rows of files, read into memory of the device and verified there. See pipeline.source.Landing."""
 
     def __init__(
-        self, rows: FiledRows, files: DeviceFiles, checksums: Checksums,
-        again: Callable[[], SessionRows], on_failure: Callable[[CacheError], None],
-    ) -> None:  # fmt: skip
+        self,
+        rows: FiledRows,
+        files: DeviceFiles,
+        checksums: Checksums,
+        again: Callable[[], SessionRows],
+        on_failure: Callable[[CacheError], None],
+    ) -> None:
         super().__init__(rows, again, on_failure)
         self._files, self._checksums = files, checksums
 

@@ -58,7 +58,9 @@ def probe_kvikio(device: torch.device, *, timeout_s: float = PROBE_TIMEOUT_S) ->
         return KvikioFound("not installed: pip install 'ctxcache[direct]'")
     command = (sys.executable, "-c", _PROGRAM, str(device))
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S603
+        ran = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return KvikioFound(f"did not answer within {timeout_s:g} s")
     except OSError as error:
@@ -93,7 +95,10 @@ class DirectStorage:
         self._lock = threading.Lock()
         self._machine = self._live = choose(wanted, None if wanted is Wanted.OFF else probe_kvikio(device))
         self._suspects: set[str] = set()
-        """Sessions whose files gave other rows: the store is to read them next, which ends them before their damage."""
+        """Sessions whose files gave other rows.
+
+        The store reads them next, and cuts them before the damage.
+        """
         self._opened: tuple[SsdFiles, DeviceFiles] | None = None
         self.failures: Counter[str] = Counter()
         """Restores that gave files up, by reason."""
@@ -115,7 +120,10 @@ class DirectStorage:
         end: int | None = None,
         if_generation_match: int | None = None,
     ) -> SessionRows:
-        """Rows of tokens [0, end), by default of all, left on SSD where a path is live. Raises as Client.read."""
+        """Rows of tokens [0, end), by default of all, left on SSD where a path is live.
+
+        Raises as Client.read.
+        """
         if self._machine.path is DirectPath.OFF:
             return self._client.read(
                 session, model, streams=streams, end=end, if_generation_match=if_generation_match

@@ -65,8 +65,14 @@ class Restoring:
     """A context manager: within it, passes wait for their layers; leaving it gives the lease back."""
 
     def __init__(
-        self, adapter: Adapter, rows: SessionRows, cache: Cache, restoration: Restoration, choice: Choice, chooser: Chooser
-    ) -> None:  # fmt: skip
+        self,
+        adapter: Adapter,
+        rows: SessionRows,
+        cache: Cache,
+        restoration: Restoration,
+        choice: Choice,
+        chooser: Chooser,
+    ) -> None:
         self.cache, self.restoration, self.choice = cache, restoration, choice
         self._rows, self._chooser = rows, chooser
         self._gate = LayerGate(adapter, restoration)
@@ -142,10 +148,13 @@ class SessionRestorer:
         adapter, count = self._adapter, len(token_ids)
         target = CacheTarget(adapter, count)
         restoration = self._usable().start(
-            choice.schedule(target), LeasedSource(rows), target,
+            choice.schedule(target),
+            LeasedSource(rows),
+            target,
             compute_for(adapter, self._weights, torch.arange(count)),
-            deadline=Deadline.after_s(self._timeout_s), token_ids=torch.tensor(token_ids),
-        )  # fmt: skip
+            deadline=Deadline.after_s(self._timeout_s),
+            token_ids=torch.tensor(token_ids),
+        )
         return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser)
 
     def close(self) -> None:
@@ -162,7 +171,10 @@ class SessionRestorer:
 
 
 def _end(pipeline: Pipeline) -> None:
-    """Close a pipeline. Of a stuck one, which has been told, the lane that is stuck ends by itself, whenever it does."""
+    """Close a pipeline.
+
+    Of a stuck one, which has been told, the lane that is stuck ends by itself, whenever it does.
+    """
     if not pipeline.is_stuck:
         pipeline.close()
         return

@@ -1,9 +1,9 @@
 """transformers with a context store: every turn restores its session, continues it, and saves it.
 
-The engine keeps nothing between turns. A turn looks its session up, restores what the store has,
-prefills what is new (while later layers are still restored, where a planner decides), generates, and hands
-every row over as it is computed; background threads commit them. A session that is missing, short or damaged
-is a miss with a reason, and what the caller knows of the history is prefilled again. Worst case: a full prefill.
+The engine keeps nothing between turns. A turn looks its session up, restores what the store has, prefills
+what is new (while later layers are still restored, where a planner decides), generates, and hands every row
+over as it is computed; background threads commit them. A session that is missing, short or damaged is a
+miss with a reason, and what the caller knows of the history is prefilled again. Worst case: a full prefill.
 """
 
 import time
@@ -56,12 +56,12 @@ from gpu_worker.unchanged import Unchanged
 class Turn:
     """What one turn did. Times in nanoseconds from its begin.
 
-    `miss_reason` says why the store had less than it should: the reason of the error that a read
-    met, that truncation met, or that stopped an earlier turn's saves. Empty for a hit.
-    `history_token_count` tokens came before the turn, after `dropped_token_count` were truncated;
-    `reused_token_count` of them were restored, and `prefilled_token_count` were computed. Prefill began after
-    `restore_ns`; the last layer was usable `restored_ns` after the restore's begin, and a planner thought it would
-    be after `predicted_ns` (0 where the plan was the caller's).
+    `miss_reason` says why the store had less than it should: the reason of the error that a read met, that
+    truncation met, or that stopped an earlier turn's saves. Empty for a hit. `history_token_count` tokens
+    came before the turn, after `dropped_token_count` were truncated; `reused_token_count` of them were
+    restored, and `prefilled_token_count` were computed. Prefill began after `restore_ns`; the last layer
+    was usable `restored_ns` after the restore's begin, and a planner thought it would be after
+    `predicted_ns` (0 where the plan was the caller's).
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -96,7 +96,10 @@ def cut(client: Client, session: Session, token_count: int) -> Session:
 
 
 def emptied(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
-    """Keep nothing of a session that held the tokens `lost`; where it was changed meanwhile, it stays, and takes no rows for this one."""
+    """Keep nothing of a session that held the tokens `lost`.
+
+    A session that another engine changed meanwhile stays as it is, and takes no rows of this turn.
+    """
     try:
         return cut(client, _remains(client, model, session, lost), 0)
     except MISSES:
@@ -108,7 +111,7 @@ def emptied(client: Client, model: CallerModel, session: Session, lost: Sequence
 
 
 def _remains(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
-    """The session as it is now, if all that became of it is that tokens were cut off its end, as a store cuts off damaged ones."""
+    """The session as it is now, if nothing but tokens at its end is gone: a store cuts damaged ones off."""
     now = client.get_session(session.name)
     is_shorter = now.uid == session.uid and now.token_count <= len(lost)
     if now.generation == session.generation or not is_shorter:
@@ -128,7 +131,10 @@ class Savers:
         self._by_layout: OrderedDict[frozenset[Stream], Saver] = OrderedDict()
 
     def of(self, layout: frozenset[Stream]) -> Saver:
-        """The saver of sessions with this layout. Raises InvalidArgument for a stream that the model does not have."""
+        """The saver of sessions with this layout.
+
+        Raises InvalidArgument for a stream that the model does not have.
+        """
         found = self._by_layout.pop(layout, None)
         if found is None:
             while len(self._by_layout) >= LAYOUT_LIMIT:
@@ -156,8 +162,9 @@ RESTORE_TIMEOUT_S = 60.0
 class _Start:
     """Where a turn starts from: a session that holds `saved`, and a cache that holds its KV or is about to.
 
-    Not where `is_missing`: then the cache is empty, and what the session holds is computed without being saved again.
-    `lost`: the session's tokens, where they could be read and nothing else of it was worth keeping.
+    Not where `is_missing`: then the cache is empty, and what the session holds is computed without being
+    saved again. `lost`: the session's tokens, where they could be read and nothing else of it was worth
+    keeping.
     """
 
     session: session_pb2.Session
@@ -191,12 +198,16 @@ class TransformersEngine:
         sink_count: int = SINK_TOKENS,
         durability: "session_pb2.Durability.ValueType" = session_pb2.DURABILITY_DISK,
     ) -> None:
-        """`plan` says what is saved and how it comes back. Without one, a planner does, that starts from `profile`.
+        """`plan` says what is saved and how it comes back.
 
-        `expected`: how sessions are expected back, which decides what is saved of new ones; by default once, of half
-        a window. Packed kinds are used where `spec` lists them: that is how a loss is allowed. `window` defaults to the model's context. A restore that takes longer than `restore_timeout_s` is a
-        miss. Registers the model with a probe, or compares it with the one that is kept. Raises InvalidArgument(field="plan"),
-        ModelFingerprintMismatch, ModelProbeMismatch, Unavailable.
+        Without one, a planner does, that starts from `profile`.
+
+        `expected`: how sessions are expected back, which decides what is saved of new ones. By default,
+        each comes back once with half a window. Packed kinds are used where `spec` lists them: that is how
+        a loss is allowed. `window` defaults to the model's context. A restore that takes longer than
+        `restore_timeout_s` is a miss. Registers the model with a probe, or compares it with the one that is
+        kept. Raises InvalidArgument(field="plan"), ModelFingerprintMismatch, ModelProbeMismatch,
+        Unavailable.
         """
         if plan is not None:
             plan.check(spec)
@@ -254,8 +265,9 @@ class TransformersEngine:
 
         `history` is every token before the new ones, as the caller knows it; where the store has
         less or other, it is prefilled from there. None: the session's own tokens are the history.
-        Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded; ModelChanged, with nothing
-        restored or saved, when the model is not what it was when the engine was made.
+        Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded. Raises
+        ModelChanged, with nothing restored or saved, when the model is not what it was when the engine was
+        made.
         """
         self._unchanged.check()
         begin_ns = time.perf_counter_ns()
@@ -307,9 +319,11 @@ class TransformersEngine:
     def _truncate(self, session: session_pb2.Session, recent_count: int, turn: Turn) -> session_pb2.Session:
         try:
             return self._client.keep_recent(
-                session.name, recent_count, sink_token_count=self._sink_count,
+                session.name,
+                recent_count,
+                sink_token_count=self._sink_count,
                 if_generation_match=session.generation,
-            )  # fmt: skip
+            )
         except PositionsNotRelocatable as error:
             turn.miss_reason = error.reason
             return cut(self._client, session, 0)
@@ -317,7 +331,10 @@ class TransformersEngine:
     def _restore(
         self, session: session_pb2.Session, known: Sequence[int] | None, new_count: int, turn: Turn
     ) -> _Start:
-        """Restore what the session and the history have in common. A damaged session is tried once more, cut."""
+        """Restore what the session and the history have in common.
+
+        A damaged session is tried once more, cut.
+        """
         for _attempt in range(2):
             try:
                 return self._restore_common(session, known, new_count, turn)
@@ -378,9 +395,13 @@ class TransformersEngine:
     # -- generating and saving ---------------------------------------------------------------------
 
     def _answer(
-        self, start: _Start, token_ids: Sequence[int], max_new_tokens: int,
-        eos_token_ids: Collection[int] | None, turn: Turn,
-    ) -> Iterator[int]:  # fmt: skip
+        self,
+        start: _Start,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] | None,
+        turn: Turn,
+    ) -> Iterator[int]:
         """Yield tokens. A restore that fails under the first pass is a miss: everything is prefilled."""
         try:
             yield from self._generate(start, token_ids, max_new_tokens, eos_token_ids)
@@ -423,9 +444,13 @@ class TransformersEngine:
                     first_pass.enter_context(start.restoring)
                 pending = list(token_ids)
                 for token in stream_greedy(
-                    self._model, start.cache, token_ids,
-                    max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, around=passing,
-                ):  # fmt: skip
+                    self._model,
+                    start.cache,
+                    token_ids,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_ids=eos_token_ids,
+                    around=passing,
+                ):
                     first_pass.close()
                     pending = [token]
                     yield token

@@ -60,7 +60,10 @@ def rotate_interleaved(x: Tensor, rope: Rope) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn by the angles: x * cos + (-second half, first half) * sin, rounded after the same steps, with half the passes over fresh memory."""
+    """Turn by the angles: x * cos + (-second half, first half) * sin.
+
+    Rounds after the same steps as transformers, with half the passes over fresh memory.
+    """
     half = x.shape[-1] // 2
     out = x * cos
     crossed = x[..., half:] * sin[..., :half]

@@ -148,7 +148,7 @@ class _Join:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module computes just what its `weight` and `bias` say: no adapter, no packed weight, no other method."""
+    """Whether a module computes what `weight` and `bias` say: no adapter, packed weight, other method."""
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     is_known = kind in _LINEAR and type(getattr(module, "weight", None)) in _TENSORS
     return is_known and is_unpatched(module)

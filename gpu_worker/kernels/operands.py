@@ -110,10 +110,10 @@ class Rotation:
 class Pages:
     """The engine's cache of one layer, and where the tokens at hand go in it.
 
-    `keys` [pages, page_tokens, H, C], `values` [pages, page_tokens, H, C_v]: any strides, so that any order of
-    axes is a `permute` of the engine's tensor, and a contiguous cache is one page. `slots` [T] int64: page *
-    page_tokens + row; a negative one is left out. Slots are not checked against the cache: that would wait for
-    the device.
+    `keys` [pages, page_tokens, H, C], `values` [pages, page_tokens, H, C_v]: any strides, so that any order
+    of axes is a `permute` of the engine's tensor, and a contiguous cache is one page. `slots` [T] int64:
+    page * page_tokens + row; a negative one is left out. Slots are not checked against the cache: that
+    would wait for the device.
     """
 
     keys: Tensor

@@ -1,9 +1,10 @@
 """Quantization: rows in 8 or 4 bits with a least value and a step per token and group of neighbours, and back.
 
-Plain torch: saving is off the critical path, and restoring dequantizes inside the kernels. Single dimensions of a
-residual stream are a thousand times the others and would drown their group: the few largest of each token are
-kept beside the steps, in 32 bits, which on SmolLM2 makes the divergence 16 times smaller (docs/kernels.md). Steps
-begin at the group's least value, for its values seldom lie around 0. Worst case: rows with an infinity, refused.
+Plain torch: saving is off the critical path, and restoring dequantizes inside the kernels. Single
+dimensions of a residual stream are a thousand times the others and would drown their group: the few largest
+of each token are kept beside the steps, in 32 bits, which on SmolLM2 makes the divergence 16 times smaller
+(docs/kernels.md). Steps begin at the group's least value, for its values seldom lie around 0. Worst case:
+rows with an infinity, refused.
 """
 
 import torch
@@ -37,8 +38,8 @@ def quantize(
     """Rows [T, D] -> the nearest of 2^bits steps per group, and each token's outliers. D even for 4 bits.
 
     What spans less than 1e-5 in its group becomes one value: a step below the least of float16 is none.
-    Raises NotRepresentable for rows that are not finite, or whose values beside the outliers are beyond 65,000,
-    ValueError for rows of more than 32,768 elements.
+    Raises NotRepresentable for rows that are not finite, or whose values beside the outliers are beyond
+    65,000, ValueError for rows of more than 32,768 elements.
     """
     most = (1 << bits) - 1
     token_count, size = rows.shape

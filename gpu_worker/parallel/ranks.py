@@ -1,7 +1,7 @@
 """Ranks: the processes that restore one engine's parts together, and where they meet.
 
-Connections are made when a round first needs them. Thread-safe; rounds are one at a time. Worst case: a meeting
-place that cannot be reached, which is RankLost by the deadline.
+Connections are made when a round first needs them. Thread-safe; rounds are one at a time. Worst case: a
+meeting place that cannot be reached, which is RankLost by the deadline.
 """
 
 import secrets
@@ -30,7 +30,10 @@ Store = Any
 
 
 def parse_rendezvous(url: str) -> str:
-    """Where ranks meet: `tcp://host:port`, where the first rank listens, or `file:///path`. Raises InvalidArgument."""
+    """Where ranks meet: `tcp://host:port`, where the first rank listens, or `file:///path`.
+
+    Raises InvalidArgument.
+    """
     try:
         parts = urlsplit(url)
         is_known = {"tcp": bool(parts.hostname and parts.port), "file": parts.path.startswith("/")}
@@ -60,7 +63,10 @@ class EngineRanks:
     # -- for rounds --------------------------------------------------------------------------------
 
     def store(self, deadline: Deadline) -> Store:
-        """A connection of its own to where ranks leave messages: one that waits holds up others. Raises RankLost."""
+        """A connection of its own to where ranks leave messages: one that waits holds up others.
+
+        Raises RankLost.
+        """
         if not self._store_lock.acquire(timeout=deadline.left_s):
             raise RankLost(rank=0, problem="cannot be reached")
         url, timeout = urlsplit(self._url), timeout_of(deadline)
@@ -70,9 +76,12 @@ class EngineRanks:
                     self._store = _distributed.FileStore(url.path, self.share.rank_count)
                 else:
                     self._store = _distributed.TCPStore(
-                        url.hostname or "", url.port or 0, is_master=self.share.rank == 0, timeout=timeout,
+                        url.hostname or "",
+                        url.port or 0,
+                        is_master=self.share.rank == 0,
+                        timeout=timeout,
                         wait_for_workers=False,
-                    )  # fmt: skip
+                    )
             found = self._store.clone()
             found.set_timeout(timeout)
         except RuntimeError as error:
@@ -130,7 +139,8 @@ class EngineRanks:
 
 
 def _connected(store: Store, share: ModelShare, device: torch.device, timeout: timedelta) -> ProcessGroup:
-    # Made one by one, not by init_process_group: a worker serves several engines, and ranks that failed meet again.
+    # Made one by one, not by init_process_group: a worker serves several engines, and ranks that failed
+    # meet again.
     found: ProcessGroup
     if device.type == "cuda":
         options = _c10d.ProcessGroupNCCL.Options()

@@ -1,10 +1,10 @@
 """Rounds: one restore, as one of an engine's ranks sees it, and how all of them come to one end.
 
-The first rank says which session at which generation, each stage's first one how; all say that they hold what they
-read; they exchange rows; all say how it ended. Only then is it whole, for all of them or for none. Whoever waits does
-so by the restore's deadline. A round that fails ends the connections that rows went over, so that whoever waits on
-them is told; the next round makes new ones. Worst case: a rank that is gone, at which every restore is a miss until
-it is back.
+The first rank says which session at which generation, each stage's first one how; all say that they hold
+what they read; they exchange rows; all say how it ended. Only then is it whole, for all of them or for
+none. Whoever waits does so by the restore's deadline. A round that fails ends the connections that rows
+went over, so that whoever waits on them is told; the next round makes new ones. Worst case: a rank that is
+gone, at which every restore is a miss until it is back.
 """
 
 import json
@@ -34,7 +34,10 @@ class Gather(Protocol):
     """What ranks exchange rows by."""
 
     def gather(self, own: Tensor, count: int) -> Tensor:
-        """This rank's rows [t, row_bytes] uint8 -> all ranks' [count, row_bytes], in order. Raises RankLost."""
+        """This rank's rows [t, row_bytes] uint8 -> all ranks' [count, row_bytes], in order.
+
+        Raises RankLost.
+        """
         ...
 
 
@@ -111,7 +114,7 @@ class Round(Protocol):
     """One restore, as one rank sees it."""
 
     def agree(self, terms: Mapping[str, Any], pieces: Sequence[Any]) -> Sequence[Any]:
-        """Check that all ranks were asked for the same; returns the pieces that the stage's first rank was given.
+        """Check that all ranks were asked for the same, and return the pieces of the stage's first rank.
 
         Both are of what JSON holds. Raises RanksDisagree, RankFailed, RankLost, RestoreTooLate.
         """

@@ -10,7 +10,7 @@ from ctxcache.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """One rank: its place among the `tensor_ranks` of its stage, and the layers [first_layer, end_layer) of the stage."""
+    """One rank: its place among its stage's `tensor_ranks`, and the layers [first_layer, end_layer)."""
 
     first_layer: int
     end_layer: int
@@ -45,13 +45,16 @@ class ModelShare:
         return self.stages * self.tensor_ranks
 
     def tokens(self, begin: int, end: int) -> tuple[int, int]:
-        """The part of tokens [begin, end) that it reads. Parts are disjoint, in order of ranks, and all but the last ones as long."""
+        """The part of tokens [begin, end) that it reads.
+
+        Parts are disjoint, in order of ranks, and all but the last ones as long.
+        """
         most = -(-(end - begin) // self.tensor_ranks)
         first = min(begin + self.tensor_rank * most, end)
         return first, min(first + most, end)
 
     def heads(self, head_count: int) -> slice:
-        """The K/V heads that it keeps: its part, or one that several ranks keep where there are fewer heads than ranks.
+        """The K/V heads that the rank keeps: its part, or a shared one where heads are fewer than ranks.
 
         Raises InvalidArgument.
         """

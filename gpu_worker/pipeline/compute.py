@@ -76,14 +76,17 @@ def _stop(_block: nn.Module, _args: object) -> None:
 
 
 Decode = Callable[[Stream, Tensor], Tensor]
-"""(stream, bytes [t, row_bytes] on the device) -> rows [t, D] in the model's element type; packed rows as they are."""
+"""(stream, bytes [t, row_bytes] on the device) -> rows [t, D] of the model's type; packed rows stay."""
 
 
 class Compute(Protocol):
     """One model's way from rows to its cache, for one session's positions."""
 
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
-        """Rows [t, row_bytes] uint8 of tokens [begin, begin + t) into `room`. Raises ShapeMismatch, UnsupportedDtype."""
+        """Rows [t, row_bytes] uint8 of tokens [begin, begin + t) into `room`.
+
+        Raises ShapeMismatch, UnsupportedDtype.
+        """
         ...
 
     def recompute(self, schedule: RestoreSchedule, token_ids: Tensor, target: Target) -> None:
@@ -107,9 +110,9 @@ class Restorer:
         """Keys and values of one layer as the engine caches them: [1, H, t, C], [1, H, t, C_v].
 
         `rows` [t, row] are tokens [begin, begin + t): HIDDEN [t, D] or KV/LATENT [t, row_size] in the model's
-        element type, on any device; or [t, row_bytes] uint8 of a packed kind. K rows restore bit for bit. HIDDEN
-        rows restore bit for bit in the shapes they were computed in, else to rounding. Raises ShapeMismatch,
-        UnsupportedDtype, InvalidArgument(field="layer" | "method").
+        element type, on any device; or [t, row_bytes] uint8 of a packed kind. K rows restore bit for bit.
+        HIDDEN rows restore bit for bit in the shapes they were computed in, else to rounding. Raises
+        ShapeMismatch, UnsupportedDtype, InvalidArgument(field="layer" | "method").
         Source: HCache, arXiv:2410.05004, section 3.2.
         """
         self._check(layer, method, rows, begin)

@@ -1,4 +1,6 @@
-"""Devices: lanes and buffers of the place where the engine's cache is. The only border to a device's own terms.
+"""Devices: lanes and buffers of the place where the engine's cache is.
+
+The only border to a device's own terms.
 
 Knows none of them (`devices.py`, `cuda.py`). Worst case: a device that fails, which is every waiter's error.
 """
@@ -66,7 +68,10 @@ class CudaEvent(LaneEvent):
         self._end.record(stream)
 
     def order(self, stream: torch.cuda.Stream, deadline: Deadline) -> None:
-        """What `stream` is given from here on comes behind the work. Raises what issuing it raised, RestoreTooLate."""
+        """What `stream` is given from here on comes behind the work.
+
+        Raises what issuing it raised, RestoreTooLate.
+        """
         self.issued.wait(deadline)
         stream.wait_event(self._end)
 
@@ -154,7 +159,10 @@ class Cuda(Device):
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def device_buffer(self, size_bytes: int) -> Tensor:
-        """See Device. What had the memory before has ended when it is handed out: other streams will use it."""
+        """See Device.
+
+        What had the memory before has ended when it is handed out: other streams will use it.
+        """
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         return buffer

@@ -1,8 +1,8 @@
 """Computing by kernels: norm, projection, rotation and scatter in one pass over the rows.
 
-Fused on a GPU, the reference elsewhere. What the kernels do not know is left to the model's modules: latents, and
-caches that repeat heads. Worst case: arithmetic that rounds once where the engine rounds after every step; equal
-within the bounds of docs/kernels.md, not bit by bit.
+Fused on a GPU, the reference elsewhere. What the kernels do not know is left to the model's modules:
+latents, and caches that repeat heads. Worst case: arithmetic that rounds once where the engine rounds after
+every step; equal within the bounds of docs/kernels.md, not bit by bit.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,10 @@ class KernelWeights:
         self._known: dict[int, LayerWeights | None] = {}
 
     def of(self, layer: int) -> LayerWeights | None:
-        """One layer's norm and projections; None where the kernels have no such projection (latents, adapters, packed weights)."""
+        """One layer's norm and projections.
+
+        None where the kernels have no such projection: latents, adapters, packed weights.
+        """
         if layer not in self._known:
             self._known[layer] = self._made(layer)
         return self._known[layer]

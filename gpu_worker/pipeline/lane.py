@@ -151,7 +151,7 @@ class _Job:
 
 
 class HostLane(Lane):
-    """A thread that does its work itself: reading, announcing, and everything where the device is the host."""
+    """A thread that does its work itself: reading, announcing, and everything if the device is the host."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -158,7 +158,10 @@ class LayerStates:
         return True
 
     def wait(self, layer: int, deadline: Deadline) -> None:
-        """Wait until a layer is usable. Raises why it never will be; RestoreTooLate fails the restore for all."""
+        """Wait until a layer is usable.
+
+        Raises why it never will be; RestoreTooLate fails the restore for all.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._error is not None or self._states[layer] is LayerState.USABLE, deadline.left_s
@@ -192,10 +195,20 @@ class Restoration:
     """Made by Pipeline.start. A context manager: leaving it cancels what is not done, and drains."""
 
     def __init__(
-        self, *, schedule: RestoreSchedule, source: RowSource, target: Target, compute: Compute, token_ids: Tensor | None,
-        lanes: Lanes, rings: Rings, batch_tokens: int, deadline: Deadline, on_stuck: Callable[[Lane], None],
+        self,
+        *,
+        schedule: RestoreSchedule,
+        source: RowSource,
+        target: Target,
+        compute: Compute,
+        token_ids: Tensor | None,
+        lanes: Lanes,
+        rings: Rings,
+        batch_tokens: int,
+        deadline: Deadline,
+        on_stuck: Callable[[Lane], None],
         share: TokenShare | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.schedule, self.target, self.deadline = schedule, target, deadline
         self._source, self._compute, self._token_ids = source, compute, token_ids
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
@@ -223,7 +236,10 @@ class Restoration:
         return self._states.of(layer)
 
     def wait(self, layer: int, deadline: Deadline | None = None) -> None:
-        """Wait until a layer is usable. Raises why it never will be; a deadline that passes fails the restore."""
+        """Wait until a layer is usable.
+
+        Raises why it never will be; a deadline that passes fails the restore.
+        """
         self._states.wait(layer, self.deadline.earlier(deadline))
 
     def wait_all(self, deadline: Deadline | None = None) -> None:
@@ -277,7 +293,10 @@ class Restoration:
     # -- on the lanes ------------------------------------------------------------------------------
 
     def begin(self, *, behind: LaneEvent) -> None:
-        """Submit everything; `behind` is what the target's memory must wait for. Called once, by the pipeline."""
+        """Submit everything; `behind` is what the target's memory must wait for.
+
+        Called once, by the pipeline.
+        """
         schedule = self.schedule
         # What is refused is refused before anything is submitted.
         batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
@@ -358,7 +377,10 @@ class Restoration:
         tokens: tuple[int, int],
         mine: tuple[int, int],
     ) -> None:
-        """Have rows come straight onto the device; the copying lane, which has nothing to copy, verifies them."""
+        """Have rows come straight onto the device.
+
+        The copying lane has nothing to copy, and verifies them.
+        """
         first, last = mine
         row_bytes = source.row_bytes(part.stream)
         place = landing.take(self.deadline)
@@ -401,7 +423,8 @@ class Restoration:
 
     def _checking(self, layer: int) -> Work:
         def work() -> None:
-            # Behind the layer's last read: what was read was the session's, or the layer never becomes usable.
+            # Behind the layer's last read: what was read was the session's, or the layer never becomes
+            # usable.
             self._source.check()
             self._close_layer(layer)
 
@@ -447,7 +470,10 @@ class PipelineSettings:
 
 
 class Pipeline:
-    """Lanes for reading, copying, computing and announcing, and the buffers between them. A context manager."""
+    """Lanes for reading, copying, computing and announcing, and the buffers between them.
+
+    A context manager.
+    """
 
     def __init__(self, device: Device, settings: PipelineSettings | None = None) -> None:
         """Start the lanes and allocate the buffers. Raises InvalidArgument(field="slot_count")."""
@@ -488,8 +514,9 @@ class Pipeline:
     ) -> Restoration:
         """Begin to restore; returns at once. All is done, or has failed, by the deadline.
 
-        Source and target belong to the restore until it is drained. `token_ids` [T] where layers are recomputed. `share`: the tokens of
-        [begin, end) that are read here; `compute` is then given their rows, and room for all.
+        Source and target belong to the restore until it is drained. `token_ids` [T] where layers are
+        recomputed. `share`: the tokens of [begin, end) that are read here; `compute` is then given their
+        rows, and room for all.
         Raises InvalidArgument, LaneStuck; what goes wrong later is told by the restoration.
         """
         if self._stuck is not None:
@@ -500,10 +527,18 @@ class Pipeline:
             problem = f"{len(schedule.parts)} layers of {schedule.token_count} tokens"
             raise InvalidArgument(field="schedule", problem=f"{problem} are not the target's")
         restoration = Restoration(
-            schedule=schedule, source=source, target=target, compute=compute, token_ids=token_ids,
-            lanes=self.lanes, rings=self.rings, batch_tokens=self.settings.batch_tokens,
-            deadline=deadline, on_stuck=self._give_up, share=share,
-        )  # fmt: skip
+            schedule=schedule,
+            source=source,
+            target=target,
+            compute=compute,
+            token_ids=token_ids,
+            lanes=self.lanes,
+            rings=self.rings,
+            batch_tokens=self.settings.batch_tokens,
+            deadline=deadline,
+            on_stuck=self._give_up,
+            share=share,
+        )
         restoration.begin(behind=self.device.mark())
         return restoration
 

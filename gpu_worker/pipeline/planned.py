@@ -28,7 +28,10 @@ from gpu_worker.profiling.model_shape import model_shape
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """The engine starts at `start_s` of the restore; `layer_count` layers, of `size_bytes`, are usable by then."""
+    """The engine starts `start_s` after the restore.
+
+    By then `layer_count` layers, of `size_bytes`, are usable.
+    """
 
     start_s: float
     layer_count: int
@@ -115,7 +118,10 @@ class Chooser:
         *,
         lossy_kinds: frozenset[StateKind] = frozenset(),
     ) -> None:
-        """`fixed` wins over `profile`; one of them is given. `lossy_kinds`: packed kinds that a planner may use."""
+        """`fixed` wins over `profile`; one of them is given.
+
+        `lossy_kinds`: packed kinds that a planner may use.
+        """
         self._fixed, self._lossy_kinds = fixed, lossy_kinds
         self._shape = model_shape(adapter, adapter.architecture)
         self._planner: AdaptivePlanner | None = None
@@ -172,7 +178,10 @@ def _holding(held: Iterable[Stream], layer_count: int, span: HeldSpan) -> Holdin
 
 
 def _held_of(plan: RestorePlan, held: Collection[Stream]) -> RestorePlan:
-    """A caller's plan; where a session is laid out otherwise, each layer from what there is of it, or all recomputed."""
+    """A caller's plan, adapted to what the session holds.
+
+    A layer whose rows are missing takes others that are exact. Where there are none, all is recomputed.
+    """
 
     def method(layer: int, wanted: Method) -> Method:
         if wanted is Method.TOKENS:

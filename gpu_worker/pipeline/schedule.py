@@ -38,7 +38,8 @@ class RestoreSchedule:
     """All parts of a restore of `token_count` tokens.
 
     The first `recomputed_layers` layers are run over the token ids; of the one behind them, the first
-    `recomputed_tokens` tokens are. `parts` has the rows of each layer that come from the store, in token order.
+    `recomputed_tokens` tokens are. `parts` has the rows of each layer that come from the store, in token
+    order.
     """
 
     token_count: int
@@ -73,7 +74,10 @@ class RestoreSchedule:
         token_count: int,
         first_tokens: Sequence[int],
     ) -> "RestoreSchedule":
-        """Carry out (method, begin, end) of each layer, in token order. Raises InvalidArgument(field="plan")."""
+        """Carry out (method, begin, end) of each layer, in token order.
+
+        Raises InvalidArgument(field="plan").
+        """
         if len(layers) != len(first_tokens):
             problem = f"{len(layers)} layers, the target has {len(first_tokens)}"
             raise InvalidArgument(field="plan", problem=problem)
@@ -113,7 +117,10 @@ def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: i
 
 
 def _check_covers(layer: int, parts: Sequence[LayerPart], token_count: int) -> None:
-    """A token that no part brings back would be announced as it was. No parts: the layer has no state of its own."""
+    """A token that no part brings back would be announced as it was.
+
+    No parts: the layer has no state of its own.
+    """
     gaps = [one.end != other.begin for one, other in pairwise(parts)]
     if parts and (any(gaps) or parts[-1].end != token_count):
         raise InvalidArgument(field="plan", problem=f"layer {layer} does not come back as a whole")

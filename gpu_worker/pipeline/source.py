@@ -1,4 +1,4 @@
-"""The source: where a restore's rows come from, and whether they were still the session's when they were copied.
+"""The source: where a restore's rows come from, and whether they were the session's while they were copied.
 
 Used by the reading lane alone, `abort` apart. Worst case: a lease that ended, which `check` says after the
 copies; what was copied is then not used.
@@ -50,8 +50,8 @@ class LandingRows(RowSource, Protocol):
     def land(self, stream: Stream, begin: int, end: int, into: Tensor) -> Verify:
         """Bring rows [begin, end) into [end - begin, row_bytes] on the device, to be verified there.
 
-        They are there when it returns, and right when what it returns has not raised. Raises what reading raises; then
-        nothing comes into that memory any more.
+        The rows are there when the call returns, and right when the returned check has not raised.
+        Raises what reading raises; then nothing comes into that memory any more.
         """
         ...
 

@@ -103,7 +103,7 @@ class PagedTarget(Target):
         windows: Sequence[int | None] | None = None,
         is_by_layer: bool = True,
     ) -> None:
-        """`layers`: keys and values [B, P, H, C] of each layer, any strides; `slots` [T] int64, where each token goes.
+        """`layers`: keys and values [B, P, H, C], any strides. `slots` [T] int64: where each token goes.
 
         `windows`: tokens that a layer's tokens see. Raises InvalidArgument for slots outside the cache.
         """
@@ -152,7 +152,10 @@ class CacheTarget(Target):
     """One empty cache. After a failure it is to be thrown away."""
 
     def __init__(self, adapter: Adapter, token_count: int, cache: Cache | None = None) -> None:
-        """`cache`: an empty one with room, by default a new DynamicCache. Raises InvalidArgument(field="cache")."""
+        """`cache`: an empty one with room, by default a new DynamicCache.
+
+        Raises InvalidArgument(field="cache").
+        """
         self._adapter = adapter
         self.cache = DynamicCache(config=adapter.model.config) if cache is None else cache
         self.token_count, self.layer_count = token_count, len(adapter.layers)
@@ -200,10 +203,11 @@ class CacheTarget(Target):
         # As the engine caches them: some families repeat heads.
         keys, values = adapter.embed_halves(empty[0], empty[1], None)
         count = self.token_count - self.first_token(layer)
-        return tuple(half.new_empty(1, half.shape[1], count, half.shape[3]) for half in (keys, values))  # type: ignore[return-value]
+        first, second = (half.new_empty(1, half.shape[1], count, half.shape[3]) for half in (keys, values))
+        return first, second
 
     def _place(self, layer: int) -> None:
-        """Make the layer say that it has its tokens, so that masks and positions are right before they are there."""
+        """Have the layer say that it holds its tokens: masks and positions are right from the start."""
         held = self.cache.layers[layer]
         keys, values = self._held[layer]
         if not isinstance(held, DynamicLayer):

@@ -43,7 +43,7 @@ class DriftBounds:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A stage that takes `factor` times what the profile says: time for a corrected profile and a new plan."""
+    """How far a stage may be from its profile, as a factor, before the profile is corrected."""
 
     stage: Stage
     factor: float
@@ -131,7 +131,10 @@ class AdaptivePlanner:
         return self._plans[key]
 
     def observe(self, stage: Stage, *, predicted_s: float, observed_s: float) -> Drift | None:
-        """Take what a stage of a plan took. A drift is already in the profile; plans made before it are stale."""
+        """Take what a stage of a plan took.
+
+        A drift is already in the profile; plans made before it are stale.
+        """
         drift = self._detector.observe(stage, predicted_s=predicted_s, observed_s=observed_s)
         if drift is not None:
             self.profile = self.profile.corrected({drift.stage: drift.factor})

@@ -146,7 +146,10 @@ def _ways(layers: Sequence[LayerOptions]) -> list[_Ways]:
 
 
 def _option(layer: LayerOptions, method: Method) -> Option | None:
-    """The option by that method, rows of any kind counting as K/V; whatever there is where it is the only one."""
+    """The option by that method, where rows of any kind count as K/V.
+
+    A layer's only option serves for both.
+    """
     by_method = {option.method: option for option in layer.options}
     is_hidden = method is Method.HIDDEN
     fitting = (each for of, each in by_method.items() if of and (of.unpacked is Method.HIDDEN) == is_hidden)
@@ -171,7 +174,10 @@ def _assigned(recomputed_count: int, options: Sequence[Option | None]) -> Assign
 
 
 def _times(ways: Sequence[_Ways]) -> LayerTimes | None:
-    """The average layer, where all hold both kinds and one has a state; reading and copying count as one stream."""
+    """The average layer, where all hold both kinds and one has a state.
+
+    Reading and copying count as one stream.
+    """
     both = [(way.hidden.pieces[0], way.kv.pieces[0]) for way in ways if way.hidden and way.kv]
     if len(both) < len(ways) or not any(rows.method for _, rows in both):
         return None

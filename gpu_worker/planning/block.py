@@ -18,12 +18,15 @@ from typing import NamedTuple
 _ROUNDING = 1 + 1e-12
 
 State = tuple[float, float, float]
-"""When reading, copying and computing are free, in seconds that never descend; plain, as searches make thousands."""
+"""When reading, copying and computing are free, in ascending seconds.
+
+A tuple, because searches make thousands.
+"""
 START: State = (0.0, 0.0, 0.0)
 
 
 class StreamBlock(NamedTuple):
-    """Seconds that a run of layers keeps each stream busy, and those of the longest way from one to another."""
+    """Seconds that a run of layers keeps each stream busy, and seconds of the longest way between streams."""
 
     read_s: float
     copy_s: float

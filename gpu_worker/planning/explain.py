@@ -25,7 +25,8 @@ def reason(plan: Plan, layer: int) -> str:
 
 def _split(pieces: tuple[LayerPiece, ...]) -> str:
     first, second = (piece.method.value if piece.method else "nothing" for piece in pieces[:2])
-    return f"{first} before token {pieces[0].end:,} and {second} from there on, so that both streams end together"
+    cut = f"{pieces[0].end:,}"
+    return f"{first} before token {cut} and {second} from there on, so that both streams end together"
 
 
 def _whole(plan: Plan, layer: int, shape: LayerShape, piece: LayerPiece) -> str:

@@ -106,7 +106,10 @@ def split_option(
     engine: EngineAbilities,
     cut: int,
 ) -> Option | None:
-    """Return the layer split at a token: hidden rows before it, K and V behind it; None where it cannot be."""
+    """Return the layer split at a token: hidden rows before it, K and V behind it.
+
+    None where that cannot be.
+    """
     if layer.kind not in _SPLIT_KINDS:
         return None
     maker = _Maker.of(layer, holding, history, profile, engine)

@@ -1,7 +1,8 @@
 """The planner: one session's restoration, decided.
 
-Builds each layer's options, searches, and lays the result out in time. Compares with what the papers
-would do on the same machine: `compare`. Worst case: state that is neither held nor can be recomputed, which is refused.
+Builds each layer's options, searches, and lays the result out in time. Compares with what the papers would
+do on the same machine: `compare`. Worst case: state that is neither held nor can be recomputed, which is
+refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,7 +86,10 @@ class Plan:
         return tuple(layer for layer, pieces in enumerate(self.layers) if len(pieces) > 1)
 
     def restore_plan(self) -> RestorePlan:
-        """The plan as an engine adapter takes it. Raises InvalidArgument for layers that are split or have nothing."""
+        """The plan as an engine adapter takes it.
+
+        Raises InvalidArgument for layers that are split or have nothing.
+        """
         if self.split_layers:
             raise InvalidArgument(field="plan", problem=f"layer {self.split_layers[0]} is split")
         methods = [method for method in self.methods if method is not None]
@@ -116,7 +120,7 @@ def plan(request: PlanRequest) -> Plan:
 
 
 def _not_searched(request: PlanRequest, problem: "_Problem", *, is_exact: bool) -> Iterable[Assignment]:
-    """What the papers do and the search may have missed: everything if it was cut short, else many splits only."""
+    """The papers' assignments that the search may have missed: all of them, or many splits only."""
     splitter = _splitter(request)
     if not is_exact:
         return baselines(problem.layers, request.history, splitter).values()
@@ -138,7 +142,10 @@ def compare(request: PlanRequest) -> Mapping[str, float]:
 
 
 def alternatives(request: PlanRequest) -> Mapping[str, Plan]:
-    """Return the plans of others by name, for a pipeline to carry out; see `baselines`. No search, hence no bound."""
+    """Return the plans of others by name, for a pipeline to carry out; see `baselines`.
+
+    No search, hence no bound.
+    """
     problem = _Problem.of(request)
     others = baselines(problem.layers, request.history, _splitter(request))
     return {

@@ -107,8 +107,8 @@ class Profile:
     device's memory, over the same bus. `gemm_flops_per_s` is what the projection reaches,
     `attention_flops_per_s` what attention does, `memory_bytes_per_s` the device's memory,
     `layer_overhead_s` what a layer's kernels cost besides. `factors` multiply what a stage takes.
-    `rank_count` devices share the work (tensor parallel); rates are those of all of them, and `gather` is what one
-    of them receives the others' rows by; none: at once.
+    `rank_count` devices share the work (tensor parallel); rates are those of all of them, and `gather` is
+    what one of them receives the others' rows by; none: at once.
     """
 
     name: str

@@ -425,7 +425,10 @@ class _Search:
     def _most_promising(
         self, options: Sequence[StreamBlock], state: State, layer: int
     ) -> tuple[int, State] | None:
-        """The option behind which, before `layer`, the bound is least, and the state there; None: none may be best."""
+        """The option behind which the bound is least before `layer`, and the state there.
+
+        None: no option may be best.
+        """
         least_s, found = self._best_s, None
         for pick, block in enumerate(options):
             after = block.after(state)

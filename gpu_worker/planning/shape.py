@@ -52,7 +52,10 @@ class LayerShape:
     """Of what rows are made of, before they are packed."""
 
     def row_bytes(self, kind: StateKind) -> int:
-        """Bytes of one token's row of a kind. Raises ValueError for a packed kind and rows that are not packed."""
+        """Bytes of one token's row of a kind.
+
+        Raises ValueError for a packed kind and rows that are not packed.
+        """
         wide = self.hidden_row_bytes if unpacked(kind) is StateKind.HIDDEN else self.kv_row_bytes
         return PACKINGS[kind].row_bytes(wide // self.element_bytes) if kind in PACKINGS else wide
 

@@ -123,7 +123,7 @@ def _reader(fd: int, size_bytes: int) -> Callable[[], None]:
 
 
 LENGTHS = (1, 64, 256, 1024, 2048)
-"""From one token on: before the first length a profile is level, and what short sessions take would pass for drift."""
+"""Starts at one token: below its first length a profile is level, which would look like drift."""
 Points = dict[tuple[Stage, LayerShape], list[tuple[int, float]]]
 """(tokens, seconds) of each stage and sort of layer."""
 
@@ -157,10 +157,15 @@ def measure(
 
 
 def measure_restoring(
-    adapter: Adapter, shape: ModelShape, *, hardware: str, lengths: Sequence[int],
-    transfer_bytes: int = TRANSFER_BYTES, stopwatch: Stopwatch | None = None,
-) -> Measured:  # fmt: skip
-    """As `measure`, without recomputation, whose times stay the datasheet's: of a model that is not there as a whole."""
+    adapter: Adapter,
+    shape: ModelShape,
+    *,
+    hardware: str,
+    lengths: Sequence[int],
+    transfer_bytes: int = TRANSFER_BYTES,
+    stopwatch: Stopwatch | None = None,
+) -> Measured:
+    """As `measure`, for a model that is not there as a whole: recomputation keeps the datasheet's times."""
     watch = stopwatch or Stopwatch(adapter.layers[0].device)
     points: Points = defaultdict(list)
     with torch.no_grad():
@@ -176,9 +181,13 @@ def _add_restored(points: Points, adapter: Adapter, shape: ModelShape, length: i
 
 
 def _measured(
-    shape: ModelShape, points: Points, hardware: str, watch: Stopwatch, ssd_directory: Path | None,
+    shape: ModelShape,
+    points: Points,
+    hardware: str,
+    watch: Stopwatch,
+    ssd_directory: Path | None,
     transfer_bytes: int,
-) -> Measured:  # fmt: skip
+) -> Measured:
     profile = replace(
         _machine(hardware, watch, ssd_directory, transfer_bytes),
         curves={key: Curve(_ascending(each)) for key, each in points.items()},
@@ -218,7 +227,7 @@ def _restored(
 def _recomputed(
     adapter: Adapter, layers: Sequence[LayerShape], length: int, watch: Stopwatch
 ) -> dict[LayerShape, float]:
-    """Seconds of each sort of layer in a pass over `length` tokens; the median of its layers and of repeats."""
+    """Seconds of each sort of layer in a pass over `length` tokens: a median over layers and repeats."""
     ids, positions = torch.zeros(length, dtype=torch.int64), torch.arange(length)
     taken: dict[LayerShape, list[float]] = defaultdict(list)
     for repeat in range(watch.repeat_count + 1):

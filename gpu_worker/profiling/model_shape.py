@@ -20,7 +20,7 @@ def model_shape(adapter: Adapter, name: str) -> ModelShape:
 
 
 def representatives(shape: ModelShape) -> dict[LayerShape, int]:
-    """Return, of each sort of layer, one in the middle of its kind: neither first nor last if there are others."""
+    """Return one layer of each sort, from the middle of its kind if it has more than two."""
     seen: Counter[LayerShape] = Counter()
     counts = Counter(shape.layers)
     found = {}

@@ -392,8 +392,9 @@ _CPU = torch.device("cpu")
 class Saver:
     """Saves what goes through `model`; `streams` are its sessions' layout. A context manager.
 
-    One thread runs passes: `with saver.passing(...)` around each, `put` as the sink of a capture that leaves rows
-    on `device`. The other calls come from any thread. `copies` says how rows leave the device, if not as usual.
+    One thread runs passes: `with saver.passing(...)` around each, `put` as the sink of a capture that
+    leaves rows on `device`. The other calls come from any thread. `copies` says how rows leave the device,
+    if not as usual.
     """
 
     def __init__(
@@ -477,7 +478,10 @@ class Saver:
                 self._board.look_at(progress)
 
     def flush(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
-        """Wait until a session's rows so far are committed; what stopped them, if anything did. Raises DeadlineExceeded."""
+        """Wait until a session's rows so far are committed; what stopped them, if anything did.
+
+        Raises DeadlineExceeded.
+        """
         with self._board.changed:
             progress = self._board.sessions.get(session_name)
             if progress is None:
@@ -488,7 +492,9 @@ class Saver:
             return progress.failure
 
     def wait(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
-        """Finish a session and wait until that is done; what stopped its saves, if anything, is then forgotten.
+        """Finish a session and wait until that is done.
+
+        What stopped its saves, if anything, is then forgotten.
 
         Raises DeadlineExceeded.
         """
@@ -520,7 +526,7 @@ class Saver:
 
     @contextmanager
     def passing(self, slices: Sequence[Slice], token_ids: Sequence[int]) -> Iterator[None]:
-        """Around a forward pass over `token_ids`: slices say whose they are, in the same order, each session's once.
+        """Enclose a forward pass over `token_ids`. `slices` say whose tokens they are, in the pass's order.
 
         A pass that raises is a gap in all of them. Raises InvalidArgument where slices are not the pass.
         """

@@ -208,7 +208,7 @@ ROWS_LIMIT = 1 << 16
 
 
 class StagedPass:
-    """A pass in staging: its rows, where those of each stream go that are still to come, and who needs them."""
+    """A pass in staging: its rows, the targets of rows still to come, and how many sessions need it."""
 
     def __init__(self, rows: RowRun, targets: dict[Stream, Tensor]) -> None:
         self.rows = rows
@@ -271,13 +271,16 @@ class StagingBuffers:
         self._arrays[TOKENS][rows.begin : rows.end] = token_ids.view(np.uint8).reshape(-1, 4)
         targets: dict[Stream, Tensor] = {}
         for streams, tensor in self._groups:
-            # All of them at once: between two layers nothing is in a cache, and each call costs what ten do elsewhere.
+            # All of them at once: between two layers nothing is in a cache, and each call costs what ten do
+            # elsewhere.
             targets.update(zip(streams, tensor[:, rows.begin : rows.end].unbind(), strict=True))
         del targets[TOKENS]
         return StagedPass(rows, targets)
 
     def put(self, frame: StagedPass, stream: Stream, rows: Tensor) -> None:
-        """Begin to copy a pass's rows [T, row] of one stream; those of a stream that is not expected are passed over.
+        """Begin to copy a pass's rows [T, row] of one stream.
+
+        Rows of a stream that is not expected are passed over.
 
         Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable, RuntimeError for a device that failed.
         """
@@ -290,7 +293,10 @@ class StagingBuffers:
         del frame.targets[stream]
 
     def seal(self, frame: StagedPass) -> None:
-        """Nothing comes any more. Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed."""
+        """Nothing comes any more.
+
+        Raises IncompleteAppend where a stream is missing, RuntimeError for a device that failed.
+        """
         frame.mark = self._copies.mark()
         if frame.targets:
             raise IncompleteAppend(stream=str(min(frame.targets)), row_count=0, token_count=len(frame.rows))

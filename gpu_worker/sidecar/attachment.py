@@ -53,7 +53,10 @@ class RestoreControl:
             self._cancel = begin()
 
     def end(self, error: CacheError | None = None) -> bool:
-        """End it. True: nothing was written, and nothing will be; else it is cancelled, and ends by itself."""
+        """End it.
+
+        True: nothing was written, and nothing will be; else it is cancelled, and ends by itself.
+        """
         with self._lock:
             if self._cancel is None:
                 self._error = self._error or error or RestoreTooLate(what="the session")
@@ -91,7 +94,10 @@ class Running:
         self.ended.set_result(None)
 
     def stop(self, error: CacheError) -> bool:
-        """End it. True: nothing was written, nor will be; else it is cancelled, and `ended` says when that is so."""
+        """End it.
+
+        True: nothing was written, nor will be; else it is cancelled, and `ended` says when that is so.
+        """
         if not self.control.end(error):
             return False
         self._events.put_nowait(End(error))
@@ -103,7 +109,8 @@ class Running:
             async with asyncio.timeout(self.control.deadline.left_s):
                 return await self._events.get()
         except TimeoutError:
-            # Once it writes, the pipeline itself ends it by its deadline, and says so when it has come to rest.
+            # Once it writes, the pipeline itself ends it by its deadline, and says so when it has come to
+            # rest.
             self.stop(RestoreTooLate(what="the session"))
             return await self._events.get()
 
@@ -199,9 +206,13 @@ class BlocksTarget(PagedTarget):
     """Blocks of an attached cache, restored from some token on."""
 
     def __init__(
-        self, layers: Sequence[tuple[Tensor, Tensor]], slots: Tensor, *,
-        begin: int, windows: Sequence[int | None],
-    ) -> None:  # fmt: skip
+        self,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        *,
+        begin: int,
+        windows: Sequence[int | None],
+    ) -> None:
         super().__init__(layers, slots, windows=windows)
         self._begin = begin
 

@@ -1,7 +1,8 @@
 """The attachments of a worker: who is attached, who takes whose name over, and how much may be.
 
-Owned by the event loop; weights are read and memory is opened in threads. Worst case: an attach that fails, which
-leaves everything as it was but for the engine of that name that it would have taken over, which stays.
+Owned by the event loop; weights are read and memory is opened in threads. Worst case: an attach that fails,
+which leaves everything as it was but for the engine of that name that it would have taken over, which
+stays.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class Attachments:
         self._by_id: dict[str, Attachment] = {}
         self._by_engine: dict[str, Attachment] = {}
         self._mapped: list[Attachment] = []
-        """Those that were attached and whose memory is mapped: it may be that something is written for them yet."""
+        """Attachments whose memory is mapped: writes for them may still be under way."""
         self._detaching: set[asyncio.Task[None]] = set()
         # One that takes another's place is there before that one is gone.
         self.room = AdmissionLimit("attached engines", settings.max_attachments)
@@ -137,10 +138,15 @@ class Attachments:
             self.room.give_back()
             raise
         attachment = Attachment(
-            attachment_id=secrets.token_hex(16), engine=hello.engine, model=model, layout=layout, memory=memory,
-            save_area=save_area, evicted=asyncio.get_running_loop().create_future(),
+            attachment_id=secrets.token_hex(16),
+            engine=hello.engine,
+            model=model,
+            layout=layout,
+            memory=memory,
+            save_area=save_area,
+            evicted=asyncio.get_running_loop().create_future(),
             ranks=None if share is None else EngineRanks(share, hello.rank.rendezvous),
-        )  # fmt: skip
+        )
         self._mapped_bytes += attachment.mapped_bytes
         try:
             # Again and again: another one may come while the one before it is waited for.
@@ -154,7 +160,10 @@ class Attachments:
         return attachment
 
     def _before(self, attachment: Attachment) -> Attachment | None:
-        """Who has to be gone before it: of its name, or still written for in its memory. Raises MemoryInUse."""
+        """Who has to be gone before it: of its name, or still written for in its memory.
+
+        Raises MemoryInUse.
+        """
         sharing = [each for each in self._mapped if attachment.shares_memory(each)]
         for other in sharing:
             if other.attachment_id in self._by_id and other.engine != attachment.engine:
@@ -162,13 +171,13 @@ class Attachments:
         return self._by_engine.get(attachment.engine) or next(iter(sharing), None)
 
     async def evict(self, attachment: Attachment, error: CacheError) -> None:
-        """Have an attachment's stream end with an error, and wait until nothing is written for it any more."""
+        """End an attachment's stream with an error, and wait until nothing is written for it any more."""
         if not attachment.evicted.done():
             attachment.evicted.set_result(error)
         await asyncio.shield(self.detach(attachment))
 
     def detach(self, attachment: Attachment) -> "asyncio.Task[None]":
-        """It is gone from here on; its memory is when nothing is written to it any more, which the task waits for."""
+        """Forget an attachment at once. A task unmaps its memory when nothing is written to it any more."""
         if self._by_id.pop(attachment.attachment_id, None) is not None:
             del self._by_engine[attachment.engine]
         task = asyncio.get_running_loop().create_task(self._detach(attachment))
@@ -206,9 +215,11 @@ class Attachments:
         limit = self._settings.max_attached_bytes
         if self._mapped_bytes + needed > limit:
             raise CapacityExceeded(
-                tier="memory of engines", needed_bytes=needed, free_bytes=limit - self._mapped_bytes,
+                tier="memory of engines",
+                needed_bytes=needed,
+                free_bytes=limit - self._mapped_bytes,
                 limit_bytes=limit,
-            )  # fmt: skip
+            )
         memory = self._opener.open_all(hello.kv_cache.regions, "kv_cache.regions")
         if not hello.HasField("save_area"):
             return memory, None

@@ -54,7 +54,10 @@ class Box:
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Whether two boxes, each of which covers itself once, share a byte; True also where that is not known."""
+    """Whether two boxes, each of which covers itself once, share a byte.
+
+    True also where that is not known.
+    """
     if one.end <= other.offset or other.end <= one.offset:
         return False
     if not one.axes and not other.axes:
@@ -122,7 +125,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor [blocks, tokens, heads, elements] in a region: byte offset, and byte strides but the last axis'."""
+    """One tensor [blocks, tokens, heads, elements] in a region: byte offset, byte strides but the last."""
 
     region: int
     offset_bytes: int

@@ -57,7 +57,10 @@ class WorkerClient:
         return AttachedEngine(self, hello, timeout_s)
 
     def pass_descriptors(self, fds: Sequence[int]) -> "PassedDescriptors":
-        """Hand descriptors to the worker, which has copies until this is closed. Raises Unavailable, DeadlineExceeded."""
+        """Hand descriptors to the worker, which has copies until this is closed.
+
+        Raises Unavailable, DeadlineExceeded.
+        """
         return PassedDescriptors(f"{self._path}.fds", fds, self._timeout_s)
 
     def stats(self) -> worker_pb2.Stats:
@@ -65,9 +68,11 @@ class WorkerClient:
         return self.call(self.stub.GetStats, worker_pb2.GetStatsRequest())
 
     def call(
-        self, method: "grpc.UnaryUnaryMultiCallable[_Request, _Response]", request: _Request,
+        self,
+        method: "grpc.UnaryUnaryMultiCallable[_Request, _Response]",
+        request: _Request,
         timeout_s: float | None = None,
-    ) -> _Response:  # fmt: skip
+    ) -> _Response:
         """Make one unary call. Raises the worker's error as it raised it."""
         with self.errors():
             return method(request, timeout=timeout_s or self._timeout_s, metadata=trace_metadata())
@@ -131,25 +136,40 @@ class AttachedEngine:
     def check(self) -> None:
         """Raise why the attachment has ended, if it has."""
         if self.ended.is_set():
-            raise self._error or Unavailable(target=self._client._target, problem="it was detached")  # noqa: SLF001
+            target = self._client._target  # noqa: SLF001
+            raise self._error or Unavailable(target=target, problem="it was detached")
 
     def restore(
-        self, session: str, block_ids: Sequence[int], *, token_end: int, token_begin: int = 0,
-        token_ids: Sequence[int] = (), restore_id: str = "", timeout_s: float = DEFAULT_TIMEOUT_S,
-        if_generation_match: int | None = None, new_token_count: int = 0,
+        self,
+        session: str,
+        block_ids: Sequence[int],
+        *,
+        token_end: int,
+        token_begin: int = 0,
+        token_ids: Sequence[int] = (),
+        restore_id: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        if_generation_match: int | None = None,
+        new_token_count: int = 0,
         on_layer: Callable[[int], None] | None = None,
-    ) -> worker_pb2.RestoreResult:  # fmt: skip
+    ) -> worker_pb2.RestoreResult:
         """Restore tokens into blocks and wait for the result: whole, or a miss with its reason.
 
         `on_layer` is called as each layer is whole. Raises what is wrong with the request; Unavailable and
         DeadlineExceeded where the worker is gone: nobody says then which blocks are as they were.
         """
         request = worker_pb2.RestoreRequest(
-            attachment_id=self.attachment_id, restore_id=restore_id or secrets.token_hex(8), session=session,
-            if_generation_match=if_generation_match, token_begin=token_begin, token_end=token_end,
-            block_ids=block_ids, token_ids=token_ids, announces_layers=on_layer is not None,
+            attachment_id=self.attachment_id,
+            restore_id=restore_id or secrets.token_hex(8),
+            session=session,
+            if_generation_match=if_generation_match,
+            token_begin=token_begin,
+            token_end=token_end,
+            block_ids=block_ids,
+            token_ids=token_ids,
+            announces_layers=on_layer is not None,
             new_token_count=new_token_count,
-        )  # fmt: skip
+        )
         request.timeout.FromNanoseconds(round(timeout_s * 1e9))
         with self._client.errors():
             calls = self._client.stub
@@ -161,23 +181,35 @@ class AttachedEngine:
         raise Unavailable(target=session, problem="the restore ended without a result")
 
     def cancel(self, restore_id: str) -> bool:
-        """Cancel a restore; nothing is written for it any more when this returns. Whether it was under way."""
+        """Cancel a restore; nothing is written for it any more when this returns.
+
+        Whether it was under way.
+        """
         request = worker_pb2.CancelRequest(attachment_id=self.attachment_id, restore_id=restore_id)
         return self._client.call(self._client.stub.Cancel, request).was_running
 
     def save(
-        self, session: str, offsets: Mapping[Stream, int], *, write_offset: int, token_count: int,
-        durability: Durability.ValueType = DURABILITY_MEMORY, timeout_s: float | None = None,
-    ) -> Session:  # fmt: skip
+        self,
+        session: str,
+        offsets: Mapping[Stream, int],
+        *,
+        write_offset: int,
+        token_count: int,
+        durability: Durability.ValueType = DURABILITY_MEMORY,
+        timeout_s: float | None = None,
+    ) -> Session:
         """Append tokens whose rows lie in the save area from these offsets on. Raises as the proto says."""
         request = worker_pb2.SaveRequest(
-            attachment_id=self.attachment_id, session=session, write_offset=write_offset,
-            token_count=token_count, durability=durability,
+            attachment_id=self.attachment_id,
+            session=session,
+            write_offset=write_offset,
+            token_count=token_count,
+            durability=durability,
             streams=[
                 worker_pb2.StreamRows(stream=stream_to_wire(stream), offset_bytes=offset)
                 for stream, offset in offsets.items()
             ],
-        )  # fmt: skip
+        )
         return self._client.call(self._client.stub.Save, request, timeout_s).session
 
     def plan(self, token_count: int, *, new_token_count: int = 0) -> worker_pb2.PlanResponse:
@@ -218,7 +250,10 @@ class AttachedEngine:
 
 
 class PassedDescriptors:
-    """Descriptors that the worker has. A context manager; to be left when the attach that names them is done."""
+    """Descriptors that the worker has.
+
+    A context manager; to be left when the attach that names them is done.
+    """
 
     def __init__(self, path: str, fds: Sequence[int], timeout_s: float) -> None:
         self.ticket = secrets.token_bytes(16)

@@ -59,17 +59,19 @@ class MemoryInUse(CacheError):
     template = "engine {engine} is attached with the same memory"
 
 
-add_codes({
-    UnsupportedArchitecture: grpc.StatusCode.FAILED_PRECONDITION,
-    WeightsNotVisible: grpc.StatusCode.FAILED_PRECONDITION,
-    ShapeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    UnsupportedDtype: grpc.StatusCode.FAILED_PRECONDITION,
-    UnsupportedBatch: grpc.StatusCode.FAILED_PRECONDITION,
-    IncompleteRestore: grpc.StatusCode.INTERNAL,
-    AttachmentNotFound: grpc.StatusCode.NOT_FOUND,
-    RestoreAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    BlockInUse: grpc.StatusCode.FAILED_PRECONDITION,
-    MemoryInUse: grpc.StatusCode.FAILED_PRECONDITION,
-    TokensDiffer: grpc.StatusCode.FAILED_PRECONDITION,
-    Cancelled: grpc.StatusCode.CANCELLED,
-})  # fmt: skip
+add_codes(
+    {
+        UnsupportedArchitecture: grpc.StatusCode.FAILED_PRECONDITION,
+        WeightsNotVisible: grpc.StatusCode.FAILED_PRECONDITION,
+        ShapeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+        UnsupportedDtype: grpc.StatusCode.FAILED_PRECONDITION,
+        UnsupportedBatch: grpc.StatusCode.FAILED_PRECONDITION,
+        IncompleteRestore: grpc.StatusCode.INTERNAL,
+        AttachmentNotFound: grpc.StatusCode.NOT_FOUND,
+        RestoreAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+        BlockInUse: grpc.StatusCode.FAILED_PRECONDITION,
+        MemoryInUse: grpc.StatusCode.FAILED_PRECONDITION,
+        TokensDiffer: grpc.StatusCode.FAILED_PRECONDITION,
+        Cancelled: grpc.StatusCode.CANCELLED,
+    }
+)

@@ -1,7 +1,7 @@
 """Attached models: weights, what can be restored of a model, and the planner that decides how.
 
-Shared by the engines of one model and gone with the last of them. Thread-safe. Worst case: a model that nobody
-has measured here, planned for by a datasheet.
+Shared by the engines of one model and gone with the last of them. Thread-safe. Worst case: a model that
+nobody has measured here, planned for by a datasheet.
 """
 
 import logging
@@ -68,9 +68,12 @@ class LazyWeights:
         self._names = {id(module): name for name, module in model.named_modules()}
         kinds = {each.stream.kind for each in spec.streams}
         found = model_spec(
-            model, model_id=spec.model_id, weights_digest=_digest(directory, self._files, model, spec),
-            revision=spec.revision, packed_kinds=[kind for kind in PACKINGS if kind in kinds],
-        )  # fmt: skip
+            model,
+            model_id=spec.model_id,
+            weights_digest=_digest(directory, self._files, model, spec),
+            revision=spec.revision,
+            packed_kinds=[kind for kind in PACKINGS if kind in kinds],
+        )
         _check_same(found, spec)
         self.spec = spec
         self._lock = threading.Lock()
@@ -132,7 +135,9 @@ def _without_memory(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         # Code of the directory's own is never run.
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         problem = f"config.json describes no model: {' '.join(str(error).split())[:200]}"
         raise InvalidArgument(field=FIELD, problem=problem) from error
@@ -143,16 +148,19 @@ def _without_memory(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _fill_buffers(model: PreTrainedModel, files: Mapping[str, Path], device: torch.device) -> None:
     """Have all buffers: those that are stored from the files, the others computed as transformers does."""
     stored = dict(model.named_buffers()).keys() - dict(model.named_non_persistent_buffers()).keys()
-    exact = re.compile("|".join(map(re.escape, sorted(model._keep_in_fp32_modules_strict or ()))) or "(?!)")  # noqa: SLF001
+    kept = sorted(model._keep_in_fp32_modules_strict or ())  # noqa: SLF001
+    exact = re.compile("|".join(map(re.escape, kept)) or "(?!)")
     for name, buffer in list(model.named_buffers()):
         owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         if name in stored:
             dtype = torch.float32 if exact.search(name) else buffer.dtype
-            owner._buffers[leaf] = _read(files, name, buffer).to(dtype)  # noqa: SLF001  setattr would register it anew
+            # Not by setattr, which would register the buffer anew.
+            owner._buffers[leaf] = _read(files, name, buffer).to(dtype)  # noqa: SLF001
         else:
             owner._buffers[leaf] = torch.empty_like(buffer, device="cpu")  # noqa: SLF001
     for tensor in (*model.parameters(), *(model.get_buffer(name) for name in stored)):
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001  transformers leaves them as they are
+        # transformers leaves a tensor with this mark as it is.
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]  # noqa: SLF001
     model.initialize_weights()  # type: ignore[no-untyped-call]
@@ -237,7 +245,10 @@ class AttachedModel:
         share: ModelShare | None = None,
         gather: Link = HOST_GATHER,
     ) -> None:
-        """`share`: all of the model by default. Raises InvalidArgument for one that the model cannot be shared out by."""
+        """`share`: all of the model by default.
+
+        Raises InvalidArgument for one that the model cannot be shared out by.
+        """
         layer_count = weights.spec.layer_count
         self.own = CallerModel(weights.spec)
         self.weights, self.share = weights, share or ModelShare(0, layer_count)
@@ -248,7 +259,8 @@ class AttachedModel:
         self._kernel_weights = KernelWeights(self.adapter)
         own = slice(self.share.first_layer, self.share.end_layer)
         self._shape, self._gather = ModelShape(weights.shape.name, weights.shape.layers[own]), gather
-        # Recomputing needs the whole model, of which only projections are here. An engine whose model has packed
+        # Recomputing needs the whole model, of which only projections are here. An engine whose model has
+        # packed
         # kinds takes them.
         lossy = frozenset(kind for kind in self.kinds if kind in PACKINGS)
         self._engine = EngineAbilities(can_recompute=False, starts_by_layer=True, lossy_kinds=lossy)
@@ -288,7 +300,10 @@ class AttachedModel:
             self._planner = self._made(profile)
 
     def plan(self, held: Iterable[Stream], token_count: int, new_tokens: int) -> Plan:
-        """Decide how a session that holds these streams comes back. Raises InvalidArgument(field="holding")."""
+        """Decide how a session that holds these streams comes back.
+
+        Raises InvalidArgument(field="holding").
+        """
         with self._lock:
             return self._planner.plan(self._holding(frozenset(held), token_count), token_count, new_tokens)
 
@@ -301,19 +316,29 @@ class AttachedModel:
                     self._planner.observe(stage, predicted_s=predicted[stage], observed_s=observed_s)
 
     def load(self, layer: int) -> None:
-        """Have what projecting a layer needs on the device, before the restore that needs it begins. Raises InvalidArgument."""
+        """Have what projecting a layer needs on the device, before the restore that needs it begins.
+
+        Raises InvalidArgument.
+        """
         self.weights.load(layer)
         with self._lock:
-            # Where kernels compute, they take what is made here: by one thread at a time, on the stream that restores wait for.
+            # Where kernels compute, they take what is made here: by one thread at a time, on the stream
+            # that restores wait for.
             if self.weights.device.type == "cuda":
                 self._kernel_weights.of(layer)
 
     def compute(self, positions: Tensor) -> Compute:
-        """How rows of tokens at these positions become keys and values: by kernels on a GPU. `load` its layers first."""
+        """How rows of tokens at these positions become keys and values: by kernels on a GPU.
+
+        `load` its layers first.
+        """
         return compute_for(self.adapter, self._kernel_weights, positions)
 
     def streams(self, kinds: Iterable[StateKind] = ()) -> frozenset[Stream]:
-        """Streams of the kinds, all that can be restored by default. Raises InvalidArgument(field="kinds")."""
+        """Streams of the kinds, all that can be restored by default.
+
+        Raises InvalidArgument(field="kinds").
+        """
         wanted = tuple(kinds) or self.kinds
         unknown = [kind for kind in wanted if kind not in self.kinds]
         if unknown:
@@ -346,15 +371,21 @@ class AttachedModels:
         self._lock = threading.Lock()
 
     def get(self, directory: Path, spec: ModelSpec, share: ModelShare | None = None) -> AttachedModel:
-        """The model, or a share of it, read if no engine has it attached. Raises as LazyWeights and AttachedModel do."""
+        """The model, or a share of it, read if no engine has it attached.
+
+        Raises as LazyWeights and AttachedModel do.
+        """
         key = (directory, spec.fingerprint(), share)
         with self._lock:
             found = self._models.get(key)
             if found is None:
                 weights = LazyWeights(directory, spec, self._device)
                 found = self._models[key] = AttachedModel(
-                    weights, self._profile(weights), share, NVLINK if self._device.type == "cuda" else HOST_GATHER
-                )  # fmt: skip
+                    weights,
+                    self._profile(weights),
+                    share,
+                    NVLINK if self._device.type == "cuda" else HOST_GATHER,
+                )
             return found
 
     def _profile(self, weights: LazyWeights) -> Profile:

@@ -125,7 +125,10 @@ class Regions:
         return [(self._view(keys, dtype), self._view(values, dtype)) for keys, values in layout.layers]
 
     def covered(self, layout: CacheLayout) -> Iterator[tuple[Hashable, Box]]:
-        """The memory that keys and values lie in, and which bytes of it; what cannot be told apart is left out."""
+        """The memory that keys and values lie in, and which bytes of it.
+
+        Memory without an identity is left out.
+        """
         for place in chain.from_iterable(layout.layers):
             memory, box = self._memories[place.region], place.box
             if memory.identity is not None:

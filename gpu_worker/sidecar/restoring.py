@@ -97,10 +97,18 @@ class RestoreOutcome:
 
 
 def restore(
-    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: RestoreOrder, control: RestoreControl,
-    outcome: RestoreOutcome, on_layer: Callable[[int], None],
-) -> None:  # fmt: skip
-    """Restore all that is asked for, or raise why it cannot be had; nothing is written once this has returned.
+    client: Client,
+    direct: DirectStorage,
+    pipelines: Pipelines,
+    attachment: Attachment,
+    asked: RestoreOrder,
+    control: RestoreControl,
+    outcome: RestoreOutcome,
+    on_layer: Callable[[int], None],
+) -> None:
+    """Restore all that is asked for, or raise why it cannot be had.
+
+    Nothing is written once this has returned.
 
     Raises what reading raises, ModelFingerprintMismatch, TokensDiffer, TokenRangeOutOfBounds, RestoreTooLate,
     RestoreCancelled, InvalidArgument for memory that has become smaller, LaneStuck; RankLost, RankFailed,
@@ -114,19 +122,31 @@ def restore(
 
 
 def _restore(
-    client: Client, direct: DirectStorage, pipelines: Pipelines, attachment: Attachment, asked: RestoreOrder, control: RestoreControl,
-    outcome: RestoreOutcome, on_layer: Callable[[int], None], together: Alone | SharedRound,
-) -> None:  # fmt: skip
+    client: Client,
+    direct: DirectStorage,
+    pipelines: Pipelines,
+    attachment: Attachment,
+    asked: RestoreOrder,
+    control: RestoreControl,
+    outcome: RestoreOutcome,
+    on_layer: Callable[[int], None],
+    together: Alone | SharedRound,
+) -> None:
     model, share = attachment.model, attachment.model.share
     session = client.get_session(asked.session)
     _check_session(session, asked, attachment)
     held = streams_from_wire(session.layout)
     plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)
     terms = {
-        "session": session.name, "uid": session.uid, "generation": session.generation, "begin": asked.begin,
-        "end": asked.end, "ring bytes": pipelines.slot_bytes, "tensor ranks": share.tensor_ranks,
+        "session": session.name,
+        "uid": session.uid,
+        "generation": session.generation,
+        "begin": asked.begin,
+        "end": asked.end,
+        "ring bytes": pipelines.slot_bytes,
+        "tensor ranks": share.tensor_ranks,
         "stages": share.stages,
-    }  # fmt: skip
+    }
     pieces = together.agree(terms, _pieces(plan))
     target = _target(attachment, asked)
     schedule = _schedule(pieces, target, attachment)
@@ -155,10 +175,14 @@ def _restore(
                 attachment.memory.check()
                 begun.append(
                     pipeline.start(
-                        schedule, source, target, compute, deadline=control.deadline,
+                        schedule,
+                        source,
+                        target,
+                        compute,
+                        deadline=control.deadline,
                         share=None if gathering is None else share.tokens,
                     )
-                )  # fmt: skip
+                )
                 return begun[0].cancel
 
             control.write(begin)
@@ -197,7 +221,10 @@ def _pieces(plan: Plan) -> list[list[tuple[str, int, int]]]:
 def _schedule(
     pieces: Sequence[Sequence[tuple[str, int, int]]], target: Target, attachment: Attachment
 ) -> RestoreSchedule:
-    """The layers of the share by their pieces, nothing for those of others. Raises InvalidArgument(field="plan")."""
+    """The layers of the share by their pieces, nothing for those of others.
+
+    Raises InvalidArgument(field="plan").
+    """
     share = attachment.model.share
     layers: list[list[tuple[Method, int, int]]] = [[] for _ in range(target.layer_count)]
     layers[share.first_layer : share.end_layer] = [

@@ -56,9 +56,11 @@ class Worker:
         self._files = ExitStack()
         device = _device(settings.device)
         self._client = Client(
-            settings.store, timeout_s=settings.store_timeout_s, tls=_tls(settings),
+            settings.store,
+            timeout_s=settings.store_timeout_s,
+            tls=_tls(settings),
             token_file=settings.store_token_file,
-        )  # fmt: skip
+        )
         self._pipelines = Pipelines(device, settings.ring_bytes)
         self._descriptors = DescriptorSocket(str(settings.descriptor_socket))
         models = AttachedModels(device, settings.profile_directory)
@@ -85,9 +87,10 @@ class Worker:
         """Listen. Raises AddressUnusable, InvalidConfiguration."""
         if self.settings.metrics_listen:
             guard = MetricsGuard(
-                self.settings.metrics_tls_certificate, self.settings.metrics_tls_key,
+                self.settings.metrics_tls_certificate,
+                self.settings.metrics_tls_key,
                 self.settings.metrics_token_file,
-            )  # fmt: skip
+            )
             self._metrics = MetricsServer(self.settings.metrics_listen, self._collector(), guard)
         path = self.settings.socket
         try:
@@ -131,9 +134,10 @@ class Worker:
 
     def _collector(self) -> WorkerCollector:
         rooms = (
-            ("restores", self._service.restores), ("saves", self._service.saves),
+            ("restores", self._service.restores),
+            ("saves", self._service.saves),
             ("attachments", self._attachments.room),
-        )  # fmt: skip
+        )
         return WorkerCollector(self._service.counts, rooms, self._attachments.seen, self._direct)
 
     def _stop_metrics(self) -> None:
@@ -176,7 +180,10 @@ class _Claimed:
 async def serve(
     settings: WorkerSettings, on_ready: Callable[[str, str], None], on_stuck: Callable[[LaneStuck], None]
 ) -> None:
-    """Run until SIGTERM or SIGINT; `on_ready` is told the metrics' address and how SSD is read. Raises as `Worker.start` does."""
+    """Run until SIGTERM or SIGINT; `on_ready` is told the metrics' address and how SSD is read.
+
+    Raises as `Worker.start` does.
+    """
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

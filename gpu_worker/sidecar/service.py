@@ -52,9 +52,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """See proto/gpu_worker/v1/worker.proto."""
 
     def __init__(
-        self, settings: WorkerSettings, client: Client, direct: DirectStorage, pipelines: Pipelines, attachments: Attachments,
-        on_stuck: Callable[[LaneStuck], None], *, spans: Spans = NO_SPANS,
-    ) -> None:  # fmt: skip
+        self,
+        settings: WorkerSettings,
+        client: Client,
+        direct: DirectStorage,
+        pipelines: Pipelines,
+        attachments: Attachments,
+        on_stuck: Callable[[LaneStuck], None],
+        *,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         """`on_stuck` ends the process: memory of an engine may be written to by nobody knows whom."""
         self._settings, self._client, self._direct, self._pipelines = settings, client, direct, pipelines
         self._attachments, self._on_stuck, self._spans = attachments, on_stuck, spans
@@ -138,10 +145,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         yield worker_pb2.RestoreResponse(result=result)
 
     def _begin(
-        self, attachment: Attachment, restore_id: str, asked: restoring.RestoreOrder, running: Running,
+        self,
+        attachment: Attachment,
+        restore_id: str,
+        asked: restoring.RestoreOrder,
+        running: Running,
         outcome: restoring.RestoreOutcome,
-    ) -> None:  # fmt: skip
-        """Restore in a thread; what it takes is given back when that has ended, whoever still waits for it."""
+    ) -> None:
+        """Restore in a thread.
+
+        Its place is given back when the thread has ended, also if no stream listens any more.
+        """
         loop = asyncio.get_running_loop()
         self.restores.take()
         try:
@@ -155,9 +169,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
         restore = self._traced("restore", asked.end - asked.begin, restoring.restore)
         work = loop.run_in_executor(
-            self._restorers, restore, self._client, self._direct, self._pipelines, attachment, asked, running.control,
-            outcome, tell,
-        )  # fmt: skip
+            self._restorers,
+            restore,
+            self._client,
+            self._direct,
+            self._pipelines,
+            attachment,
+            asked,
+            running.control,
+            outcome,
+            tell,
+        )
 
         def over(done: "asyncio.Future[None]") -> None:
             self.restores.give_back()
@@ -216,7 +238,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     # -- saving ------------------------------------------------------------------------------------
 
-    async def Save(self, request: worker_pb2.SaveRequest, context: Context) -> worker_pb2.SaveResponse:  # noqa: N802
+    async def Save(  # noqa: N802
+        self, request: worker_pb2.SaveRequest, context: Context
+    ) -> worker_pb2.SaveResponse:
         """See the proto."""
         del context
         attachment = self._attachments.used(request.attachment_id)
@@ -245,14 +269,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     # -- planning ----------------------------------------------------------------------------------
 
-    async def Plan(self, request: worker_pb2.PlanRequest, context: Context) -> worker_pb2.PlanResponse:  # noqa: N802
+    async def Plan(  # noqa: N802
+        self, request: worker_pb2.PlanRequest, context: Context
+    ) -> worker_pb2.PlanResponse:
         """See the proto."""
         del context
         model = self._attachments.get(request.attachment_id).model
         held = model.streams(asking.plan_kinds(request))
         plan = await asyncio.to_thread(model.plan, held, request.token_count, request.new_token_count)
         return worker_pb2.PlanResponse(
-            predicted=_duration(plan.restored_s), methods=methods_of(plan),
+            predicted=_duration(plan.restored_s),
+            methods=methods_of(plan),
             layers=[
                 worker_pb2.LayerPlan(
                     method="/".join(piece.method.value for piece in pieces if piece.method),
@@ -262,7 +289,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 )
                 for layer, pieces in enumerate(plan.layers)
             ],
-        )  # fmt: skip
+        )
 
     async def Profile(  # noqa: N802
         self, request: worker_pb2.ProfileRequest, context: Context
@@ -276,31 +303,45 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await asyncio.to_thread(measure, model, self._pipelines.device, lengths)
         profile = model.profile
         return worker_pb2.ProfileResponse(
-            name=profile.name, is_measured=profile.is_measured, copy_bytes_per_s=profile.copy.bytes_per_s,
+            name=profile.name,
+            is_measured=profile.is_measured,
+            copy_bytes_per_s=profile.copy.bytes_per_s,
             factors={stage.value: factor for stage, factor in profile.factors.items()},
-        )  # fmt: skip
+        )
 
-    async def GetStats(self, request: worker_pb2.GetStatsRequest, context: Context) -> worker_pb2.Stats:  # noqa: N802
+    async def GetStats(  # noqa: N802
+        self, request: worker_pb2.GetStatsRequest, context: Context
+    ) -> worker_pb2.Stats:
         """See the proto."""
         del request, context
         counts = self.counts
         return worker_pb2.Stats(
-            version=version("ctxcache"), store=self._settings.store, device=self._settings.device,
-            restored_count=counts.restored, missed_counts=counts.missed,
-            restored_token_count=counts.restored_tokens, read_bytes=counts.read_bytes,
-            saved_count=counts.saved, saved_token_count=counts.saved_tokens,
+            version=version("ctxcache"),
+            store=self._settings.store,
+            device=self._settings.device,
+            restored_count=counts.restored,
+            missed_counts=counts.missed,
+            restored_token_count=counts.restored_tokens,
+            read_bytes=counts.read_bytes,
+            saved_count=counts.saved,
+            saved_token_count=counts.saved_tokens,
             failed_save_counts=counts.failed_saves,
-            direct_path=self._direct.live.path, direct_reason=self._direct.live.reason,
-            direct_read_bytes=self._direct.read_bytes, direct_failed_counts=self._direct.failures,
+            direct_path=self._direct.live.path,
+            direct_reason=self._direct.live.reason,
+            direct_read_bytes=self._direct.read_bytes,
+            direct_failed_counts=self._direct.failures,
             attachments=[
                 worker_pb2.AttachmentStats(
-                    attachment_id=each.attachment_id, engine=each.engine,
-                    model=f"models/{each.model.spec.model_id}", mapped_bytes=each.mapped_bytes,
-                    weight_bytes=each.model.weights.loaded_bytes, restore_count=len(each.running),
+                    attachment_id=each.attachment_id,
+                    engine=each.engine,
+                    model=f"models/{each.model.spec.model_id}",
+                    mapped_bytes=each.mapped_bytes,
+                    weight_bytes=each.model.weights.loaded_bytes,
+                    restore_count=len(each.running),
                 )
                 for each in self._attachments
             ],
-        )  # fmt: skip
+        )
 
 
 def measure(model: AttachedModel, device: torch.device, lengths: Sequence[int]) -> Profile:

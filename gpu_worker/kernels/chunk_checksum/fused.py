@@ -1,9 +1,10 @@
 """`chunk_checksum` in Triton: one program per chunk, as many chunks at a time as the device has room for.
 
-Source: the XXH3 specification (xxHash, doc/xxhash_spec.md), for inputs above 240 bytes. A block of 1024 bytes adds
-16 stripes to 8 lanes and then scrambles them; what the stripes add does not depend on the lanes, so BLOCKS blocks are
-loaded and multiplied at once and only the scrambles follow one another. Chunks of 240 bytes or fewer, which have
-rules of their own, are left to the host. Worst case: few large chunks, which leave most of the device idle.
+Source: the XXH3 specification (xxHash, doc/xxhash_spec.md), for inputs above 240 bytes. A block of 1024
+bytes adds 16 stripes to 8 lanes and then scrambles them; what the stripes add does not depend on the lanes,
+so BLOCKS blocks are loaded and multiplied at once and only the scrambles follow one another. Chunks of 240
+bytes or fewer, which have rules of their own, are left to the host. Worst case: few large chunks, which
+leave most of the device idle.
 """
 
 import torch

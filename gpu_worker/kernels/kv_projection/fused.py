@@ -1,9 +1,10 @@
 """`kv_projection` in Triton: one program per block of tokens and head, one pass over the hidden states.
 
-The norm is folded in: with weight w, mean m and spread s of a row, norm(x) @ W' = (x @ (w W)' - m sum(w W)) / s + b W',
-so that x is loaded once, as it is, while its sums for m and s are taken beside the product. Sums are of x - x[0],
-which keeps a large mean from drowning the spread. Heads lie side by side in the grid: a block of x is in L2 for all.
-Worst case: a hidden size that is no multiple of BLOCK_SIZE wastes the rest of the last block.
+The norm is folded in: with weight w, mean m and spread s of a row, norm(x) @ W' = (x @ (w W)' - m sum(w W))
+/ s + b W', so that x is loaded once, as it is, while its sums for m and s are taken beside the product.
+Sums are of x - x[0], which keeps a large mean from drowning the spread. Heads lie side by side in the grid:
+a block of x is in L2 for all. Worst case: a hidden size that is no multiple of BLOCK_SIZE wastes the rest
+of the last block.
 """
 
 import torch
@@ -22,7 +23,10 @@ LEAST_HALF = 16
 
 
 def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: Pages) -> None:
-    """See the reference. Hidden states and weights have contiguous columns; products are of the weights' type."""
+    """See the reference.
+
+    Hidden states and weights have contiguous columns; products are of the weights' type.
+    """
     check(hidden, layer, rotation, pages)
     if not len(hidden):
         return

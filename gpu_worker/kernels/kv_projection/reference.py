@@ -33,8 +33,8 @@ class LayerWeights:
 def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, pages: Pages) -> None:
     """Layer input [T, D] -> K rotated and V, [T, H, C] and [T, H_v, C_v], into the pages.
 
-    Source: HCache, EuroSys'25, section 3.1 (K and V are projections of the layer's input, which is half of them).
-    Raises ValueError where shapes do not belong together.
+    Source: HCache, EuroSys'25, section 3.1 (K and V are projections of the layer's input, which is half of
+    them). Raises ValueError where shapes do not belong together.
     """
     check(hidden, layer, rotation, pages)
     x = dequantize(hidden) if isinstance(hidden, Quantized) else hidden.float()

@@ -10,7 +10,8 @@ from gpu_worker.kernels.quantization import dequantize
 def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
     """Rows [T, H * C + H_v * C_v], K then V of each token, into the pages; V as it is.
 
-    Source of the rotation: RoFormer, arXiv:2104.09864, equation 34. Raises ValueError for rows of another size.
+    Source of the rotation: RoFormer, arXiv:2104.09864, equation 34. Raises ValueError for rows of another
+    size.
     """
     check(rows, rotation, pages)
     flat = dequantize(rows) if isinstance(rows, Quantized) else rows.float()

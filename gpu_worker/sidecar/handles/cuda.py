@@ -73,10 +73,15 @@ class _Location(ctypes.Structure):
 
 class _AllocationProperties(ctypes.Structure):
     _fields_ = (
-        ("type", ctypes.c_int), ("requestedHandleTypes", ctypes.c_int), ("location", _Location),
-        ("win32HandleMetaData", ctypes.c_void_p), ("compressionType", ctypes.c_ubyte),
-        ("gpuDirectRDMACapable", ctypes.c_ubyte), ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 4),
-    )  # fmt: skip
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", _Location),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("compressionType", ctypes.c_ubyte),
+        ("gpuDirectRDMACapable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
 
 
 class _Access(ctypes.Structure):
@@ -212,8 +217,14 @@ class DeviceMemory:
     """Mapped memory of a GPU. `data` is [size] uint8; `close` unmaps it, whoever still shows it."""
 
     def __init__(
-        self, data: Tensor, size_bytes: int, opened: ExitStack, *, identity: Hashable = None, begin_bytes: int = 0
-    ) -> None:  # fmt: skip
+        self,
+        data: Tensor,
+        size_bytes: int,
+        opened: ExitStack,
+        *,
+        identity: Hashable = None,
+        begin_bytes: int = 0,
+    ) -> None:
         self.data, self.size_bytes, self._opened = data, size_bytes, opened
         self.identity, self.begin_bytes = identity, begin_bytes
 
@@ -299,8 +310,12 @@ class _Shown:
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def show_device_memory(address: int, size_bytes: int, device: int) -> Tensor:
