@@ -1,6 +1,8 @@
-"""The store's description of a model: its identity and every stream it can save.
+"""The store's description of a model: its identity and every stream it can save, and digests of its files.
 
-Knows adapters and the store's ModelSpec. Worst case: hashing all weights, once per process; pass
+Knows adapters, checkpoints and tokenizers, and the store's ModelSpec; `executed.py` has models in memory.
+A digest does not depend on the process that computes it, and names its scheme, so that two schemes never
+agree by accident. Worst case: hashing all weights, about 1 GB/s per core, once per process; pass
 `weights_digest` where it is known.
 """
 

@@ -1,7 +1,9 @@
 """Rows as tensors and as bytes: the border between the engine's numbers and the store's bytes.
 
-Knows element types and row sizes, not what a row means. Worst case: bytes of another element type
-or length, refused before a tensor is made.
+Knows element types, row sizes, and the layout of packed rows (docs/chunk_format.md), not what a row
+means. `quantized` copies nothing: its parts are views of the rows, as kernels take them. Worst case:
+bytes of another element type or length, or a row that few bits cannot hold, refused before a tensor is
+made.
 """
 
 import warnings

@@ -1,7 +1,6 @@
-"""`ctxcache worker plan`: how a session would come back, when each layer is there, and why so.
+"""`ctxcache worker plan` and `layout`: how a session would come back, and what to save of a new one.
 
-Shows a summary, and on request the table that explains it. Needs no torch. Worst case: a model or machine
-that is not known, which is one sentence.
+Needs no torch. Worst case: a model or machine that is not known, which is one sentence.
 """
 
 import json

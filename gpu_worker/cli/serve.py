@@ -1,7 +1,6 @@
-"""`ctxcache worker serve`: a worker beside an engine, until a signal ends it. Imports torch when it runs.
+"""`ctxcache worker serve` and `stats`: a worker beside an engine, and what it has done.
 
-Worst case: it cannot start, which is one sentence and an exit code; or a restore cannot be brought to an end,
-at which the process ends at once.
+Imports torch when it runs. `stats` is also the worker's probe.
 """
 
 import asyncio

@@ -1,7 +1,12 @@
-"""Direct sources: rows out of the SSD tier's files for the pipeline, and the store's own where a file fails.
+"""Direct sources: rows out of the SSD tier's files, read straight onto the device where that works.
 
-Used by the reading lane, what `land` returns by the copying one. Worst case: rows that turn out wrong on
-the device are a miss; whoever made the source hears of it, so that the store looks at them next.
+Whole chunks land in memory of the device, and are verified there. What is no whole chunk, and what is in
+the arena, comes by way of the host and is verified there. The store's own reads take over where a file
+fails. This is the only module that imports kvikio, and only when it is first used.
+
+`fill` and `land` are the reading lane's; the check that `land` returns is the copying lane's. Worst case:
+rows that turn out wrong on the device are a miss, and the store looks at them next; or a device that does
+not answer, whose read never ends.
 """
 
 from collections.abc import Callable, Sequence

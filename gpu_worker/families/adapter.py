@@ -1,8 +1,14 @@
 """Adapters: one model's layers, positions and row shapes in a family-independent form.
 
-Knows torch modules and transformers' cache classes, not the store. An adapter holds no state of
-its own beyond references into the model and lives as long as it. Worst case: it is built for one
-configuration and the model is edited afterwards; build it again after any edit.
+Knows torch modules and transformers' configuration and cache classes, not the store. Has what several
+families share: sliding windows, position tables, canonical names of settings, and rotary embedding
+exactly as transformers applies it, on K alone. The angles come from the model's own rotary module;
+another order of operations would break bit equality. An adapter holds references into the model and
+nothing of its own.
+
+Worst case: a model that is edited after its adapter was built; build the adapter again. A position scheme
+whose angles change with the session's length is refused, because restored keys would not be those first
+computed.
 """
 
 import json

@@ -1,10 +1,19 @@
-"""Rounds: one restore, as one of an engine's ranks sees it, and how all of them come to one end.
+"""Rounds: one restore as one of an engine's ranks sees it, and how all ranks come to one end.
 
-The first rank says which session at which generation, each stage's first one how; all say that they hold
-what they read; they exchange rows; all say how it ended. Only then is it whole, for all of them or for
-none. Whoever waits does so by the restore's deadline. A round that fails ends the connections that rows
-went over, so that whoever waits on them is told; the next round makes new ones. Worst case: a rank that is
-gone, at which every restore is a miss until it is back.
+```
+   rank 0 says which session, at which generation;  each stage's first rank says how
+      │
+   each rank: agree ──► read own tokens' rows ──► ready ──► exchange rows ──► compute own heads ──► whole
+      └────── a rank fails, or is gone: RankFailed, RankLost on every other one; nobody's part is used
+```
+
+A rank restores its stage's layers: it reads the rows of some tokens, and projects the rows of all tokens
+into its heads. That runs on the computing lane, in the order of the schedule, which all ranks share. The
+restore is whole for all ranks or for none. Waits end at the restore's deadline. A round that fails ends
+the connections that rows went over, so that every rank which waits on them is told; the next round makes
+new ones.
+
+Worst case: a rank that is gone, at which every restore is a miss until it is back.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Computing: rows on the device into keys and values where the engine keeps them.
+"""Computing: rows on the device into keys and values where the engine keeps them, and layers over token ids.
 
 Called on the computing lane alone. `Modules` runs the model's own modules, equal to the engine bit for
-bit; `kernels.py` has the fused kernels. Worst case: a prefill of the recomputed layers.
+bit; `kernels.py` has the fused kernels. Recomputing runs the first layers over the token ids, and nothing
+after them. Worst case: a prefill of the recomputed layers, in pieces that bound the memory of
+activations.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,12 @@
-"""Devices: lanes and buffers of the place where the engine's cache is.
+"""Devices: lanes and buffers of the place where the engine's cache is, the host or a GPU.
 
-The only border to a device's own terms.
+The only module that speaks to a device in its own terms. On a machine without a GPU lanes are threads,
+and the copying lane has nothing to do.
 
-Knows none of them (`devices.py`, `cuda.py`). Worst case: a device that fails, which is every waiter's error.
+On a GPU a lane is a stream and the thread that issues into it. A CUDA event that is not yet recorded
+holds nothing up. An event is therefore two things: the work was issued, for which threads wait, and the
+work has passed on the device, for which streams wait. Worst case: a kernel that never ends. `settle_by`
+asks until its deadline, and never blocks in the driver.
 """
 
 import mmap

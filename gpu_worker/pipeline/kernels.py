@@ -1,8 +1,12 @@
 """Computing by kernels: norm, projection, rotation and scatter in one pass over the rows.
 
-Fused on a GPU, the reference elsewhere. What the kernels do not know is left to the model's modules:
-latents, and caches that repeat heads. Worst case: arithmetic that rounds once where the engine rounds after
-every step; equal within the bounds of docs/kernels.md, not bit by bit.
+Fused on a GPU, the reference elsewhere. The model's own modules compute what the kernels do not know:
+latents, and caches that repeat heads. `KernelWeights` takes a model's layers through its adapter once,
+for all restores. It finds a fused projection's rows for K and V by splitting the weight as its output is
+split, without arithmetic.
+
+Worst case: arithmetic that rounds once where the engine rounds after every step, equal within the bounds of
+docs/kernels.md and not bit by bit; and a second copy of K's and V's weights where they are fused.
 """
 
 from collections.abc import Callable

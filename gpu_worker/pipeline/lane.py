@@ -1,8 +1,15 @@
 """Lanes and events: work that is done in the order it was submitted, and the moments when it has passed.
 
-A lane is a thread that issues work; on a GPU it issues into a stream of its own (`device.py`). Work of
-different lanes is ordered by events alone. Worst case: work that never ends; whoever waits for it does
-so until its deadline, and the lane is not used again.
+```
+   lane "read"      ─[a1]──[a2]──[a3]──►  in the order submitted
+                        │ event
+   lane "compute"   ────▼──[b1]──────►    b1 was submitted with `after=[event of a1]`
+```
+
+A lane is a thread that issues work; on a GPU it issues into a stream of its own (`device.py`). Events
+alone order the work of different lanes. Every wait has a deadline, a moment that is passed on to each
+wait below. Worst case: work that never ends. A wait for it ends at the deadline, and the lane is not used
+again.
 """
 
 import threading

@@ -1,7 +1,28 @@
-"""The pipeline: lanes and rings of one device, on which restores run, one behind the other or interleaved.
+"""The pipeline: lanes and rings of one device, and the restores that run on them.
 
-Owned by whoever restores; thread-safe, the lanes are. Worst case: a lane that is stuck; the pipeline then
-refuses further restores, and is to be replaced.
+```
+   thread      read               copy                compute                 announce
+               │ staging ring     │ landing ring      │ project, rotate,      │ layer usable,
+    store ───► │ [s][s][s][s] ──► │ [d][d][d][d]  ──► │ scatter into target ─►│ engine goes on
+               ▲                  ▲                   │
+               └── free again ────┴── free again ◄────┘   when the event of what consumed a buffer has passed
+```
+
+The reading lane drives: it takes a buffer, fills it, and hands it to the lanes behind. Where the device
+reads the host's memory there is no landing ring. Back-pressure is that taking a buffer waits for its
+oldest consumer. Each piece of work first looks whether the restore still goes on, so that a failure
+empties all lanes at once.
+
+```
+   a layer:   INVALID ──fill──► FILLING ──announce──► USABLE
+                 ▲                 │                    │
+                 └──── a failure of any layer, for good ┘
+```
+
+Restores run one behind the other or interleaved. The pipeline is thread-safe, as its lanes are; the rings
+belong to the reading lane. Worst case: work that is stuck in a device or in the store. `drain` says so at
+its deadline; then the target must not be used, and the pipeline refuses further restores and is to be
+replaced.
 """
 
 import enum

@@ -1,7 +1,11 @@
 """The target: the engine's cache that a restore fills, layer by layer, as the kernels' pages.
 
-Knows where tokens go, not how keys and values come about. Worst case: a restore that fails while the
-engine's own memory is half written; `invalid_blocks` names it, and nothing of it was announced.
+Knows where tokens go, not how keys and values come about. `PagedTarget` is blocks of an engine's own memory;
+`CacheTarget` is a transformers cache, filled in place where it grows, and through its `update` elsewhere.
+
+Worst case: a restore that fails while the engine's memory is half written. `invalid_blocks` names it, and
+nothing of it was announced. A transformers cache of preallocated layers is filled from a second copy, and
+the engine cannot begin to use it before all of it is there.
 """
 
 import enum

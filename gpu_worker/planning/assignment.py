@@ -1,6 +1,14 @@
-"""Assignments: every layer's way back, and the steps that this makes in the pipeline.
+"""Assignments: every layer's way back, and the timeline that its steps make in the pipeline.
 
-Worst case: none, it is bookkeeping.
+```
+   read     [layer 0][layer 1][layer 2]
+   copy              [layer 0][layer 1][layer 2]
+   compute                    [layer 0 ][layer 1 ][layer 2 ]
+```
+
+Steps go through the three streams in the order of layers. A step enters a stream when the stream is free
+and the step has left the stream before. `simulate` is the definition of a plan's time. Worst case: none,
+it is arithmetic.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,10 @@
 """Baselines: what the papers, and what no planner at all, would do with the same layers.
 
-For layers that are not alike, the formulas get the average layer. Worst case: a baseline that the
-store or the engine does not allow, which is left out.
+The planner falls back on these where its search was cut short, and `worker plan` shows them beside its
+answer. The closed forms are schedules by formula, for like layers and sums instead of a pipeline: HCache
+(arXiv:2410.05004, section 4.1.2) and KVPR (arXiv:2411.17089, equation 10). Layers that are not alike
+count as the average layer. `docs/planner.md` says when the formulas are optimal. Worst case: a baseline
+that the store or the engine does not allow, which is left out.
 """
 
 import math

@@ -1,6 +1,10 @@
-"""Shapes of models by name: those of the papers, and those that are measured here.
+"""Models by name, and machines by their datasheets: what `worker plan` plans for where nothing was measured.
 
-Worst case: a checkpoint of the same name with other sizes; `worker profile` takes them from the model.
+Peaks are the vendors' (dense fp16/bf16, HCache Table 2 where it has them). The shares that are reached
+are estimates: 0.65 of the peak in projections and recomputation (HCache's balance bandwidths say 0.63 and
+0.69 on an A100), half of that in attention, 0.8 of a bus (CachedAttention: 26 of 32 GB/s). Worst case: a
+checkpoint of the same name with other sizes, or an estimate that is off for a machine; `ctxcache worker
+profile` measures both.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,7 @@
-"""Explanations: a plan as rows for a table and as one JSON document. Worst case: none, it is words."""
+"""Explanations: a plan as rows for a table and as one JSON document, and why a layer comes back as it does.
+
+Worst case: a sentence that says less.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

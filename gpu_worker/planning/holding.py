@@ -1,7 +1,4 @@
-"""Holdings: what the store has of a session, per layer, and where it lies.
-
-Worst case: a span that has a gap before it; a kind with a gap where the layer needs rows cannot be used.
-"""
+"""Holdings: what the store has of a session, layer by layer; and what an engine lets a planner do."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

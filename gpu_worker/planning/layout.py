@@ -1,9 +1,15 @@
 """Layouts: which state of a new session to save, from what its return is expected to cost.
 
-Considers what the planner would choose for each expected return if everything were held, besides one
-kind for all layers and nothing but token ids; the one with the least expected seconds wins, and of
-equals the smallest. Pure. Worst case: returns unlike those expected, which are served all the same,
-only slower.
+Considers what the planner would choose for each expected return if everything were held, besides one kind
+for all layers and nothing but token ids. The least expected seconds win, and of equals the smallest
+layout.
+
+Has what each packed kind costs in predictions, as measured on small real models, of which the worst
+counts (docs/planner.md). A layout that packs some layers loses no more than one that packs all by the
+worst of its kinds.
+
+Pure. Worst case: returns unlike those expected, which are served slower; or a model that takes rounding
+worse than those measured, which `lab/studies/quantization.py` measures.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,11 +1,26 @@
 """The search: for every layer one of its choices, so that the pipeline ends first.
 
-Knows blocks, not what they stand for. Layers are taken in order. A prefix of them may be recomputed;
-it comes first, since it waits for nothing. After it every layer takes one of its options, and one
-layer of the plan may take a split instead. Ways that another one beats on every stream are dropped,
-and those that no rest of the plan can bring below the best end known; what is left is exact.
-Worst case: unlike layers in great number, with more than `front_limit` ways that cannot be told
-apart. The most promising are kept, and the solution says that it is not exact, and by how much at most.
+Knows blocks, not what they stand for. Layers are taken in order:
+
+```
+   layer      0  1  2  3 | 4  5  6  7  8  9 10 11
+              recomputed | one option each, and one layer of the plan may be split
+              (waits for |    └──── run ────┘  like layers beside each other are one run
+               nothing)
+```
+
+Runs: of two choices one is better first (Johnson's rule). What is true of neighbours is true of a run, so
+that a run of n layers with two options has n + 1 ways that matter, and not 2^n.
+
+Bounds: weights over the three streams that add up to 1 give a bound each. The pipeline ends no earlier
+than the weighted sum of when the streams are free plus, for each layer left, the least weighted work of
+any of its choices. That is the Lagrangian dual of the relaxed problem in which a layer may be split at
+will.
+
+Ways that another one beats on every stream are dropped, and so are those that no rest of the plan can
+bring below the best end known. The answer is then exact. Worst case: more than `front_limit` ways that
+cannot be told apart. The most promising are kept, and the solution says that it is not exact, and by how
+much at most.
 """
 
 import math

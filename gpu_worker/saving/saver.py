@@ -1,11 +1,26 @@
 """The saver: an engine's passes come in, sessions' tokens are committed, and the engine never waits.
 
-Its calls take a lock that is never held during a copy or a call of the store. Threads of the sorter take rows
-out of staging into the store, a session at a time. Rows that do not fit into staging are shed at once,
-counted by the reason. A session with a gap takes no more rows until its engine has looked at it again: rows
-behind a gap are of no use. Rows before the gap are saved. Worst case: a store that does not answer holds
-every thread until the client's deadline. A session keeps the tokens before the first that was shed or failed;
-what staging holds is lost with the process.
+```
+   engine's thread                    board (one lock)                  save threads
+   passing ─► put ─► seal  ──add──►  sessions with rows in staging
+                                     session: waiting ─► due ──next──► busy: write, commit
+                                                 ▲                       │
+                                                 └──────── settle ───────┘
+                                     finished and settled: closed
+```
+
+The lock is never held during a copy or a call of the store. Rows that do not fit into staging are shed at
+once, and counted by the reason. A session with a gap takes no more rows until its engine has looked at it
+again: rows behind a gap are of no use, and rows before it are saved.
+
+Rows are written where they will stay: into the arena's room, or into a buffer that goes by stream.
+Staging keeps them until they are committed, so that they can be written again after a reservation has
+ended. Every reservation asks for the generation that the last commit left: another writer of the session
+wins.
+
+Worst case: a store that does not answer holds every save thread until the client's deadline. A session
+keeps the tokens before the first that was shed or failed, and what staging holds is lost with the
+process.
 """
 
 import logging

@@ -1,9 +1,25 @@
-"""Staging: the rows of passes on the host, between the copy off the device and the sessions they belong to.
+"""Staging: the rows of passes on the host, between the copy off the device and their sessions.
 
-One buffer for all streams whose rows are alike; a row has the same number for each stream. A ring hands rows
-out in runs, and takes them back in the order in which they were handed out. Bounded; pinned where rows come
-from a GPU. Knows no session and no store. Worst case: full, which `take` says at once, also where the oldest
-run alone stays.
+```
+   a pass       ┌── rows of one ring: a row has one number, the same in every buffer ──┐
+   [a|b|c]  ──► │  free  │ pass 7 │ pass 8 │ pass 9 │  free                             │
+                └────────▲─────────────────▲──────────────────────────────────────────┘
+                  oldest: freed first     newest: handed out last
+```
+
+Streams whose rows are alike share one buffer. The ring hands rows out in runs, and takes them back in the
+same order. Buffers are bounded, and pinned where rows come from a GPU. Knows no session and no store.
+
+On a GPU, copies go over a stream of their own: it waits for what computed the rows, and nothing waits for
+it. Three rules keep them in order:
+
+1. A row's memory is not given to another tensor before its copy has ended (`record_stream`).
+2. The host reads no row before the mark behind its copy is done.
+3. A row of a staging buffer is not handed out again before that mark.
+
+An engine that overwrites rows in place (a replayed graph, a fused add and norm) waits for the mark first.
+Worst case: staging is full, which `take` says at once; or the device fails, and no mark behind that is
+ever done.
 """
 
 import time

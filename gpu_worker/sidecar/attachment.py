@@ -1,7 +1,17 @@
-"""An attachment: one engine's model and memory, and what is under way for it.
+"""An attachment: one engine's model and memory, and the restores under way for it.
 
-Owned by the event loop. Worst case: an engine that goes while restores run for it; its memory stays mapped
-until they have ended.
+```
+   attached ──► serving ── its stream ends, or another engine takes the name ──► ending ──► closed
+                  │                                     restores come to rest ────┘  memory unmapped
+                  ▼
+   a restore:   BEGUN ────── write ──────► WRITING ─────────────────────────────► ENDED
+                  └─ stopped: nothing is      └─ stopped: cancelled; its blocks are invalid,
+                     written, ever               and ENDED is when the pipeline is at rest
+```
+
+A `RestoreControl` is asked by the restore's thread and by the event loop; everything else is the event
+loop's. Worst case: an engine that goes while restores run for it, or a store that does not answer. The
+stream hears of the end at once; the memory stays mapped until the threads have ended.
 """
 
 import asyncio

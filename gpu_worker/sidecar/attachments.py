@@ -1,4 +1,10 @@
-"""The attachments of a worker: who is attached, who takes whose name over, and how much may be.
+"""The attachments of a worker: which engines are attached, how a name is taken over, and how much may be.
+
+```
+   attach ──► weights read, memory opened ──► an engine of that name or memory is evicted ──► listed
+                └─ fails: all stays as it was      └─ refused: its memory is another engine's
+   detach, evict ──► not listed any more ──► threads come to rest ──► memory unmapped
+```
 
 Owned by the event loop; weights are read and memory is opened in threads. Worst case: an attach that fails,
 which leaves everything as it was but for the engine of that name that it would have taken over, which

@@ -1,7 +1,8 @@
 """Cache layouts: where an engine's keys and values lie, checked before a byte is written.
 
-Pure: knows messages and sizes, no memory. Worst case: a layout that cannot be right is refused with the field
-that is wrong.
+Pure: knows messages, sizes and strides, no memory. A box is which bytes a tensor covers, and two boxes
+may share a byte. Worst case: a layout that cannot be right is refused with the field that is wrong.
+Tensors that interleave in a way that no cache has count as overlapping.
 """
 
 from collections.abc import Iterator, Sequence

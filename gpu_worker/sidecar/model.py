@@ -1,7 +1,12 @@
 """Attached models: weights, what can be restored of a model, and the planner that decides how.
 
-Shared by the engines of one model and gone with the last of them. Thread-safe. Worst case: a model that
-nobody has measured here, planned for by a datasheet.
+The model is built without memory and described by its family's adapter. Norms and projections, which the
+adapter names, get their weights out of safetensors files when a layer is first needed. The fingerprint is
+computed from what lies in the directory, and must be the engine's.
+
+Shared by the engines of one model, and gone with the last of them. Thread-safe. Worst case: reading all
+weights once for their digest; and a model that was not measured on this machine, planned for by a
+datasheet.
 """
 
 import logging

@@ -1,7 +1,9 @@
-"""Restoring: one session's rows into the blocks of an attached cache, by the pipeline.
+"""Restoring: one session's rows into the blocks of an attached cache, by a pipeline of its own.
 
-Runs in a thread of its own, which waits for the store and for the pipeline. Worst case: the pipeline does not
-come to rest, and `LaneStuck` says that memory may still be written: the process must then end.
+Runs in a thread of its own, which waits for the store and for the pipeline. Each restore under way has
+its own pipeline, so that none waits behind what holds another one up; at most as many rings as restores
+there may be. Worst case: the pipeline does not come to rest, and `LaneStuck` says that memory may still
+be written. The process must then end.
 """
 
 import threading

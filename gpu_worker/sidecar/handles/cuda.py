@@ -1,7 +1,8 @@
 """Memory of a GPU: opened by CUDA IPC or as a VMM allocation, through the driver alone.
 
-Both ends of a handle are on one host. Which calls are made in which order is tested with another driver.
-Worst case: a step fails, and what the steps before it opened is closed again.
+Both ends of a handle are on one host. `Libcuda` is the part of CUDA's driver that is needed, by its
+documented functions; the order of calls is tested with another driver. Worst case: a step fails, with
+what the driver says, and what the steps before it opened is closed again.
 """
 
 import ctypes

@@ -1,8 +1,14 @@
-"""Host memory: POSIX shared memory by name, and memfds.
+"""Host memory: POSIX shared memory by name, memfds, and the socket over which engines pass descriptors.
 
-A mapping behind the end of a file kills the process that touches it. So a memfd must be sealed against
-shrinking; named memory cannot be, and is looked at again before each use. Worst case: an engine that shrinks
-named memory between that look and the use, which ends the worker.
+A mapping behind the end of a file kills the process that touches it. A memfd must therefore be sealed against
+shrinking. Named memory cannot be sealed, and is looked at again before each use.
+
+A message on the descriptor socket is a ticket of 16 to 64 bytes with its descriptors beside it. The
+answer is one byte, 1 for taken. Descriptors that were not claimed are closed when their connection ends.
+Only processes of this user or of root are listened to. The event loop owns the socket.
+
+Worst case: an engine that shrinks named memory between that look and the use, which ends the worker; and
+a peer that sends nonsense, whose connection ends.
 """
 
 import asyncio
