@@ -1,4 +1,4 @@
-"""What can go wrong between the store's rows and an engine's cache, one class per reason.
+"""Errors between the store's rows and an engine's cache, one class per reason.
 
 Knows neither torch nor the store. Each of these is raised before a cache is handed out, so that
 the worst case is a session recomputed from its tokens, never a wrong KV.
@@ -74,7 +74,7 @@ class RestoreTooLate(CacheError):
 
 
 class RestoreCancelled(CacheError):
-    """Whoever asked for a restore does not want it any more."""
+    """The restore was cancelled by its caller."""
 
     reason = "RESTORE_CANCELLED"
     template = "the restore was cancelled"

@@ -1,4 +1,4 @@
-"""What a model executes: every tensor, every module's class and settings, adapters, and code that was put in.
+"""A model's execution, described: tensors, modules' classes and settings, adapters, code that was put in.
 
 Knows modules, tensors of all sorts, peft's adapters and accelerate's hooks, and nothing of the store. What
 cannot be looked into is refused with the module's name, never left out. Adapters that take no part in a
@@ -31,10 +31,10 @@ from gpu_worker.errors import WeightsNotVisible
 
 TENSORS_SCHEME = "tensors:"
 _BLOCK_BYTES = 16 << 20
-"""What is copied to the host at a time, by each thread."""
+"""Bytes that each thread copies to the host at a time."""
 _HASHING_THREADS = 8
 _VALUES = 500_000
-"""What one module may hold besides tensors; more is not looked into."""
+"""Values that one module may hold besides tensors; more are refused."""
 
 _LIBRARIES = (
     "torch",
@@ -130,7 +130,7 @@ _BOOKKEEPING = frozenset(
         "_tied_weights_keys",
     }
 )
-"""What transformers notes beside a module: how it was loaded, placed and is trained."""
+"""Attributes in which transformers notes how a module was loaded, placed and is trained."""
 _OF_ADAPTERS = frozenset(
     {"_active_adapter", "_disable_adapters", "merged_adapters", "_caches", "ephemeral_gpu_offload"}
 )
@@ -336,7 +336,7 @@ class _Looker:
             yield "forward", before
 
     def _packed(self, module: nn.Module, where: str) -> list[object]:
-        """What a module would save besides parameters and buffers: weights in a form of its own."""
+        """Weights in a form of the module's own, saved besides parameters and buffers."""
         found: dict[str, object] = {}
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
             module._save_to_state_dict(found, "", keep_vars=True)  # noqa: SLF001

@@ -19,7 +19,7 @@ PREFILL_PIECE_TOKENS = 512
 """Tokens per prefill pass; more is faster on a GPU, less bounds memory."""
 
 Around = Callable[[Sequence[int]], AbstractContextManager[None]]
-"""What is entered around each forward pass over these tokens."""
+"""Makes a context that is entered around each forward pass over these tokens."""
 
 
 def _nothing(_token_ids: Sequence[int]) -> AbstractContextManager[None]:
@@ -28,7 +28,7 @@ def _nothing(_token_ids: Sequence[int]) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What one turn generated, and how long its first token took from the call."""
+    """The tokens of one turn, and how long the first took from the call."""
 
     token_ids: list[int]
     first_token_ns: int

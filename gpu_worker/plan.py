@@ -45,7 +45,7 @@ class Method(enum.Enum):
 
     @cached_property
     def unpacked(self) -> "Method":
-        """What is done with its rows once they are wide; itself for rows that always were."""
+        """The method that takes the rows once they are wide; itself for rows that always were."""
         return Method[unpacked(self.kind).name]
 
     @cached_property

@@ -22,13 +22,13 @@ from gpu_worker.rows import row_dtype
 TOKEN_COUNT = 16
 GROUP_SIZE = 64
 VALUE_COUNT = 4096
-"""What is kept at the most: large models keep fewer values of each layer."""
+"""The most values that are kept: large models keep fewer of each layer."""
 Run = Callable[[list[int]], object]
 """A pass over token ids as a sequence of its own."""
 
 
 def probe_of(adapter: Adapter, spec: ModelSpec, run: Run) -> ModelProbe:
-    """What the model makes of the tokens that `spec`'s fingerprint gives.
+    """The model's output for the tokens that `spec`'s fingerprint gives.
 
     Keeps values of each layer's output; the last layer's is normed.
     """

@@ -21,7 +21,7 @@ class DirectPath(enum.StrEnum):
 
 
 class Wanted(enum.StrEnum):
-    """What a worker is asked for: the best that there is, or a path that it is not to go beyond."""
+    """The path that a worker is asked for: the best there is, or a path not to go beyond."""
 
     AUTO = "auto"
     GDS = "gds"
@@ -40,7 +40,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class KvikioFound:
-    """What a probe of kvikio saw. `problem`: why it cannot be used; empty: it read into the GPU."""
+    """The result of probing kvikio. `problem`: why it cannot be used; empty: it read into the GPU."""
 
     problem: str
     is_gds: bool = False

@@ -62,7 +62,7 @@ class KvikioFiles:
             for path in self._paths:
                 self._files.append(kvikio.CuFile(path, "r"))
         except Exception as error:
-            # Whatever it is: libraries that are missing or too old show as errors of every class.
+            # Libraries that are missing or too old show as errors of every class.
             problem = f"kvikio: {type(error).__name__}: {error}"
             raise TierFailure(path=", ".join(self._paths), problem=problem) from error
 

@@ -69,7 +69,7 @@ def probe_kvikio(device: torch.device, *, timeout_s: float = PROBE_TIMEOUT_S) ->
 
 
 def read_answer(status: int, said: str, complained: str) -> KvikioFound:
-    """What a probe's process said when it ended."""
+    """The answer of a probe's process when it ended."""
     lines = said.strip().splitlines()
     if status or not lines:
         last = (complained.strip().splitlines() or [f"ended with status {status}"])[-1]

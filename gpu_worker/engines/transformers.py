@@ -54,7 +54,7 @@ from gpu_worker.unchanged import Unchanged
 
 @dataclass(slots=True)
 class Turn:
-    """What one turn did. Times in nanoseconds from its begin.
+    """The result of one turn. Times in nanoseconds from its begin.
 
     `miss_reason` says why the store had less than it should: the reason of the error that a read met, that
     truncation met, or that stopped an earlier turn's saves. Empty for a hit. `history_token_count` tokens
@@ -77,9 +77,9 @@ class Turn:
 
 
 DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
-"""What the store has is not to be used, by anybody: it is written again."""
+"""The store's rows are not usable by any engine: they are written again."""
 MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
-"""What a read may answer for state that cannot be had: a miss, never a failed turn."""
+"""Errors of a read for state that cannot be had: a miss, never a failed turn."""
 
 
 def tokens_of(client: Client, model: CallerModel, session: Session) -> list[int]:
@@ -365,7 +365,7 @@ class TransformersEngine:
             if not common:
                 return _Start(session, [], self._empty_cache())
             if missing_count or common != planned_count:
-                # What was read is all there is to choose from.
+                # Only streams that were read can be chosen from.
                 choice = self._chooser.choose(
                     choice.streams(), common, missing_count + new_count, place=self._place
                 )

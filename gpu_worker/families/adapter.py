@@ -108,7 +108,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What restore and capture need of a model; built by `adapt`.
+    """A model as restore and capture need it; built by `adapt`.
 
     `kind` is what a projected row is (KV or LATENT), `key` and `value` the shapes of its halves,
     `norm_name` and `rope_name` the canonical strings of the fingerprint.

@@ -50,7 +50,7 @@ class EngineRanks:
     """This rank among the others, as long as its engine is attached."""
 
     def __init__(self, share: ModelShare, rendezvous: str) -> None:
-        """Nobody is waited for before the first round. Raises InvalidArgument."""
+        """Waits for no other rank before the first round. Raises InvalidArgument."""
         self.share = share
         self._url = parse_rendezvous(rendezvous)
         self._lock = threading.Lock()
@@ -152,10 +152,10 @@ def _connected(store: Store, share: ModelShare, device: torch.device, timeout: t
 
 
 def timeout_of(deadline: Deadline) -> timedelta:
-    """What is left of it."""
+    """The time that is left."""
     return timedelta(seconds=max(deadline.left_s, _LEAST_S))
 
 
 def problem_of(error: BaseException) -> str:
-    """What is wrong, in one short line."""
+    """An error in one short line."""
     return " ".join(str(error).split())[:160]

@@ -40,7 +40,7 @@ from gpu_worker.planning.profile import Stage
 
 
 class Gather(Protocol):
-    """What ranks exchange rows by."""
+    """The means by which ranks exchange rows."""
 
     def gather(self, own: Tensor, count: int) -> Tensor:
         """This rank's rows [t, row_bytes] uint8 -> all ranks' [count, row_bytes], in order.
@@ -69,7 +69,7 @@ class Gathering:
         self._compute.recompute(schedule, token_ids, target)
 
     def apart(self, observed_s: Mapping[Stage, float]) -> Mapping[Stage, float]:
-        """What stages took, with gathering, which ran within others, as a stage of its own."""
+        """Seconds of the stages. Gathering, which ran within others, is a stage of its own."""
         within = {stage: max(0.0, observed_s.get(stage, 0.0) - part) for stage, part in self._seconds.items()}
         return {**observed_s, **within, Stage.GATHER: sum(self._seconds.values())}
 

@@ -72,7 +72,7 @@ class CudaEvent(LaneEvent):
         self._end.record(stream)
 
     def order(self, stream: torch.cuda.Stream, deadline: Deadline) -> None:
-        """What `stream` is given from here on comes behind the work.
+        """Put all later work of `stream` behind this work.
 
         Raises what issuing it raised, RestoreTooLate.
         """
@@ -203,7 +203,7 @@ class Host(Device):
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def mark(self) -> LaneEvent:
-        """See Device. What a thread has called on a CPU has ended."""
+        """See Device. Calls on a CPU have ended when they return."""
         return passed()
 
 

@@ -120,7 +120,7 @@ def _linear(linear: nn.Module, head_count: int) -> ProjectionWeights:
 def _split(projection: FusedProjection, adapter: Adapter) -> tuple[ProjectionWeights, ProjectionWeights]:
     weight: Tensor = projection.qkv.weight  # type: ignore[assignment]
     bias: Tensor | None = projection.qkv.bias  # type: ignore[assignment]
-    # What the module would put out for unit vectors, one row for each input: [1, D, out].
+    # The module's output for unit vectors, one row for each input: [1, D, out].
     units = weight if isinstance(projection.qkv, Conv1D) else weight.T
     columns = projection.split(units.detach().unsqueeze(0))
     biases = (None, None) if bias is None else projection.split(bias.detach().view(1, 1, -1))

@@ -68,7 +68,7 @@ class LaneEvent(ABC):
     @property
     @abstractmethod
     def error(self) -> CacheError | None:
-        """What the work raised; known once it was issued."""
+        """The error that the work raised; known once the work was issued."""
 
     @property
     @abstractmethod

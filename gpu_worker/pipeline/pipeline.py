@@ -118,7 +118,7 @@ TokenShare = Callable[[int, int], tuple[int, int]]
 
 
 class LayerState(enum.Enum):
-    """What one layer of a target holds."""
+    """The state of one layer of a target."""
 
     INVALID = "invalid"
     FILLING = "filling"
@@ -253,7 +253,7 @@ class Restoration:
         return self._states.is_whole
 
     def state(self, layer: int) -> LayerState:
-        """What the target holds of a layer."""
+        """The state of a layer in the target."""
         return self._states.of(layer)
 
     def wait(self, layer: int, deadline: Deadline | None = None) -> None:
@@ -303,7 +303,7 @@ class Restoration:
         return max(0.0, (self._restored_ns - self._begin_ns) / 1e9) if self._states.is_whole else 0.0
 
     def observed_s(self) -> Mapping[Stage, float]:
-        """What each stage took, waits not counted. Of a restore that is whole and drained."""
+        """Seconds of each stage, without waits. For a restore that is whole and drained."""
         seconds: dict[Stage, float] = defaultdict(float)
         # Where rows are used in place, filling a buffer is the copy.
         seconds[Stage.COPY if self._rings.landing is None else Stage.READ] += self._fill_s
@@ -319,9 +319,9 @@ class Restoration:
         Called once, by the pipeline.
         """
         schedule = self.schedule
-        # What is refused is refused before anything is submitted.
+        # Refusals come before anything is submitted.
         batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
-        # Whatever had the target's memory before has ended when the first work writes to it.
+        # Earlier users of the target's memory have ended when the first work writes to it.
         self._submit(self._lanes.compute, lambda: None, behind)
         if schedule.needs_token_ids:
             event = self._submit(self._lanes.compute, self._recompute)

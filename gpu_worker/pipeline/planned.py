@@ -77,7 +77,7 @@ class Choice:
     plan: Plan | None
 
     def schedule(self, target: Target) -> RestoreSchedule:
-        """What the pipeline is to do. Raises InvalidArgument(field="plan")."""
+        """The pipeline's schedule. Raises InvalidArgument(field="plan")."""
         first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
         if self.plan is not None:
             return RestoreSchedule.of_plan(self.plan, first_tokens)
@@ -137,7 +137,7 @@ class Chooser:
         return None if self._planner is None else self._planner.profile
 
     def layout(self, expected: Iterable[Return]) -> tuple[Stream, ...]:
-        """What to save of a new session, token ids first."""
+        """The streams to save of a new session, token ids first."""
         if self._planner is None:
             return (
                 TOKENS,

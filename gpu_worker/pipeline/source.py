@@ -67,7 +67,7 @@ class LeasedSource:
         self._begins: list[int] = []
 
     def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See RowSource. What the client verifies again is verified as it is copied."""
+        """See RowSource. Rows that the client verifies again are verified as they are copied."""
         if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
             _check_range(stream, begin, end, self._rows.token_count)
             self._rows.copy_verified(stream, begin, end, into)

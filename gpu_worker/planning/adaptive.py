@@ -20,7 +20,7 @@ from gpu_worker.planning.profile import NO_LIMIT, Profile, Stage
 from gpu_worker.planning.shape import ModelShape
 
 _MOST = math.log(4.0)
-"""What one observation counts at most, so that a single stall is not a trend."""
+"""The most that one observation counts, so that a single stall is not a trend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What became of the steps."""
+    """When each step began and ended."""
 
     steps: tuple[Timed, ...]
 

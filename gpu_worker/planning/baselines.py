@@ -103,7 +103,7 @@ SplitAt = Callable[[int, int], Option | None]
 
 
 class _Ways(NamedTuple):
-    """What the papers take of one layer: hidden states, or rows of any other kind, which count as K/V."""
+    """The papers' ways back of one layer: hidden states, or rows of any other kind, which count as K/V."""
 
     hidden: Option | None
     kv: Option | None

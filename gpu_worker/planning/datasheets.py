@@ -118,7 +118,7 @@ _REMOTE = Link(12.5e9, 200e-6)
 PM9A3_BYTES_PER_S = 6.9e9
 """One of HCache's SSDs."""
 NVLINK = Link(200e9, 20e-6)
-"""What one of several GPUs receives from the others, an estimate: a third of an A100's NVLink."""
+"""The rate at which one of several GPUs receives, an estimate: a third of an A100's NVLink."""
 HOST_GATHER = Link(1e9, 300e-6)
 """The same between processes of a host without GPUs."""
 

@@ -42,7 +42,7 @@ class LayerHolding:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the store has of one session, layer 0 first; token ids always."""
+    """The store's state of one session, layer 0 first. Token ids are always held."""
 
     layers: tuple[LayerHolding, ...]
 

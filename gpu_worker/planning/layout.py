@@ -36,7 +36,7 @@ LOSSES_NATS: Mapping[StateKind, float] = {
 
 
 def loss_nats(kinds: Iterable[StateKind]) -> float:
-    """What saving by these kinds costs at most; 0 for kinds that are not packed."""
+    """The most that saving by these kinds costs; 0 for kinds that are not packed."""
     return max((LOSSES_NATS.get(kind, 0.0) for kind in kinds), default=0.0)
 
 
@@ -79,7 +79,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class SessionLayout:
-    """What to save. `restore_s` is what all expected returns take together."""
+    """The kinds to save. `restore_s`: seconds of all expected returns together."""
 
     kinds: Kinds
     bytes_per_token: float
@@ -87,7 +87,7 @@ class SessionLayout:
 
     @property
     def loss_nats(self) -> float:
-        """What it costs in predictions at most: KL divergence per token; 0 without packed kinds."""
+        """The most that the layout costs in predictions: KL divergence per token; 0 without packed kinds."""
         return loss_nats(kind for kind in self.kinds if kind is not None)
 
     def streams(self) -> tuple[Stream, ...]:
@@ -146,7 +146,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
 
 
 def _sets_of_kinds(engine: EngineAbilities) -> Iterator[frozenset[StateKind]]:
-    """What may be held together: two kinds each, since the best plan hardly needs more (docs/planner.md)."""
+    """Kinds that may be held together: two each, the best plan hardly needs more (docs/planner.md)."""
     wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT))
     yield wide
     for packed in sorted(engine.lossy_kinds):

@@ -39,7 +39,7 @@ class LayerPiece:
         return self.gather_s + self.compute_s
 
     def block(self, behind_s: float) -> StreamBlock:
-        """What it does to the streams, and behind it the new tokens' pass through the layer."""
+        """Its effect on the streams, followed by the new tokens' pass through the layer."""
         return step(read_s=self.read_s, copy_s=self.copy_s, compute_s=self.device_s + behind_s)
 
 
@@ -55,7 +55,7 @@ class Option:
         return max(self.pieces, key=lambda piece: piece.end - piece.begin).method
 
     def block(self, behind_s: float) -> StreamBlock:
-        """What it does to the streams, and behind it the new tokens' pass through the layer."""
+        """Its effect on the streams, followed by the new tokens' pass through the layer."""
         block = NOTHING
         for piece in self.pieces[:-1]:
             block = block.then(piece.block(0.0))
@@ -120,7 +120,7 @@ def split_option(
 
 
 def token_ids_block(place: StatePlace, history: int, profile: Profile) -> StreamBlock:
-    """What it takes to have the token ids on the device."""
+    """The streams' work until the token ids are on the device."""
     read_s, copy_s = profile.transfer_s({place: history * TOKEN_ROW_BYTES})
     return step(read_s=read_s, copy_s=copy_s)
 

@@ -32,7 +32,7 @@ LOSSLESS = "lossless"
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be restored: `history` tokens of a session, before `new_tokens` are prefilled."""
+    """A restore to plan: `history` tokens of a session, before `new_tokens` are prefilled."""
 
     model: ModelShape
     holding: Holding
@@ -180,7 +180,7 @@ class _Problem:
         return 0.0 if self.new_tokens.is_by_layer else sum(self.new_tokens.seconds)
 
     def least_s(self, assignment: Assignment) -> float:
-        """What the busiest stream needs: its timeline ends no earlier."""
+        """Seconds of the busiest stream: the timeline ends no earlier."""
         pieces = [piece for pieces in pieces_of(assignment, self.layers) for piece in pieces]
         return max(sum(piece.copy_s for piece in pieces), sum(piece.device_s for piece in pieces))
 

@@ -26,7 +26,7 @@ class StatePlace(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """What a profile times; the value is its name in profiles and observations."""
+    """A stage that a profile times. The value is its name in profiles and observations."""
 
     READ = "read"
     COPY = "copy"
@@ -41,7 +41,7 @@ class Stage(enum.Enum):
 
     @classmethod
     def of(cls, method: Method) -> "Stage":
-        """What the device does for a layer by that method."""
+        """The device's stage for a layer by that method."""
         return _STAGES[method]
 
 

@@ -137,7 +137,7 @@ Way = tuple[Picks, StreamBlock, bool]
 
 
 class _Kind(NamedTuple):
-    """What is true of all layers with the same choices."""
+    """Facts shared by all layers with the same choices."""
 
     orders: tuple[tuple[int, ...], ...] | None
     """The options in their better order, then for each split the order with it; None: there is none."""
@@ -265,7 +265,7 @@ LEAST_FRONT = 2
 
 
 class Choices(NamedTuple):
-    """What one layer may take. Layers whose options and splits are equal are alike."""
+    """The choices of one layer. Layers whose options and splits are equal are alike."""
 
     options: tuple[StreamBlock, ...]
     splits: tuple[StreamBlock, ...] = ()

@@ -15,7 +15,7 @@ GATED_MATRICES, PLAIN_MATRICES = 3, 2
 
 
 class LayerKind(enum.Enum):
-    """What a layer leaves behind for later tokens."""
+    """The state that a layer keeps for later tokens."""
 
     FULL = "full"
     """K and V of every token, shared by groups of heads or not."""

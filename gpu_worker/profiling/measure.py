@@ -196,7 +196,7 @@ def _measured(
 
 
 def _machine(hardware: str, watch: Stopwatch, ssd_directory: Path | None, size_bytes: int) -> Profile:
-    # What is not measured, such as a network, stays as the datasheet of the nearest machine has it.
+    # Rates that are not measured, such as a network's, stay those of the nearest machine's datasheet.
     base = known_profile("h100" if watch.device.type == "cuda" else "cpu")
     copy = Link(copy_bytes_per_s(watch.device, watch, size_bytes=size_bytes), base.copy.latency_s)
     ssd = base.ssd

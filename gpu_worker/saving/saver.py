@@ -174,7 +174,7 @@ class Progress:
         self.is_due = False
         self.is_busy = False
         self.is_hurried = False
-        """What is in staging goes next, however little it is."""
+        """Rows in staging go next, also if they fill no segment."""
 
     @property
     def has_work(self) -> bool:
@@ -218,7 +218,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """What one thread has of a session, alone until it is settled. `is_last`: nothing comes behind it."""
+    """A thread's share of a session, its alone until it is settled. `is_last`: no rows follow."""
 
     progress: Progress
     parts: Sequence[Part]
@@ -232,7 +232,7 @@ CLOSED_LIMIT = 4096
 
 
 class Board:
-    """What an engine's thread and the saving threads have in common."""
+    """State that the engine's thread and the save threads share."""
 
     def __init__(self, staging: StagingBuffers) -> None:
         self.changed = threading.Condition()
@@ -310,7 +310,7 @@ class Board:
             return SaveJob(progress, progress.take(), progress.is_finished)
 
     def settle(self, job: SaveJob, saved_count: int, failure: CacheError | None) -> None:
-        """A job is done, without the lock held before. What failed takes what came behind it with it."""
+        """Settle a job, called without the lock. Rows behind a failure are lost with it."""
         progress = job.progress
         with self.changed:
             progress.is_busy = False
@@ -523,7 +523,7 @@ class Saver:
             return progress.failure
 
     def close(self, *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
-        """Finish every session, then end the threads. What is not saved by the deadline is shed."""
+        """Finish every session, then end the threads. Rows that are not saved by the deadline are shed."""
         deadline_s = time.monotonic() + timeout_s
         board = self._board
         self._is_closing = True

@@ -1,4 +1,4 @@
-"""What engines ask for: requests read and checked against their attachment. Pure.
+"""Engines' requests: read and checked against their attachment. Pure.
 
 Worst case: a request that cannot be right, refused with the field that is wrong and nothing done.
 """
@@ -21,7 +21,7 @@ _SESSION = re.compile(r"sessions/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 def restore(
     request: worker_pb2.RestoreRequest, attachment: Attachment, longest_s: float
 ) -> tuple[RestoreOrder, float]:
-    """What is to be restored, and within how many seconds. Raises InvalidArgument."""
+    """The restore that is asked for, and its seconds. Raises InvalidArgument."""
     _check_session(request.session)
     if not 1 <= len(request.restore_id) <= 128:
         raise InvalidArgument(field="restore_id", problem="has no 1 to 128 characters")

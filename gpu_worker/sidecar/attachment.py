@@ -114,7 +114,7 @@ class Running:
         return True
 
     async def next(self) -> int | End:
-        """The next layer, or the end. What is not there by the deadline ends it."""
+        """The next layer, or the end. The restore ends if neither comes by the deadline."""
         try:
             async with asyncio.timeout(self.control.deadline.left_s):
                 return await self._events.get()
@@ -126,7 +126,7 @@ class Running:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """What an error has passed shows the engine's memory, which is unmapped when nothing does."""
+    """Clear an error's frames: they refer to the engine's memory, which could not be unmapped."""
     while error is not None:
         clear_frames(error.__traceback__)
         error.__traceback__ = None

@@ -49,7 +49,7 @@ LEFT, LOST = "left", "lost"
 
 
 class Attached(NamedTuple):
-    """What is attached now, all together."""
+    """All attachments together, as they are now."""
 
     mapped_bytes: int
     """Of engines' memory."""
@@ -69,7 +69,7 @@ class Counts:
     predicted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by stage, of restores that were whole: what their plans said."""
     observed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What the same stages took."""
+    """Seconds that the same stages took."""
     saved: int = 0
     saved_tokens: int = 0
     failed_saves: Counter[str] = field(default_factory=Counter)
@@ -110,7 +110,7 @@ class Attachments:
         return found
 
     def seen(self) -> Attached:
-        """What is attached now. For any thread."""
+        """All attachments together. For any thread."""
         attached, now_s = tuple(self), time.monotonic()
         return Attached(
             sum(each.mapped_bytes for each in attached),
@@ -166,7 +166,7 @@ class Attachments:
         return attachment
 
     def _before(self, attachment: Attachment) -> Attachment | None:
-        """Who has to be gone before it: of its name, or still written for in its memory.
+        """The attachment that must go first: of the same name, or still written for in its memory.
 
         Raises MemoryInUse.
         """
@@ -237,7 +237,7 @@ class Attachments:
 
 
 def _checked(hello: attachment_pb2.AttachHello) -> tuple[ModelSpec, Path]:
-    """What a hello says of the model, as far as it can be judged by itself. Raises InvalidArgument."""
+    """The model of a hello, as far as it can be judged by itself. Raises InvalidArgument."""
     if not _ENGINE.fullmatch(hello.engine):
         raise InvalidArgument(field="engine", problem=f"{hello.engine[:128]!r} is no name of an engine")
     if not _MODEL_NAME.fullmatch(hello.model.name):

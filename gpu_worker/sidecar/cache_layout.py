@@ -117,7 +117,7 @@ _ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What an engine caches per token and layer, as its model demands it."""
+    """The heads that an engine caches per token and layer, as its model demands."""
 
     head_count: int
     key_size: int

@@ -29,7 +29,7 @@ from gpu_worker.v1 import attachment_pb2, worker_pb2, worker_pb2_grpc
 DEFAULT_TIMEOUT_S = 30.0
 ATTACH_TIMEOUT_S = 600.0
 GRACE_S = 1.0
-"""What a worker's answer may take on top of the time that it was given."""
+"""Seconds that a worker's answer may take on top of the time that it was given."""
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # An engine's end must be seen at its own worker alone.
@@ -64,7 +64,7 @@ class WorkerClient:
         return PassedDescriptors(f"{self._path}.fds", fds, self._timeout_s)
 
     def stats(self) -> worker_pb2.Stats:
-        """What is attached, and what was done."""
+        """The worker's attachments and counts."""
         return self.call(self.stub.GetStats, worker_pb2.GetStatsRequest())
 
     def call(
@@ -220,7 +220,7 @@ class AttachedEngine:
         return self._client.call(self._client.stub.Plan, request)
 
     def profile(self, token_counts: Sequence[int] = ()) -> worker_pb2.ProfileResponse:
-        """What plans are made from, measured anew at these lengths if there are any."""
+        """The profile of plans, measured anew at these lengths if there are any."""
         request = worker_pb2.ProfileRequest(attachment_id=self.attachment_id, token_counts=token_counts)
         return self._client.call(self._client.stub.Profile, request)
 

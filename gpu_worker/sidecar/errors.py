@@ -1,4 +1,4 @@
-"""What can go wrong between an engine and the worker beside it, and the gRPC codes of it.
+"""Errors between an engine and the worker beside it, and their gRPC codes.
 
 Importing it adds the codes to the one table that both sides read. Worst case: as in `ctxcache.errors`.
 """

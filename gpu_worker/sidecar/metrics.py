@@ -150,7 +150,7 @@ class _Value(NamedTuple):
 
 
 class Direct(Protocol):
-    """What direct storage says of itself."""
+    """Facts of direct storage that metrics show."""
 
     read_bytes: int
     failures: Counter[str]
@@ -161,7 +161,7 @@ class Direct(Protocol):
 
 
 class WorkerCollector(Collector):
-    """What a worker has done, and what is under way."""
+    """A worker's counts, and its work under way."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ def _server_of(host: str, certificate: _Certificate | None) -> type[ThreadingWSG
                 with certificate.context().wrap_socket(request, server_side=True) as wrapped:
                     super().finish_request(wrapped, client_address)
             except OSError:
-                # Nobody is there to be told.
+                # The scraper is gone.
                 return
 
     return Server

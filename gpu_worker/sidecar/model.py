@@ -88,7 +88,7 @@ class LazyWeights:
 
     @property
     def cached(self) -> HeadShape:
-        """What the engine caches per token and layer."""
+        """Heads that the engine caches per token and layer."""
         adapter = self.adapter
         empty = [
             torch.empty(1, half.head_count, 0, half.head_size, dtype=adapter.model.dtype)
@@ -284,7 +284,7 @@ class AttachedModel:
 
     @property
     def profile(self) -> Profile:
-        """What plans are made from by now."""
+        """The profile that plans are made from by now."""
         with self._lock:
             return self._planner.profile
 
@@ -296,7 +296,7 @@ class AttachedModel:
 
     @property
     def cached(self) -> HeadShape:
-        """What the engine caches here per token and layer."""
+        """Heads that the engine caches here per token and layer."""
         return replace(self.weights.cached, head_count=cached_heads(self.weights.adapter, self.share))
 
     def measured(self, profile: Profile) -> None:
@@ -398,7 +398,7 @@ class AttachedModels:
         return found or known_profile("h100" if self._device.type == "cuda" else "cpu")
 
     def _kept(self, weights: LazyWeights, directory: Path) -> Profile | None:
-        """What was measured of the model on this machine."""
+        """The model's profile as it was measured on this machine."""
         path = profile_path(directory, hardware=hardware_name(self._device), model=weights.spec.model_id)
         try:
             measured = read_profile(path)

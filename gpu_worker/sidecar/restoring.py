@@ -90,11 +90,11 @@ class RestoreOrder:
 
 @dataclass(slots=True)
 class RestoreOutcome:
-    """What is known of a restore by its end, well or not."""
+    """Facts of a restore at its end, whole or not."""
 
     plan: Plan | None = None
     observed_s: Mapping[Stage, float] = field(default_factory=dict)
-    """What each stage of a restore that is whole took."""
+    """Seconds of each stage of a restore that is whole."""
     read_bytes: int = 0
 
 

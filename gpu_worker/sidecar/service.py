@@ -134,7 +134,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     usable = worker_pb2.LayerUsable(layer=event)
                     yield worker_pb2.RestoreResponse(layer_usable=usable)
         finally:
-            # Whatever became of the stream: where it is over already, this does nothing.
+            # Also behind a broken stream. A restore that is over already is not changed by this.
             running.stop(RestoreCancelled())
             if not running.control.is_writing:
                 attachment.over(request.restore_id, running)
@@ -254,7 +254,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         work = loop.run_in_executor(self._savers, save, self._client, attachment, request)
 
         def over(done: "asyncio.Future[Session]") -> None:
-            # Whoever still waits for it: the rows are read until here.
+            # The rows are read until here, also if the engine no longer waits for the save.
             self.saves.give_back()
             ended.set_result(None)
             error = done.exception()

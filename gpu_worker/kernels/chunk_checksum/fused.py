@@ -28,7 +28,7 @@ _LANES = (
     0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x85EBCA77,
     0x27D4EB2F165667C5, 0x9E3779B1,
 )  # fmt: skip
-"""What the lanes begin with."""
+"""The first values of the lanes."""
 _PRIME_32 = tl.constexpr(0x9E3779B1)
 _PRIME_64 = tl.constexpr(0x9E3779B185EBCA87)
 _PRIME_MIX = tl.constexpr(0x165667919E3779F9)
@@ -83,7 +83,7 @@ def _unaligned_key(secret_at, word, seed, BYTES: tl.constexpr):
 
 @triton.jit
 def _added(value, swapped, key):
-    """What a lane's word and its neighbour's add to the lane."""
+    """The sum that a lane's word and its neighbour's add to the lane."""
     key = key ^ value
     return swapped + (key & 0xFFFFFFFF) * (key >> 32)
 

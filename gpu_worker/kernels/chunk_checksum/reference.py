@@ -1,4 +1,4 @@
-"""What `chunk_checksum` computes: XXH3-64 of each chunk with its own seed, on the host."""
+"""The reference of `chunk_checksum`: XXH3-64 of each chunk with its own seed, on the host."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def signed(number: int) -> int:
 
 
 def unsigned(number: int) -> int:
-    """What `signed` was given."""
+    """The number that `signed` was given."""
     return number % (2 * _SIGN)
 
 

@@ -1,4 +1,4 @@
-"""What `kv_projection` computes, in plain torch: float32 throughout, rounded once."""
+"""The reference of `kv_projection`, in plain torch: float32 throughout, rounded once."""
 
 from dataclasses import dataclass
 

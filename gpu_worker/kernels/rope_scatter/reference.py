@@ -1,4 +1,4 @@
-"""What `rope_scatter` computes, in plain torch: float32 throughout, rounded once."""
+"""The reference of `rope_scatter`, in plain torch: float32 throughout, rounded once."""
 
 import torch
 from torch import Tensor

@@ -21,7 +21,7 @@ UUID_BYTES = 16
 
 
 class Driver(Protocol):
-    """What is needed of CUDA's driver. Every call raises OSError with what the driver says."""
+    """The calls of CUDA's driver that are needed. Each raises OSError with the driver's message."""
 
     def use(self, device: int) -> None:
         """Make the device's primary context current in this thread."""
@@ -57,7 +57,7 @@ class Driver(Protocol):
         """Unmap it."""
 
     def granularity(self, device: int) -> int:
-        """What sizes of allocations are multiples of, in bytes."""
+        """The granularity of allocations, in bytes."""
 
 
 class _Uuid(ctypes.Structure):
