@@ -1,7 +1,7 @@
 """Identity: what somebody who proved to be a subject is let in as. Pure: subjects in, a grant out.
 
-A subject is a text with its kind in front: `spiffe://…`, `dns:…`, `cn:…` of a certificate, `uid:…` of a process.
-Worst case: every rule is looked at, once for each of the subject's names.
+A subject is a text with its kind in front: `spiffe://…`, `dns:…`, `cn:…` of a certificate, `uid:…` of a
+process. Worst case: every rule is looked at, once for each of the subject's names.
 """
 
 import enum
@@ -28,7 +28,8 @@ class Role(enum.StrEnum):
 class Grant:
     """What a caller is let in as.
 
-    `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to write as well.
+    `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to
+    write as well.
     """
 
     tenant: str
@@ -44,7 +45,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Whoever is `subject`, in which `*` stands for a part, has the grant; `$1` in its tenant is the first such part."""
+    """A subject and its grant. `*` in the subject stands for a part; `$1` in the tenant is the first one."""
 
     subject: str
     grant: Grant
@@ -85,7 +86,10 @@ def is_tenant(name: str) -> bool:
 
 
 def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, Grant] | None:
-    """The first rule's grant that speaks of any of the subjects, with that subject. What cannot be printed is nobody."""
+    """The first rule's grant that speaks of any of the subjects, with that subject.
+
+    What cannot be printed is nobody.
+    """
     names = [normal(subject) for subject in subjects if subject.isprintable()]
     for rule in rules:
         for name in names:
@@ -102,12 +106,16 @@ def parse_grant(
         raise ValueError(f"{role!r} is neither {' nor '.join(Role)}")
     for name, value in (("shared_memory", shared_memory), ("write_in_place", write_in_place)):
         if not isinstance(value, bool):
-            raise ValueError(f"{name}: {value!r} is neither true nor false")  # noqa: TRY004  a setting's value
+            problem = f"{name}: {value!r} is neither true nor false"
+            raise ValueError(problem)  # noqa: TRY004  a setting's value
     return Grant(tenant, Role(role), bool(shared_memory or write_in_place), bool(write_in_place))
 
 
 def parse_words(tenant: str, words: Iterable[str]) -> Grant:
-    """A grant as one line says it: `TENANT`, then `ROLE`, `shared-memory` or `write-in-place`. Raises ValueError."""
+    """A grant as one line says it: `TENANT`, then `ROLE`, `shared-memory` or `write-in-place`.
+
+    Raises ValueError.
+    """
     given = set(words)
     roles = given - {SHARED_MEMORY, WRITE_IN_PLACE}
     if len(roles) > 1:

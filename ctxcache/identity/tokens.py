@@ -2,7 +2,8 @@
 
     NAME SHA-256-IN-HEX TENANT[:ROLE][:shared-memory|:write-in-place]
 
-Names are for people and logs. Worst case: a file that cannot be used, which raises InvalidConfiguration with the line.
+Names are for people and logs. Worst case: a file that cannot be used, which raises InvalidConfiguration with
+the line.
 """
 
 import hashlib
@@ -52,7 +53,8 @@ class Tokens:
     def __init__(self, tokens: Mapping[bytes, Token] | None = None) -> None:
         """`tokens`: by digest."""
         self.by_digest = dict(tokens or {})
-        # Found by a part of the hash, which a caller cannot choose, and compared in constant time by all of it.
+        # Found by a part of the hash, which a caller cannot choose, and compared in constant time by all of
+        # it.
         self._by_id = {digest[:_ID_BYTES]: token for digest, token in self.by_digest.items()}
 
     def find(self, secret: str) -> Token | None:

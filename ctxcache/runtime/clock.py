@@ -6,16 +6,17 @@ Three times, each with one use:
     wall clock       wall_ns         what callers say and hear   may jump
     CLOCK_MONOTONIC  monotonic_ns    leases and deadlines        stands still while the machine sleeps
 
-A store's time is the wall clock's at the moment the store was new, plus what CLOCK_BOOTTIME has counted since.
-CLOCK_BOOTTIME counts while the machine sleeps. Leases use CLOCK_MONOTONIC because readers beside the server do.
+A store's time is the wall clock's at the moment the store was new, plus what CLOCK_BOOTTIME has counted
+since. CLOCK_BOOTTIME counts while the machine sleeps. Leases use CLOCK_MONOTONIC because readers beside the
+server do.
 
 `StoreClock` carries the store's time over restarts in the file CLOCK, written every minute:
 
     {"boot_id": "...", "boot_ns": 0, "time_ns": 0, "wall_ns": 0, "checksum": "..."}
 
-On the same boot the time goes on exactly. On another boot the wall clock says how long the stop was: no step back
-is believed, and no more than a day forward. Worst case: a machine loses power and its wall clock; sessions then live
-up to a minute longer than they should.
+On the same boot the time goes on exactly. On another boot the wall clock says how long the stop was: no step
+back is believed, and no more than a day forward. Worst case: a machine loses power and its wall clock;
+sessions then live up to a minute longer than they should.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class Clock(Protocol):
         """Nanoseconds since some fixed moment. Never goes back; for deadlines."""
 
     def wall_ahead_ns(self) -> int:
-        """How far the wall clock is ahead of the store's time now, in steps of STEP_NS; negative when behind."""
+        """How far the wall clock is ahead of the store's time, in steps of STEP_NS; negative when behind."""
 
     def wall_ns(self) -> int:
         """The wall clock's time, nanoseconds since the epoch. May jump."""
@@ -119,7 +120,8 @@ CLOCK = "CLOCK"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 KEEP_INTERVAL_S = 60.0
 LONGEST_STOP_NS = 86_400 * 10**9
-"""A stop over another boot counts as this at most: a wall clock that is far ahead ends nobody who lives longer."""
+"""A stop over another boot counts as this at most: a wall clock that is far ahead ends nobody who lives
+longer."""
 
 
 class StoreClock(SystemClock):
@@ -136,8 +138,11 @@ class StoreClock(SystemClock):
         try:
             facts = read_facts(directory / CLOCK)
             boot_id, boot_then_ns, then_ns, wall_then_ns = (
-                str(facts["boot_id"]), int(facts["boot_ns"]), int(facts["time_ns"]), int(facts["wall_ns"]),
-            )  # fmt: skip
+                str(facts["boot_id"]),
+                int(facts["boot_ns"]),
+                int(facts["time_ns"]),
+                int(facts["wall_ns"]),
+            )
         except FileNotFoundError:
             return cls(directory, offset_ns=None)
         except (OSError, CorruptMetadata, KeyError, ValueError, TypeError) as error:

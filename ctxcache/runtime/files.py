@@ -1,11 +1,12 @@
 """Files of a server and its commands: whose a file is, which mode it has, and small files of facts.
 
-What is made here is for this user alone. What is there already gets such a mode where it is this user's. It is refused
-where it is another user's, or where every user could have put something into it. Secrets are refused as ssh does.
-Worst case: others may change or read a place; one sentence says so, with the mode, before anything is opened.
+What is made here is for this user alone. What is there already gets such a mode where it is this user's. It
+is refused where it is another user's, or where every user could have put something into it. Secrets are
+refused as ssh does. Worst case: others may change or read a place; one sentence says so, with the mode,
+before anything is opened.
 
-A file of facts is JSON with a checksum of its own, replaced as a whole. Worst case: a crash at any point leaves the
-file as it was or as it was to be; a flipped bit is a CorruptMetadata, never another fact.
+A file of facts is JSON with a checksum of its own, replaced as a whole. Worst case: a crash at any point
+leaves the file as it was or as it was to be; a flipped bit is a CorruptMetadata, never another fact.
 """
 
 import json
@@ -29,7 +30,7 @@ _ROOT = 0
 
 
 def keep_private() -> None:
-    """Let nothing that this process makes from here on be another user's to read: for one that owns a store."""
+    """Let no file that this process makes from here on be another user's to read."""
     os.umask(0o077)
 
 
@@ -48,7 +49,8 @@ def open_private(path: str | Path, flags: int) -> int:
 def check_directory(path: Path) -> None:
     """Raise DataDirectoryUnusable for a directory that others may change, or OSError. Changes nothing.
 
-    It is this user's, or root's: a volume that is mounted belongs to root, and may be written by a group of this process.
+    It is this user's, or root's: a volume that is mounted belongs to root, and may be written by a group of
+    this process.
     """
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -75,7 +77,7 @@ def claim_directory(path: Path) -> None:
 
 
 def tighten(paths: Iterable[Path]) -> None:
-    """Take everybody else's rights to files, and to directories with all that is in them; what is missing is passed over.
+    """Take others' rights to files, and to directories with all that is in them. Skips what is missing.
 
     Raises DataDirectoryUnusable: one of them is neither this user's nor root's.
     """
@@ -91,10 +93,12 @@ def loose(paths: Iterable[Path]) -> list[Path]:
 
 
 def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
-    """Raise `fail(problem)` for a file that others may read or change; OSError. Links are followed: mounts of secrets have them.
+    """Raise `fail(problem)` for a file that others may read or change; OSError.
 
-    Others may have no right to it. A group may read what is root's where the group is root's or this process's:
-    so a pod's secrets are mounted.
+    Links are followed: mounts of secrets have them.
+
+    Others may have no right to it. A group may read what is root's where the group is root's or this
+    process's: so a pod's secrets are mounted.
     """
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -123,8 +127,8 @@ def _is_our_group(gid: int) -> bool:
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (_ROOT, os.geteuid()):
         problem = (
-            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}: chown it, or run as"
-            " that user"
+            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}:"
+            " chown it, or run as that user"
         )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
 

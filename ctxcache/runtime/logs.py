@@ -1,7 +1,7 @@
 """How events are logged: a name and `key=value`, as a line for people or as one of JSON. Leaf.
 
-Every event of ours is logged with a template `name key=%s key=%d`, so that its fields are known here and need not
-be parsed out of text; a test looks at every call. What libraries log is the field `message`.
+Every event of ours is logged with a template `name key=%s key=%d`, so that its fields are known here and need
+not be parsed out of text; a test looks at every call. What libraries log is the field `message`.
 """
 
 import json
@@ -25,7 +25,10 @@ _KEY = re.compile(r" ([a-z_]+)=%")
 
 
 class JsonLines(logging.Formatter):
-    """One object per line: `time` (UTC, RFC 3339), `level`, `logger`, `event` or `message`, its fields, `traceback`."""
+    """One object per line.
+
+    It has `time` (UTC, RFC 3339), `level`, `logger`, `event` or `message`, the event's fields, `traceback`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
@@ -43,8 +46,9 @@ class JsonLines(logging.Formatter):
 class Repeats(logging.Filter):
     """Lets a line of a library through once per interval, and then says how often it came besides.
 
-    What the system refuses, an `accept` without descriptors above all, is told again and again. Owned by whoever logs:
-    a count that two threads change at once is off by one. Memory: an entry per template, at most LINES_LIMIT.
+    What the system refuses, an `accept` without descriptors above all, is told again and again. Owned by
+    whoever logs: a count that two threads change at once is off by one. Memory: an entry per template, at
+    most LINES_LIMIT.
     """
 
     def __init__(self) -> None:
@@ -93,7 +97,7 @@ _TAKEN = frozenset({"time", "level", "logger", "event", "message", "traceback"})
 
 
 def _plain(value: object) -> object:
-    """A number as it is, anything else as text; what the audit log has put into JSON once is not put there twice."""
+    """A number as it is, anything else as text. What is JSON already, in the audit log, stays as it is."""
     if isinstance(value, int | float):
         return value
     text = str(value)

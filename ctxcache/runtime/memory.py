@@ -1,16 +1,17 @@
 """Memory of this process: what becomes of freed blocks, what a refusal means, and pages touched ahead of use.
 
-glibc gives large blocks back to the kernel as soon as they are freed; a stream of 1 MiB messages then takes hundreds
-of page faults a message. So freed memory is kept, and given back when it stays unused. Only glibc has these settings;
-with another libc nothing is done. Worst case: a process keeps KEPT_BYTES more than it uses.
+glibc gives large blocks back to the kernel as soon as they are freed; a stream of 1 MiB messages then takes
+hundreds of page faults a message. So freed memory is kept, and given back when it stays unused. Only glibc
+has these settings; with another libc nothing is done. Worst case: a process keeps KEPT_BYTES more than it
+uses.
 
-gRPC's C core and RocksDB end the process when an allocation is refused. A bound on the address space that is too low
-is therefore refused before they are loaded. Worst case: one of them reaches a higher bound, which ends the process
-like a kill; what was durable is there after the next start.
+gRPC's C core and RocksDB end the process when an allocation is refused. A bound on the address space that is
+too low is therefore refused before they are loaded. Worst case: one of them reaches a higher bound, which
+ends the process like a kill; what was durable is there after the next start.
 
-`Populate` maps pages of shared memory from a thread of the lowest priority. It knows addresses, not what lies there.
-The memory must stay mapped until `stop` has returned. Worst case: a kernel before 5.14 refuses the advice; then no
-page is touched, and first touches stay dear.
+`Populate` maps pages of shared memory from a thread of the lowest priority. It knows addresses, not what lies
+there. The memory must stay mapped until `stop` has returned. Worst case: a kernel before 5.14 refuses the
+advice; then no page is touched, and first touches stay dear.
 """
 
 import asyncio
@@ -44,9 +45,11 @@ LEAST_LOOKS, MOST_LOOKS = 2, 64
 """Looks that find too much before free memory is given back: at first, and where that gave nothing."""
 log = logging.getLogger(__name__)
 YOUNGER_COLLECTIONS = 4
-"""Collections of the middle generation before a full one: one that looks at 28,000 objects takes about 2 ms."""
+"""Collections of the middle generation before a full one: one that looks at 28,000 objects takes about 2
+ms."""
 COLLECTIONS_PER_COUNT = 40
-"""Full collections between two counts of what stays: a count takes some milliseconds for a million objects."""
+"""Full collections between two counts of what stays: a count takes some milliseconds for a million
+objects."""
 GROWTH_OBJECTS = 200_000
 """By how many objects more than twice as many what stays may grow before it is looked at."""
 FULL_COLLECTION = 2
@@ -78,9 +81,9 @@ def keep_freed_memory() -> bool:
 async def give_back_unused() -> None:
     """Give back, for ever, what a crowd of large requests has left; ends by cancellation.
 
-    malloc does not say how much of what it holds free has pages. So it is told to give back when the process has
-    stayed for two looks at KEPT_BYTES more than it ever had as its least. What a crowd still uses cannot go: it is
-    told again, and more rarely each time that this gives nothing.
+    malloc does not say how much of what it holds free has pages. So it is told to give back when the process
+    has stayed for two looks at KEPT_BYTES more than it ever had as its least. What a crowd still uses cannot
+    go: it is told again, and more rarely each time that this gives nothing.
     """
     least_bytes = own_bytes()
     looks, patience_looks = 0, LEAST_LOOKS
@@ -116,15 +119,16 @@ def can_give_back() -> bool:
 
 
 def look_seldom_at_what_stays() -> None:
-    """Let a full collection look at what came since the last one alone, in a process that is nothing but a server.
+    """Let a full collection look only at what came since the last one, in a process that only serves.
 
     A full collection stops everything: for a tenth of a second with a million objects, which one tenant's
     sessions and models may be. What outlived one is not looked at again; it goes when nothing refers to it.
-    Objects that refer to each other in a circle do not go by themselves: a call that was under way at a collection
-    and was refused leaves some. So everything is looked at once what stays has doubled. Worst case: twice as many
-    objects stay as are needed, and GROWTH_OBJECTS.
+    Objects that refer to each other in a circle do not go by themselves: a call that was under way at a
+    collection and was refused leaves some. So everything is looked at once what stays has doubled. Worst
+    case: twice as many objects stay as are needed, and GROWTH_OBJECTS.
     """
-    # The interpreter's own 10 would let 70,000 objects gather, which a few registrations of large models make.
+    # The interpreter's own 10 would let 70,000 objects gather, which a few registrations of large models
+    # make.
     youngest, middle, _ = gc.get_threshold()
     gc.set_threshold(youngest, middle, YOUNGER_COLLECTIONS)
     gc.callbacks.append(WhatStays())
@@ -139,7 +143,7 @@ class WhatStays:
         self._left_count = COLLECTIONS_PER_COUNT
 
     def __call__(self, phase: str, facts: Mapping[str, int]) -> None:
-        """Have the collection look at everything if it is time; afterwards, keep what is left from the next ones."""
+        """Have the collection look at everything if it is time; then keep what is left from the next ones."""
         if facts["generation"] != FULL_COLLECTION:
             return
         if phase == "start":
@@ -179,12 +183,14 @@ def check_address_space(arena_size_bytes: int) -> None:
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < needed_bytes:
         raise CapacityExceeded(
             tier="address space (RLIMIT_AS)",
-            needed_bytes=needed_bytes, free_bytes=limit_bytes, limit_bytes=limit_bytes,
-        )  # fmt: skip
+            needed_bytes=needed_bytes,
+            free_bytes=limit_bytes,
+            limit_bytes=limit_bytes,
+        )
 
 
 def refused_memory(error: BaseException) -> TooManyRequests | None:
-    """What a caller is told of an error that means refused memory, a thread's included; None for any other."""
+    """The refusal for an error that means refused memory, a thread's included; None for any other."""
     is_no_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
     is_no_mapping = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if not (isinstance(error, MemoryError) or is_no_thread or is_no_mapping):
@@ -203,16 +209,22 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Populate:
-    """Populates `[address, address + size_bytes)` in a daemon thread, from `start` until it is through or stopped.
+    """Populates `[address, address + size_bytes)` in a daemon thread, from `start` to the end or `stop`.
 
-    `is_for_writing`: allocate and map pages as a write would; otherwise only map what is allocated.
-    `keeps` is what must live on meanwhile. Steps are whole pages: `page_bytes` is a divisor of the range, or 4 KiB.
+    `is_for_writing`: allocate and map pages as a write would; otherwise only map what is allocated. `keeps`
+    is what must live on meanwhile. Steps are whole pages: `page_bytes` is a divisor of the range, or 4 KiB.
     """
 
     def __init__(
-        self, address: int, size_bytes: int, *, is_for_writing: bool, page_bytes: int = 4096,
-        keeps: object = None, on_end: "Callable[[Populate], None] | None" = None,
-    ) -> None:  # fmt: skip
+        self,
+        address: int,
+        size_bytes: int,
+        *,
+        is_for_writing: bool,
+        page_bytes: int = 4096,
+        keeps: object = None,
+        on_end: "Callable[[Populate], None] | None" = None,
+    ) -> None:
         self.size_bytes = size_bytes
         self.populated_bytes = 0
         """How far it is: grows to `size_bytes`, or stays where it was stopped or refused."""

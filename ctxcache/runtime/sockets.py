@@ -1,10 +1,11 @@
 """Descriptors and Unix sockets of this process: how many there may be, and whose a socket's path is. Leaf.
 
-Storage must never be short of a descriptor because of connections, a log of RocksDB's above all. So connections get
-what the limit leaves. Worst case: a limit so low that a quarter of it has to do for connections.
+Storage must never be short of a descriptor because of connections, a log of RocksDB's above all. So
+connections get what the limit leaves. Worst case: a limit so low that a quarter of it has to do for
+connections.
 
-A path of a Unix socket is free when no process listens there. Between that look and the listening another process
-may come; the lock on the data directory keeps out servers that have the same paths by default.
+A path of a Unix socket is free when no process listens there. Between that look and the listening another
+process may come; the lock on the data directory keeps out servers that have the same paths by default.
 """
 
 import errno
@@ -16,7 +17,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 RESERVE = 512
-"""Of storage and everything but connections: at most 256 tables, logs, SSD files, what is open for a moment."""
+"""Of storage and everything but connections: at most 256 tables, logs, SSD files, what is open for a
+moment."""
 
 
 def raise_limit() -> int:

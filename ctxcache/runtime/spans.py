@@ -2,8 +2,8 @@
 
 Where tracing is off no span is made for an rpc, and the others cost a function call.
 
-A request's trace is W3C's `traceparent` as its caller sent it: kept for each rpc, read only where something is to be
-remembered. Worst case: a `traceparent` that cannot be read, which counts as none.
+A request's trace is W3C's `traceparent` as its caller sent it: kept for each rpc, read only where something
+is to be remembered. Worst case: a `traceparent` that cannot be read, which counts as none.
 """
 
 import re
@@ -45,7 +45,11 @@ class NoSpans:
         """See Spans."""
         return _NOTHING
 
-    def local(self, trace_parent: str, operation_count: int) -> AbstractContextManager[object]:  # noqa: ARG002
+    def local(
+        self,
+        trace_parent: str,  # noqa: ARG002
+        operation_count: int,  # noqa: ARG002
+    ) -> AbstractContextManager[object]:
         """See Spans."""
         return _NOTHING
 

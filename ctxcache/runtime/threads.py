@@ -1,11 +1,13 @@
 """Threads: pools whose threads all run from the start, and short time slices from the kernel.
 
-A caller that starts a thread waits until the thread says that it runs. A thread that finds no memory dies before that,
-and the event loop would wait for ever: so no thread of a pool begins in service. Worst case: a start that fails.
+A caller that starts a thread waits until the thread says that it runs. A thread that finds no memory dies
+before that, and the event loop would wait for ever: so no thread of a pool begins in service. Worst case: a
+start that fails.
 
-A server's threads wake often and work briefly, beside engines and clients that compute without pause. With the usual
-slice of some milliseconds they wait for those; a shorter slice is a nearer deadline (EEVDF, Linux 6.12 and later). It
-needs no privilege and takes nothing from others' share. Worst case: an older kernel, where nothing changes.
+A server's threads wake often and work briefly, beside engines and clients that compute without pause. With
+the usual slice of some milliseconds they wait for those; a shorter slice is a nearer deadline (EEVDF, Linux
+6.12 and later). It needs no privilege and takes nothing from others' share. Worst case: an older kernel,
+where nothing changes.
 """
 
 import ctypes
@@ -40,7 +42,7 @@ _KEEP_POLICY = 0x08
 
 
 def shorten_time_slices() -> bool:
-    """Ask for short slices for this thread and those that it starts from now on; returns whether the kernel agreed.
+    """Ask for short slices for this thread and those that it starts; returns whether the kernel agreed.
 
     Policy and niceness stay what they are; real-time policies have no slices to shorten.
     """

@@ -1,7 +1,7 @@
-"""A server's life in its process: from the start to the signal that ends it; and a directory verified without a server.
+"""A server's life in its process, from start to signal; and a directory verified without a server.
 
-Worst case: the signal comes while the server starts, or the end takes too long. Either way the caller ends the process,
-and the next start finds what was durable. `verify_directory` refuses what `serve` would refuse.
+Worst case: the signal comes while the server starts, or the end takes too long. Either way the caller ends
+the process, and the next start finds what was durable. `verify_directory` refuses what `serve` would refuse.
 """
 
 import asyncio
@@ -34,13 +34,15 @@ async def serve(
     on_early_end: Callable[[], None],
     read_again: Callable[[], Settings],
 ) -> None:
-    """Run until SIGTERM or SIGINT; at SIGHUP take over what `read_again` finds. Raises as `Server.start` and `Server.stop` do.
+    """Run until SIGTERM or SIGINT; at SIGHUP take over what `read_again` finds.
 
-    A SIGHUP that comes before it is ready is obeyed when it is.
-    `on_early_end` ends the process: it is called when the signal comes while data are opened, loaded or made
-    anew. Nobody was answered by then, and a start may be cut off anywhere; it may take long, and cannot be
-    interrupted otherwise. `on_overdue` ends the process: it is called, in a thread of its own, when the end has taken as long as
-    settings allow. Nothing else would: a device that hangs never answers those who wait for it.
+    Raises as `Server.start` and `Server.stop` do.
+
+    A SIGHUP that comes before it is ready is obeyed when it is. `on_early_end` ends the process: it is called
+    when the signal comes while data are opened, loaded or made anew. Nobody was answered by then, and a start
+    may be cut off anywhere; it may take long, and cannot be interrupted otherwise. `on_overdue` ends the
+    process: it is called, in a thread of its own, when the end has taken as long as settings allow. Nothing
+    else would: a device that hangs never answers those who wait for it.
     """
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -95,10 +97,14 @@ async def verify_directory(settings: Settings, *, bytes_per_second: int) -> Asyn
         small = settings.model_copy(update={"arena_size_bytes": ARENA_BYTES, "arena_huge_pages": "off"})
         storage = open_storage(small, files)
         cache = Cache(
-            arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata, clock=StoreClock.open(storage.directory.path),
-            policy=LeastRecentlyUsed(), default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
+            arena=storage.arena,
+            ssd=storage.ssd,
+            metadata=storage.metadata,
+            clock=StoreClock.open(storage.directory.path),
+            policy=LeastRecentlyUsed(),
+            default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
             crash_count=storage.directory.crash_count,
-        )  # fmt: skip
+        )
         await cache.open()
         async with aclosing(cache.scrubbing.run(bytes_per_second=bytes_per_second)) as reports:
             async for report in reports:

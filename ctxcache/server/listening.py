@@ -1,7 +1,8 @@
 """Listening: which addresses a server takes, how gRPC listens there, and which addresses others may reach.
 
-`Ports` binds. The functions below it read settings and bind nothing. Worst case: an address that cannot be had, or one
-that is open to others without TLS; AddressUnusable or InvalidConfiguration says so with the setting's name.
+`Ports` binds. The functions below it read settings and bind nothing. Worst case: an address that cannot be
+had, or one that is open to others without TLS; AddressUnusable or InvalidConfiguration says so with the
+setting's name.
 """
 
 import ipaddress
@@ -56,7 +57,10 @@ class Ports:
     """TCP addresses and Unix sockets of one gRPC server. Bind them, then start the server."""
 
     def __init__(self, edge: Edge, tls: Tls | None, *, silence_s: float, connection_limit: int) -> None:
-        """`silence_s`: of a peer, before it is asked whether it lives. `connection_limit`: of each address."""
+        """`silence_s`: of a peer, before it is asked whether it lives.
+
+        `connection_limit`: of each address.
+        """
         self._tls = tls
         limit = ("grpc.max_allowed_incoming_connections", connection_limit)
         options = (*OPTIONS, limit, *_keepalive(silence_s))
@@ -147,7 +151,11 @@ def targets(settings: Settings) -> list[str]:
 
 
 def check_exposure(settings: Settings) -> None:
-    """Raise InvalidConfiguration for what is no address, or one that others reach, without TLS, unless that is wanted."""
+    """Check the addresses of the settings.
+
+    Raises InvalidConfiguration for an address that is none, and for one that others reach without TLS unless
+    `insecure_listen` says so.
+    """
     is_meant = settings.tls_certificate or settings.insecure_listen
     bulk = settings.bulk_listen if settings.bulk_listen != "auto" else ""
     for source, address in (("listen", settings.listen), ("bulk_listen", bulk)):
@@ -159,7 +167,10 @@ def check_exposure(settings: Settings) -> None:
 
 
 def metrics_place(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, int] | None:
-    """Host and port of the metrics; None for none. `auto` is one above the TCP port, on loopback. Raises InvalidConfiguration."""
+    """Host and port of the metrics; None for none. `auto` is one above the TCP port, on loopback.
+
+    Raises InvalidConfiguration.
+    """
     if settings.metrics_listen == "auto":
         tcp = [address for address in addresses if not address.startswith("unix:")]
         port = int(tcp[0].rpartition(":")[2]) + 1 if tcp and not settings.listen.endswith(":0") else 0
@@ -184,7 +195,10 @@ def is_loopback(address: str) -> bool:
 
 
 def bulk_places(settings: Settings, addresses: tuple[str, ...]) -> BulkPlaces:
-    """Beside the gRPC addresses; a host and port of its own where that is set. Raises InvalidConfiguration."""
+    """Beside the gRPC addresses; a host and port of its own where that is set.
+
+    Raises InvalidConfiguration.
+    """
     if not settings.bulk_listen:
         return BulkPlaces()
     unix_paths = [address.removeprefix("unix:") for address in addresses if address.startswith("unix:")]

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """Settings, by name, that another value was found for: those that hold it now, and those that wait for a restart."""
+    """Names of settings with another value: those that hold it now, and those that wait for a restart."""
 
     changed: tuple[str, ...]
     pending: tuple[str, ...]

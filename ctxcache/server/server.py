@@ -134,9 +134,12 @@ class Server:
             settings.metrics_tls_certificate, settings.metrics_tls_key, None, prefix="metrics_"
         )
         self._bulk = BulkChannel(
-            cache, self._admissions.streams, identification, connection_limit=settings.max_bulk_connections,
+            cache,
+            self._admissions.streams,
+            identification,
+            connection_limit=settings.max_bulk_connections,
             tls=self._tls,
-        )  # fmt: skip
+        )
         self._health = Health(SERVICES, lambda: storage.metadata.problem)
         self._doors = Doors(self._admissions, self._health)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
@@ -169,9 +172,14 @@ class Server:
         self._arena = _arena_message(storage, path)
         self._local_turns = Turns(newcomers)
         self._control = ControlSocket(
-            cache, self._arena, storage.arena.read_fd, storage.arena.write_fd, self._admissions.local_clients,
-            self._local_turns, identification,
-        )  # fmt: skip
+            cache,
+            self._arena,
+            storage.arena.read_fd,
+            storage.arena.write_fd,
+            self._admissions.local_clients,
+            self._local_turns,
+            identification,
+        )
 
     @property
     def control_socket(self) -> str:
@@ -190,15 +198,19 @@ class Server:
 
     @classmethod
     async def start(
-        cls, settings: Settings, clock: Clock | None = None, on_loaded: Callable[[], None] = lambda: None,
-        *, spans: Spans | None = None, read_again: Callable[[], Settings] | None = None,
-    ) -> "Server":  # fmt: skip
+        cls,
+        settings: Settings,
+        clock: Clock | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
+        *,
+        spans: Spans | None = None,
+        read_again: Callable[[], Settings] | None = None,
+    ) -> "Server":
         """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
 
-        `on_loaded` is called before the first address is bound; `read_again` reads settings anew for `reload`;
-        `spans` are told instead of whom settings name.
-        Raises DataDirectoryUnusable, FormatTooNew, CorruptMetadata, InvalidConfiguration,
-        CapacityExceeded, AddressUnusable; nothing stays open then.
+        `on_loaded` is called before the first address is bound; `read_again` reads settings anew for
+        `reload`; `spans` are told instead of whom settings name. Raises DataDirectoryUnusable, FormatTooNew,
+        CorruptMetadata, InvalidConfiguration, CapacityExceeded, AddressUnusable; nothing stays open then.
         """
         check_exposure(settings)
         try:
@@ -212,9 +224,13 @@ class Server:
 
     @classmethod
     async def _start(
-        cls, settings: Settings, clock: Clock | None, on_loaded: Callable[[], None], spans: Spans | None,
+        cls,
+        settings: Settings,
+        clock: Clock | None,
+        on_loaded: Callable[[], None],
+        spans: Spans | None,
         read_again: Callable[[], Settings] | None,
-    ) -> "Server":  # fmt: skip
+    ) -> "Server":
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
         with ExitStack() as files:
@@ -227,13 +243,19 @@ class Server:
             files.callback(lessons.close)
             lessons.recall()
             cache = Cache(
-                arena=storage.arena, ssd=storage.ssd, metadata=storage.metadata,
-                clock=clock, policy=policy,
+                arena=storage.arena,
+                ssd=storage.ssd,
+                metadata=storage.metadata,
+                clock=clock,
+                policy=policy,
                 default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
-                crash_count=storage.directory.crash_count, limits=limits_of(settings, are_divided=is_divided), watermarks=watermarks_of(settings),
+                crash_count=storage.directory.crash_count,
+                limits=limits_of(settings, are_divided=is_divided),
+                watermarks=watermarks_of(settings),
                 shares=Shares(settings.tenant_shares, are_tenants_known=is_divided),
-                queue_limits=queue_limits_of(settings, are_divided=is_divided), spans=spans,
-            )  # fmt: skip
+                queue_limits=queue_limits_of(settings, are_divided=is_divided),
+                spans=spans,
+            )
             await _load(cache)
             on_loaded()
             reloading = Reloading(settings, cache, read_again or (lambda: settings))
@@ -253,7 +275,10 @@ class Server:
         return self._reloading.settings
 
     def reload(self) -> Reloaded:
-        """Read again what may change while it runs: settings, and the token file. Raises InvalidConfiguration."""
+        """Read again what may change while it runs: settings, and the token file.
+
+        Raises InvalidConfiguration.
+        """
         self._identification.reload()
         return self._reloading.run()
 
@@ -307,10 +332,12 @@ class Server:
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self._cache).run())
         self._watches = [
-            loop.create_task(self._identification.watch()), loop.create_task(self._lessons.run()),
-            loop.create_task(self._health.watch_writes()), loop.create_task(self._connections.watch()),
+            loop.create_task(self._identification.watch()),
+            loop.create_task(self._lessons.run()),
+            loop.create_task(self._health.watch_writes()),
+            loop.create_task(self._connections.watch()),
             loop.create_task(give_back_unused()),
-        ]  # fmt: skip
+        ]
         for tls in filter(None, (self._tls, self._metrics_tls)):
             self._watches.append(loop.create_task(tls.watch()))
         if isinstance(clock := self._cache.state.clock, StoreClock):
@@ -344,17 +371,24 @@ class Server:
     def _sources(self, rpc_times: RpcTimes) -> Sources:
         arena, metadata = self.storage.arena, self.storage.metadata
         return Sources(
-            self._cache, self._admissions, rpc_times, __version__, self.settings.placement_policy,
+            self._cache,
+            self._admissions,
+            rpc_times,
+            __version__,
+            self.settings.placement_policy,
             self._cache.state.clock.wall_ns() / 10**9,
             connections=lambda: self._connections,
             bulk_connection_count=lambda: self._bulk.connection_count,
             arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
             metadata_commit_count=lambda: metadata.commit_count,
             metadata_problem=lambda: metadata.problem,
-            metadata_reopened_count=lambda: metadata.reopened_count, metadata_properties=metadata.properties,
-            data_directory=str(self.storage.directory.path), loop_lag_s=self._lag.lag_s,
-            settings=lambda: differing(self.settings), shows_names=self._shows_names,
-        )  # fmt: skip
+            metadata_reopened_count=lambda: metadata.reopened_count,
+            metadata_properties=metadata.properties,
+            data_directory=str(self.storage.directory.path),
+            loop_lag_s=self._lag.lag_s,
+            settings=lambda: differing(self.settings),
+            shows_names=self._shows_names,
+        )
 
     def _shows_names(self) -> bool:
         """On the status page, which asks nobody who they are."""
@@ -364,9 +398,13 @@ class Server:
 
     def _add_services(self) -> None:
         about = About(
-            __version__, self._cache.state.clock.wall_ns(), str(self.storage.directory.path), self.addresses,
-            lambda: self.storage.arena.prefaulted_bytes, self.settings.placement_policy,
-        )  # fmt: skip
+            __version__,
+            self._cache.state.clock.wall_ns(),
+            str(self.storage.directory.path),
+            self.addresses,
+            lambda: self.storage.arena.prefaulted_bytes,
+            self.settings.placement_policy,
+        )
         served = self._ports.server
         session_pb2_grpc.add_SessionServiceServicer_to_server(
             SessionService(self._cache, self._local_turns), served
@@ -437,10 +475,13 @@ def _rebuild(settings: Settings) -> None:
 def _arena_message(storage: Storage, control_socket: str) -> arena_pb2.Arena:
     arena, ssd = storage.arena, storage.ssd
     return arena_pb2.Arena(
-        arena_id=arena.arena_id, path=arena.shared_path, size_bytes=arena.capacities_bytes[0],
-        control_socket=control_socket, page_bytes=arena.page_bytes,
+        arena_id=arena.arena_id,
+        path=arena.shared_path,
+        size_bytes=arena.capacities_bytes[0],
+        control_socket=control_socket,
+        page_bytes=arena.page_bytes,
         ssd_files=[
             arena_pb2.SsdFile(path=str(Path(path).absolute()), size_bytes=size_bytes)
             for path, size_bytes in zip(ssd.paths, ssd.capacities_bytes, strict=True)
         ],
-    )  # fmt: skip
+    )

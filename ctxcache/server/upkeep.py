@@ -1,4 +1,4 @@
-"""Upkeep: what happens without being asked. Expiry, deadlines, write-behind, free room, access times, learned facts.
+"""Upkeep: what happens unasked. Expiry, deadlines, write-behind, free room, access times, learned facts.
 
 Six loops, so that a slow device delays neither a deadline nor the room that clean segments give:
 
@@ -9,14 +9,15 @@ Six loops, so that a slow device delays neither a deadline nor the room that cle
     give_up_overdue     callers that wait for a hung device    every half second
     prefetch            promotion ahead of need                when wanted
 
-A step that fails is logged and tried again at the next turn. Worst case between two turns: of write_behind a flush of
-everything that is dirty, of end_what_is_over one commit.
+A step that fails is logged and tried again at the next turn. Worst case between two turns: of write_behind a
+flush of everything that is dirty, of end_what_is_over one commit.
 
 `Lessons` keeps what the placement policy has learned, for the next run, in the data directory's file LESSONS:
 
     {"version": 1, "policy": "value", "time_ns": ..., "lessons": {...}, "checksum": "..."}
 
-Nothing rests on that file: one that is missing, unreadable or of another policy means that everything is learned anew.
+Nothing rests on that file: one that is missing, unreadable or of another policy means that everything is
+learned anew.
 """
 
 import asyncio
@@ -165,7 +166,7 @@ class Lessons:
         self._writer = started_pool(1, "lessons")
 
     def recall(self) -> None:
-        """Let the policy go on from what the file says, if it can; called before the policy hears of anything."""
+        """Let the policy go on from what the file says; called before the policy hears of anything."""
         try:
             facts = read_facts(self._path)
             if facts["version"] == VERSION and facts["policy"] == self._name:

@@ -52,11 +52,15 @@ def _methods(times: RpcTimes) -> Iterator[MethodActivity]:
         if histograms:
             bounds = next(iter(histograms)).bounds
             yield MethodActivity(
-                method=method, count=sum(one.count for one in histograms),
+                method=method,
+                count=sum(one.count for one in histograms),
                 failed_count=sum(h.count for end, h in timer.by_end.items() if end not in (OK, CANCELLED)),
-                total_seconds=sum(one.total for one in histograms), bounds_seconds=bounds,
-                bucket_counts=[sum(column) for column in zip(*(one.counts for one in histograms), strict=True)],
-            )  # fmt: skip
+                total_seconds=sum(one.total for one in histograms),
+                bounds_seconds=bounds,
+                bucket_counts=[
+                    sum(column) for column in zip(*(one.counts for one in histograms), strict=True)
+                ],
+            )
 
 
 def _operations(cache: Cache) -> Iterator[MethodActivity]:
@@ -73,9 +77,13 @@ def _sessions(cache: Cache, limit: int) -> Iterator[SessionActivity]:
         if session is not None:
             view = session.view()
             yield SessionActivity(
-                name=session.name, tenant=session.tenant, access_count=count, token_count=view.token_count,
-                dram_bytes=view.memory_bytes, ssd_bytes=view.durable_bytes,
-            )  # fmt: skip
+                name=session.name,
+                tenant=session.tenant,
+                access_count=count,
+                token_count=view.token_count,
+                dram_bytes=view.memory_bytes,
+                ssd_bytes=view.durable_bytes,
+            )
 
 
 def _tenants(cache: Cache, limit: int) -> Iterator[TenantActivity]:
@@ -83,9 +91,12 @@ def _tenants(cache: Cache, limit: int) -> Iterator[TenantActivity]:
     for tenant, count in nlargest(limit, ledger.accesses_by_tenant.items(), key=lambda item: item[1]):
         use = ledger.usage.of(tenant)
         yield TenantActivity(
-            tenant=tenant, access_count=count, session_count=len(ledger.names(tenant)),
-            dram_bytes=use.memory_bytes, ssd_bytes=use.durable_bytes,
-        )  # fmt: skip
+            tenant=tenant,
+            access_count=count,
+            session_count=len(ledger.names(tenant)),
+            dram_bytes=use.memory_bytes,
+            ssd_bytes=use.durable_bytes,
+        )
 
 
 def _problems(cache: Cache, admissions: Admissions) -> Iterator[str]:

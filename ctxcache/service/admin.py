@@ -1,4 +1,6 @@
-"""AdminService: what operators look at and change. Stats, tenants, settings, leases, paths, the drain, faults on purpose.
+"""AdminService: what operators look at and change.
+
+Stats, tenants, settings, leases, paths, the drain, faults on purpose.
 
 Answers from what is there; changes the cache through its own use cases and the server through `Controls`.
 """
@@ -73,7 +75,9 @@ ACTIVITY_LIMIT, ACTIVITY_DEFAULT = 100, 10
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What of the server is not the cache's. `cut_off` a local client; `hold_path` an SSD path, by its number.
+    """What of the server is not the cache's.
+
+    `cut_off` ends a local client; `hold_path` keeps an SSD path from writes, by its number.
 
     `faults` None: it was not started for faults.
     """
@@ -93,9 +97,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """See proto/ctxcache/v1/admin.proto."""
 
     def __init__(
-        self, cache: Cache, about: About, settings: Callable[[], Iterable[tuple[str, str, bool]]],
-        reload: Callable[[], Changes], controls: Controls,
-    ) -> None:  # fmt: skip
+        self,
+        cache: Cache,
+        about: About,
+        settings: Callable[[], Iterable[tuple[str, str, bool]]],
+        reload: Callable[[], Changes],
+        controls: Controls,
+    ) -> None:
         """`settings`: each one's name, value as JSON, and whether it changes while the server runs."""
         self._cache, self._controls = cache, controls
         self._about = about
@@ -152,9 +160,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 tenant, validate.trace_id(request.trace_id, besides=request.name)
             )
         answer = admin_pb2.WhyMissResponse(
-            tenant=tenant, remembered_since=convert.timestamp(self._about.start_time_ns), trace_id=request.trace_id,
+            tenant=tenant,
+            remembered_since=convert.timestamp(self._about.start_time_ns),
+            trace_id=request.trace_id,
             misses=[_miss(one) for one in misses],
-        )  # fmt: skip
+        )
         if request.trace_id and not misses:
             return answer
         session_id = misses[-1].session_id if misses else validate.session_id(request.name)
@@ -262,8 +272,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             took_s = (clock.monotonic_ns() - began_ns) / 10**9
             log.info(
                 "backup_made sessions=%d segments=%d bytes=%d left_out=%d duration_s=%.3f",
-                copied.session_count, copied.segment_count, sent_bytes, copied.left_out_session_count, took_s,
-            )  # fmt: skip
+                copied.session_count,
+                copied.segment_count,
+                sent_bytes,
+                copied.left_out_session_count,
+                took_s,
+            )
 
     async def Record(
         self,
@@ -276,10 +290,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             duration_ns = validate.within(request.duration.ToNanoseconds(), 1, RECORD_LIMIT_NS, "duration")
         cache, operators = self._cache, self._controls.doors.admissions.operators
         store = recording_pb2.RecordedStore(
-            version=self._about.version, start_time=convert.timestamp(cache.state.clock.wall_ns()),
-            dram_bytes=cache.ledger.memory.capacity_bytes, ssd_bytes=cache.ledger.below.capacity_bytes,
-            session_count=len(cache.ledger.sessions()), placement_policy=self._about.placement_policy,
-        )  # fmt: skip
+            version=self._about.version,
+            start_time=convert.timestamp(cache.state.clock.wall_ns()),
+            dram_bytes=cache.ledger.memory.capacity_bytes,
+            ssd_bytes=cache.ledger.below.capacity_bytes,
+            session_count=len(cache.ledger.sessions()),
+            placement_policy=self._about.placement_policy,
+        )
         parts = recorded(cache, store, duration_ns=duration_ns, is_over=lambda: operators.is_draining)
         async with aclosing(parts):
             async for part in parts:
@@ -290,11 +307,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         use, own = ledger.usage.of(tenant), ledger.quotas.own(tenant)
         retained_bytes, pinned_bytes = self._cache.placement.retaining.used_bytes(tenant)
         return admin_pb2.TenantUse(
-            tenant=tenant, session_count=len(ledger.names(tenant)), dram_bytes=use.memory_bytes,
-            ssd_bytes=use.durable_bytes, kept_bytes=use.kept_bytes, guaranteed_dram_bytes=own.memory_bytes,
-            guaranteed_ssd_bytes=own.durable_bytes, limit_bytes=own.limit_bytes, retained_bytes=retained_bytes,
+            tenant=tenant,
+            session_count=len(ledger.names(tenant)),
+            dram_bytes=use.memory_bytes,
+            ssd_bytes=use.durable_bytes,
+            kept_bytes=use.kept_bytes,
+            guaranteed_dram_bytes=own.memory_bytes,
+            guaranteed_ssd_bytes=own.durable_bytes,
+            limit_bytes=own.limit_bytes,
+            retained_bytes=retained_bytes,
             pinned_bytes=pinned_bytes,
-        )  # fmt: skip
+        )
 
     def _tiers(self) -> list[admin_pb2.TierStats]:
         cache, ledger = self._cache, self._cache.ledger
@@ -418,13 +441,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return operations_pb2.ListEnginesResponse(
             engines=[
                 operations_pb2.EngineUse(
-                    tenant=queue.tenant, engine=queue.engine, waiting_count=queues.job_count(queue),
-                    session_count=len(queue.names), is_connected=queue.lost_until_ns is None,
+                    tenant=queue.tenant,
+                    engine=queue.engine,
+                    waiting_count=queues.job_count(queue),
+                    session_count=len(queue.names),
+                    is_connected=queue.lost_until_ns is None,
                 )
                 for queue in map(by_name.__getitem__, names[:limit])
             ],
             next_page_token=validate.next_page_token(names, limit),
-        )  # fmt: skip
+        )
 
     def _change_share(self, request: operations_pb2.UpdateTenantRequest) -> None:
         """Raises InvalidArgument."""
@@ -460,9 +486,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _lease(self, lease: Lease) -> operations_pb2.HeldLease:
         clock = self._cache.state.clock
         message = operations_pb2.HeldLease(
-            lease_id=lease.lease_id, tenant=lease.view.tenant, session=lease.view.name, token_begin=lease.begin,
-            token_end=lease.end, pinned_bytes=sum(lease.pinned.values()), client=lease.client.number,
-        )  # fmt: skip
+            lease_id=lease.lease_id,
+            tenant=lease.view.tenant,
+            session=lease.view.name,
+            token_begin=lease.begin,
+            token_end=lease.end,
+            pinned_bytes=sum(lease.pinned.values()),
+            client=lease.client.number,
+        )
         message.age.FromNanoseconds(int(self._cache.leases.age_s(lease) * 10**9))
         if lease.deadline_ns != NEVER_NS:
             expire_time_ns = convert.wall_time_ns(clock, lease.deadline_ns)
@@ -475,14 +506,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         status = operations_pb2.DrainStatus(
             running_rpc_count=admissions.calls.running_count + admissions.streams.running_count,
             local_client_count=admissions.local_clients.running_count,
-            lease_count=cache.leases.lease_count, reservation_count=cache.appends.reservation_count,
-            dirty_bytes=ledger.due_bytes, spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
+            lease_count=cache.leases.lease_count,
+            reservation_count=cache.appends.reservation_count,
+            dirty_bytes=ledger.due_bytes,
+            spared_bytes=ledger.dirty_bytes - ledger.due_bytes,
             problem=problem,
-        )  # fmt: skip
+        )
         status.is_done = not (
-            status.running_rpc_count or status.local_client_count or status.lease_count
-            or status.reservation_count or status.dirty_bytes
-        )  # fmt: skip
+            status.running_rpc_count
+            or status.local_client_count
+            or status.lease_count
+            or status.reservation_count
+            or status.dirty_bytes
+        )
         return status
 
     # -- faults, in a server that was started for them ---------------------------------------------------
@@ -535,11 +571,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _fault(self, faults: Faults, fault: Fault) -> faults_pb2.Fault:
         return faults_pb2.Fault(
-            fault_id=fault.fault_id, kind=_NUMBERS[fault.kind], error_number=fault.error_number,
+            fault_id=fault.fault_id,
+            kind=_NUMBERS[fault.kind],
+            error_number=fault.error_number,
             path="" if fault.path_index is None else self._cache.ssd.paths[fault.path_index],
-            delay=convert.duration(fault.delay_ns) if fault.kind.is_delay else None, left_count=fault.left_count,
+            delay=convert.duration(fault.delay_ns) if fault.kind.is_delay else None,
+            left_count=fault.left_count,
             left_duration=convert.duration(max(fault.end_ns - faults.clock.monotonic_ns(), 0)),
-        )  # fmt: skip
+        )
 
 
 _EVENTS = {event: admin_pb2.MissEvent.Value(f"MISS_EVENT_{event.name}") for event in Event}
@@ -547,17 +586,24 @@ _EVENTS = {event: admin_pb2.MissEvent.Value(f"MISS_EVENT_{event.name}") for even
 
 def _happening(one: Happened) -> admin_pb2.SessionHappening:
     return admin_pb2.SessionHappening(
-        event=_EVENTS[one.event], first_time=convert.timestamp(one.first_time_ns),
-        last_time=convert.timestamp(one.time_ns), count=one.count, detail=one.detail, token_count=one.token_count,
+        event=_EVENTS[one.event],
+        first_time=convert.timestamp(one.first_time_ns),
+        last_time=convert.timestamp(one.time_ns),
+        count=one.count,
+        detail=one.detail,
+        token_count=one.token_count,
         trace_id=one.trace_id,
-    )  # fmt: skip
+    )
 
 
 def _miss(one: Miss) -> admin_pb2.RequestMiss:
     return admin_pb2.RequestMiss(
-        session=f"sessions/{one.session_id}", access=one.by, result=one.result,
-        time=convert.timestamp(one.time_ns), count=one.count,
-    )  # fmt: skip
+        session=f"sessions/{one.session_id}",
+        access=one.by,
+        result=one.result,
+        time=convert.timestamp(one.time_ns),
+        count=one.count,
+    )
 
 
 def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
@@ -569,24 +615,34 @@ def verify_message(report: Scrubbed) -> admin_pb2.VerifyResponse:
         record_count=report.record_count,
         bad=[
             admin_pb2.BadSegment(
-                segment_id=bad.segment_id, tenant=bad.tenant,
+                segment_id=bad.segment_id,
+                tenant=bad.tenant,
                 sessions=[f"sessions/{session_id}" for session_id in bad.sessions],
-                position_begin=bad.begin, position_end=bad.end, path=bad.path, offset_bytes=bad.offset_bytes,
-                problem=bad.problem, tier=session_pb2.TIER_DRAM if bad.is_in_dram else session_pb2.TIER_SSD,
+                position_begin=bad.begin,
+                position_end=bad.end,
+                path=bad.path,
+                offset_bytes=bad.offset_bytes,
+                problem=bad.problem,
+                tier=session_pb2.TIER_DRAM if bad.is_in_dram else session_pb2.TIER_SSD,
                 is_mended=bad.is_mended,
             )
             for bad in report.bad
         ],
-    )  # fmt: skip
+    )
 
 
 def _backup_message(data: bytes, copied: Copied) -> operations_pb2.BackupResponse:
     return operations_pb2.BackupResponse(
-        data=data, session_count=copied.session_count, total_session_count=copied.total_session_count,
-        copied_bytes=copied.bytes, total_bytes=copied.total_bytes, segment_count=copied.segment_count,
-        token_count=copied.token_count, unwritten_token_count=copied.unwritten_token_count,
+        data=data,
+        session_count=copied.session_count,
+        total_session_count=copied.total_session_count,
+        copied_bytes=copied.bytes,
+        total_bytes=copied.total_bytes,
+        segment_count=copied.segment_count,
+        token_count=copied.token_count,
+        unwritten_token_count=copied.unwritten_token_count,
         left_out_session_count=copied.left_out_session_count,
-    )  # fmt: skip
+    )
 
 
 def _tier(

@@ -1,4 +1,4 @@
-"""Admission: how many connections and rpcs of each sort there are, what those beyond the bound are told, how rpcs end.
+"""Admission: how many connections and rpcs there are, what those beyond the bound are told, how rpcs end.
 
 An rpc is counted in one sort. Each sort has a bound of its own, so that none uses up another's room:
 
@@ -6,9 +6,9 @@ An rpc is counted in one sort. Each sort has a bound of its own, so that none us
     streams          rows over gRPC                  engines          queues of engines
     operators        AdminService                    (health and reflection: in `edge.py`)
 
-Nothing queues here: what runs shares the machine already, and a queue would only add to the wait of all. A refusal
-says when to come again. Owned by the event loop; waits for nothing. Worst case: everything beyond the bound is refused,
-by an answer that was made before.
+Nothing queues here: what runs shares the machine already, and a queue would only add to the wait of all. A
+refusal says when to come again. Owned by the event loop; waits for nothing. Worst case: everything beyond the
+bound is refused, by an answer that was made before.
 """
 
 import asyncio
@@ -88,7 +88,10 @@ class Admission:
         return self.when_full if is_full else None
 
     def begin(self, tenant: str) -> None:
-        """Count one rpc of that tenant, until `end`. Raises Draining, TooManyRequests; then nothing is counted."""
+        """Count one rpc of that tenant, until `end`.
+
+        Raises Draining, TooManyRequests; then nothing is counted.
+        """
         refusal = self.refusal()
         if refusal is None and self._bound.is_divided:
             is_too_much = self._bound.is_reached(self.running_count, self._own[tenant])
@@ -221,7 +224,8 @@ class Doors:
 class Timer:
     """How long one method's rpcs took and how they ended. Owned by the event loop.
 
-    Memory: a histogram for each way of ending, a closed set. Nothing is formatted here: it is on every call's path.
+    Memory: a histogram for each way of ending, a closed set. Nothing is formatted here: it is on every call's
+    path.
     """
 
     def __init__(self) -> None:
@@ -263,9 +267,9 @@ class _Known(NamedTuple):
 class Connections:
     """Connections to gRPC's TCP ports, and not too many of one host. Owned by the event loop.
 
-    gRPC itself holds the sum to its limit, says nothing to Python of a connection, and knows no limit by host. So this
-    process's own descriptors are looked at twice a second. Worst case: a host fills the sum between two looks; its
-    newest connections beyond its own limit are then ended.
+    gRPC itself holds the sum to its limit, says nothing to Python of a connection, and knows no limit by
+    host. So this process's own descriptors are looked at twice a second. Worst case: a host fills the sum
+    between two looks; its newest connections beyond its own limit are then ended.
     """
 
     def __init__(self, limit: int, host_limit: int) -> None:
@@ -340,7 +344,8 @@ def _descriptors() -> list[int]:
 def _socket_inode(descriptor: int) -> int | None:
     """The inode of a descriptor's socket; None where it is no socket. Asks no device, as `fstat` would."""
     with suppress(OSError):
-        kind, _, number = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")  # noqa: PTH115  1,000 of them twice a second
+        # Not pathlib: there are a thousand of them twice a second.
+        kind, _, number = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")  # noqa: PTH115
         if kind == "socket":
             return int(number.strip("[]"))
     return None

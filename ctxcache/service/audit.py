@@ -1,7 +1,7 @@
 """The audit log: who asked what of the whole server, and what came of it.
 
-One line of `key=value` for each, values in JSON so that none can forge another; logger `ctxcache.audit`. Callers that
-were refused are logged there too, by `callers.py`.
+One line of `key=value` for each, values in JSON so that none can forge another; logger `ctxcache.audit`.
+Callers that were refused are logged there too, by `callers.py`.
 """
 
 import asyncio
@@ -91,9 +91,13 @@ def _write(method: str, request: Any, result: str) -> None:
     asked = json.dumps(_plain(request), separators=(",", ":"))
     log.info(
         "audit subject=%s tenant=%s role=%s method=%s request=%s result=%s",
-        json.dumps(caller.subject), caller.tenant, caller.grant.role.value, method.rpartition("/")[2],
-        asked[:REQUEST_CHARACTERS], result,
-    )  # fmt: skip
+        json.dumps(caller.subject),
+        caller.tenant,
+        caller.grant.role.value,
+        method.rpartition("/")[2],
+        asked[:REQUEST_CHARACTERS],
+        result,
+    )
 
 
 def _plain(request: Message) -> Any:

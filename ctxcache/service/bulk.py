@@ -3,8 +3,8 @@
 A client asks by OpenBulk for a ticket, and with it opens a connection, which runs in a thread of its own
 (`bulk_connection.py`). All else here is the event loop's.
 
-Worst case: as many connections as there may be, or threads as there can be; more are closed at once, and their clients
-use the streams of gRPC.
+Worst case: as many connections as there may be, or threads as there can be; more are closed at once, and
+their clients use the streams of gRPC.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 64
 ACCEPT_PAUSE_S = 1.0
-"""After a connection that could not be taken: what was lacking is lacking still, and the connection still waits."""
+"""After a connection that could not be taken: what was lacking is lacking still, and the connection still
+waits."""
 BEGIN_TIMEOUT_S = 2.0
 """How long a connection's thread may take to begin."""
 
@@ -49,9 +50,14 @@ class BulkChannel:
     """Listens and serves. Use `open`, then `drain`."""
 
     def __init__(
-        self, cache: Cache, calls: Admission, identification: Identification, *, connection_limit: int,
+        self,
+        cache: Cache,
+        calls: Admission,
+        identification: Identification,
+        *,
+        connection_limit: int,
         tls: Tls | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tickets = Tickets(cache.state.clock, are_divided=cache.state.limits.are_divided)
         self.tcp_port = 0
         self.unix_path = ""
@@ -155,7 +161,8 @@ class BulkChannel:
             return
         accepted, ended = _Accepted(connected, self._tls, self._transfers, loop), loop.create_future()
         try:
-            # Not `Thread.start`, which waits for the thread: without memory it dies before it can say that it runs.
+            # Not `Thread.start`, which waits for the thread: without memory it dies before it can say that it
+            # runs.
             start_new_thread(_serve, (accepted, loop, ended))
         except (RuntimeError, MemoryError) as error:
             log.warning("bulk_accept_failed error=%s", error)
@@ -237,7 +244,7 @@ def _serve(accepted: _Accepted, loop: asyncio.AbstractEventLoop, ended: asyncio.
 
 
 def _check_begun(accepted: _Accepted, ended: asyncio.Future[None]) -> None:
-    """A thread that found no memory to begin with has ended without a word: its client must not wait for it."""
+    """End a connection whose thread found no memory to begin with: its client must not wait for it."""
     if not accepted.has_begun and not ended.done():
         log.warning("bulk_accept_failed error=%s", "its thread does not begin")
         accepted.framed_shut()

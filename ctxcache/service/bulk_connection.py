@@ -1,15 +1,15 @@
 """One connection of the bulk channel, in a thread of its own: frames in, frames out, rows in place.
 
     the connection's thread                          the event loop, which owns the cache
-    BulkConnection: receives, verifies, sends   ──►  Transfers, ReadTransfer, AppendTransfer: lease, reserve, commit
+    BulkConnection: receives, verifies, sends   ──►  Transfers: lease, reserve, commit
                                                 ◄──  lent: pieces to read, room to write
 
-A connection is let in by a ticket, which OpenBulk issued: an id to find it by, and a secret that is compared in constant
-time. It has one use and a short life, and there is a bounded number of them.
+A connection is let in by a ticket, which OpenBulk issued: an id to find it by, and a secret that is compared
+in constant time. It has one use and a short life, and there is a bounded number of them.
 
-All of a transfer is coroutines that the thread waits for; between two of them the thread touches only what was lent to
-it. Every wait has a deadline. Worst case: the peer stalls or speaks no frames; the connection ends, and with it all
-that it held.
+All of a transfer is coroutines that the thread waits for; between two of them the thread touches only what
+was lent to it. Every wait has a deadline. Worst case: the peer stalls or speaks no frames; the connection
+ends, and with it all that it held.
 """
 
 import asyncio
@@ -179,7 +179,10 @@ class AppendTransfer:
             self._held = held.pop_all()
 
     async def room(self, token_end: int) -> Room:
-        """Room up to that token at least; what was lent before is not any more. Raises as `Append.make_room`."""
+        """Room up to that token at least; what was lent before is not any more.
+
+        Raises as `Append.make_room`.
+        """
         await self.take_back()
         await self.append.make_room(token_end)
         return self._lent.enter_context(self._writing.lend(self.append.reservation))
@@ -211,14 +214,18 @@ class Transfers:
     """Begins transfers. Owned by the event loop."""
 
     def __init__(
-        self, cache: Cache, calls: Admission, connections: Admission, tickets: Tickets,
+        self,
+        cache: Cache,
+        calls: Admission,
+        connections: Admission,
+        tickets: Tickets,
         identification: Identification,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cache, self._calls, self._connections, self._tickets = cache, calls, connections, tickets
         self._identification = identification
 
     async def let_in(self, ticket: bytes, properties: Properties, entered: ExitStack) -> Caller:
-        """Whose ticket it is; it is used up, and the connection counts as its tenant's until `entered` is closed.
+        """Use a ticket up; the connection counts as its tenant's until `entered` is closed.
 
         `properties`: what the connection proves. Raises Unauthenticated, TooManyRequests.
         """
@@ -470,7 +477,7 @@ class _Part(NamedTuple):
     is_passing: bool
 
     def cut(self, row_bytes: int) -> list["_Part"] | None:
-        """This, or what it is cut into where one frame cannot carry it; None where it is not what it must be."""
+        """The part, or what it is cut into where one frame cannot carry it; None for damaged rows."""
         if len(self.data) <= CHUNK_BYTES_LIMIT:
             return [self]
         row_count, parts = max(MESSAGE_BYTES // row_bytes, 1), []

@@ -5,9 +5,9 @@
     else a certificate                     spiffe:// dns: cn:    rules
     else a Unix socket, by its process     uid:N                 rules, or the server's own user
 
-What is given and does not hold is refused, not passed over. The edge finds the caller of each rpc before it looks at
-anything else of it; from there the caller is the one of everything that the rpc's task does. Owned by the event loop.
-Worst case: nothing is given, which is refused with what is needed.
+What is given and does not hold is refused, not passed over. The edge finds the caller of each rpc before it
+looks at anything else of it; from there the caller is the one of everything that the rpc's task does. Owned
+by the event loop. Worst case: nothing is given, which is refused with what is needed.
 """
 
 import asyncio

@@ -96,7 +96,7 @@ class ControlSocket:
         self._drain = loop.create_task(self._end_idle())
 
     async def stop(self, timeout_s: float) -> None:
-        """Take no more, let connections that hold something end, cut off those that have not by the deadline."""
+        """Take no more; let connections that hold something end, and cut them off at the deadline."""
         if self._server is None or self._drain is None:
             return
         self._server.close()
@@ -169,7 +169,10 @@ class _Connection(asyncio.Protocol):
         self.go_on()
 
     def eof_received(self) -> bool:
-        """See asyncio.Protocol. An end without an END is a client that died: whatever it asked for is cancelled."""
+        """See asyncio.Protocol.
+
+        An end without an END is a client that died: whatever it asked for is cancelled.
+        """
         return self._frames.is_last(Kind.END)
 
     def pause_writing(self) -> None:

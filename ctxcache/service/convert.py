@@ -1,8 +1,8 @@
 """Between the wire's messages and the cache's facts: models, sessions, locations, engines' queues and hints.
 
-Answers of many entries are encoded an entry at a time, so that none takes the event loop for long, or grows too large:
-to encode 3 MiB of small messages at once takes a dozen milliseconds; put together they cost a copy. Worst case: one
-entry that is larger than an answer may be goes alone.
+Answers of many entries are encoded an entry at a time, so that none takes the event loop for long, or grows
+too large: to encode 3 MiB of small messages at once takes a dozen milliseconds; put together they cost a
+copy. Worst case: one entry that is larger than an answer may be goes alone.
 """
 
 import math
@@ -197,13 +197,23 @@ def encoded_model(record: Registered) -> Generator[None, None, bytes]:
     """
     spec = record.spec
     facts = model_pb2.Model(
-        name=f"models/{spec.model_id}", fingerprint=record.fingerprint, architecture=spec.architecture,
-        revision=spec.revision, weights_digest=spec.weights_digest, tokenizer_digest=spec.tokenizer_digest,
-        dtype=model_pb2.Dtype.ValueType(spec.dtype), layer_count=spec.layer_count,
-        hidden_size=spec.hidden_size, kv_head_count=spec.kv_head_count, head_size=spec.head_size,
-        rope=spec.rope, norm=spec.norm, is_relocatable=spec.is_relocatable,
-        create_time=timestamp(record.create_time_ns), settings=spec.settings,
-    )  # fmt: skip
+        name=f"models/{spec.model_id}",
+        fingerprint=record.fingerprint,
+        architecture=spec.architecture,
+        revision=spec.revision,
+        weights_digest=spec.weights_digest,
+        tokenizer_digest=spec.tokenizer_digest,
+        dtype=model_pb2.Dtype.ValueType(spec.dtype),
+        layer_count=spec.layer_count,
+        hidden_size=spec.hidden_size,
+        kv_head_count=spec.kv_head_count,
+        head_size=spec.head_size,
+        rope=spec.rope,
+        norm=spec.norm,
+        is_relocatable=spec.is_relocatable,
+        create_time=timestamp(record.create_time_ns),
+        settings=spec.settings,
+    )
     parts = [facts.SerializeToString()]
     alike: dict[tuple[StateKind, int, DType], list[Stream]] = {}
     for i, (stream, row_bytes, dtype) in enumerate(spec.streams):
@@ -230,10 +240,12 @@ def encoded_probe(probe: ModelProbe) -> bytes:
     """What is said of a model's probe, as a message of a model that has nothing else."""
     return model_pb2.Model(
         probe=model_pb2.ModelProbe(
-            dtype=model_pb2.Dtype.ValueType(probe.dtype), token_ids=probe.token_ids,
-            group_size=probe.group_size, values=probe.values,
+            dtype=model_pb2.Dtype.ValueType(probe.dtype),
+            token_ids=probe.token_ids,
+            group_size=probe.group_size,
+            values=probe.values,
         )
-    ).SerializeToString()  # fmt: skip
+    ).SerializeToString()
 
 
 # -- sessions ---------------------------------------------------------------------------------------
@@ -429,7 +441,7 @@ class EncodedAnswer:
         self.size_bytes += len(part)
 
     def encoded(self) -> bytes:
-        """All of it: encoded messages one after the other are the message that has the entries of them all."""
+        """The whole answer: encoded messages one after the other are the message with all their entries."""
         return b"".join(self._parts)
 
 
@@ -616,13 +628,18 @@ def _hint(message: hints_pb2.HintAction, tenant: str) -> Hint:
     action = Action(kind)
     begin, end = _range(message)
     return Hint(
-        tenant, validate.session_id(message.session, "session"), action, begin, end,
+        tenant,
+        validate.session_id(message.session, "session"),
+        action,
+        begin,
+        end,
         ttl_ns=_ttl_ns(message, action),
         priority=validate.within(message.priority, 0, PRIORITY_LIMIT, "priority"),
         budget_bytes=validate.within(message.budget_bytes, 1, HINT_COUNT_LIMIT, "budget_bytes")
-        if message.HasField("budget_bytes") else None,
+        if message.HasField("budget_bytes")
+        else None,
         return_in_ns=_return_in_ns(message.expect) if action is Action.EXPECT else None,
-    )  # fmt: skip
+    )
 
 
 def _range(message: hints_pb2.HintAction) -> tuple[int, int | None]:
@@ -653,9 +670,11 @@ def _return_in_ns(message: hints_pb2.ExpectHint) -> int | None:
 def hint_result(action_id: str, answer: Answer, *, wall_offset_ns: int) -> hints_pb2.HintResult:
     """What came of a hint; `wall_offset_ns` leads from the monotonic to the wall clock."""
     result = hints_pb2.HintResult(
-        action_id=action_id, outcome=_OUTCOMES[answer.outcome], reason=answer.reason,
+        action_id=action_id,
+        outcome=_OUTCOMES[answer.outcome],
+        reason=answer.reason,
         granted_bytes=answer.granted_bytes,
-    )  # fmt: skip
+    )
     if answer.until_ns is not None:
         result.valid_until.CopyFrom(timestamp(answer.until_ns + wall_offset_ns))
     return result
@@ -683,7 +702,10 @@ _LAYERS: dict[tuple[int, bool], tuple[tuple[LayerRun, ...], hints_pb2.Readiness]
 
 
 def _layers(readiness: Readiness) -> hints_pb2.Readiness:
-    """What is said of a session's layers. A layout of 512 runs takes a millisecond to say, and to copy far less."""
+    """What is said of a session's layers.
+
+    A layout of 512 runs takes a millisecond to say, and to copy far less.
+    """
     key = id(readiness.runs), bool(readiness.missing_bytes)
     known = _LAYERS.get(key)
     if known is None:

@@ -1,10 +1,10 @@
-"""The RPC edge: who calls, admission, the request's arrival, and every error turned into a status with its reason.
+"""The RPC edge: callers, admission, the arrival of requests, and errors as statuses with reasons.
 
-Wraps all four kinds of rpc. To gRPC each of them takes a stream of messages, so that nothing of a request is received
-before its caller is let in:
+Wraps all four kinds of rpc. To gRPC each of them takes a stream of messages, so that nothing of a request is
+received before its caller is let in:
 
     headers ──► caller let in ──► request arrives whole ──► counted ──► behaviour ──► answer
-       └ full or draining: refused here          └ cut off when it takes too long       └ error: status and reason
+       └ full or draining: refused here     └ cut off when it takes too long        error: status ┘
 
 No error passes the edge unmapped. Health and reflection are anybody's, and answer also when draining.
 """
@@ -74,7 +74,7 @@ class Edge(grpc.aio.ServerInterceptor):
         spans: Spans,
         newcomers: Newcomers,
     ) -> None:
-        """`decoders`, by method, read what the generated code would copy; `times` are told of every rpc's end.
+        """`decoders`, by method, read what generated code would copy; `times` are told of every rpc's end.
 
         `newcomers`: calls of one message count as such, that bulk work lets them go first.
 
@@ -92,7 +92,8 @@ class Edge(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, Handler] = {}
         """By method; the server's own methods only, so that it stays small."""
         self._answered_once: dict[str, Admission] = {}
-        """Of our methods with one message each way: a client that still sends cannot lose a refusal of those."""
+        """Of our methods with one message each way: a client that still sends cannot lose a refusal of
+        those."""
 
     async def intercept_service(
         self,
@@ -157,7 +158,7 @@ class Edge(grpc.aio.ServerInterceptor):
 def _until_drained(
     behaviour: Callable[..., Awaitable[None]], admission: Admission
 ) -> Callable[..., AsyncGenerator[Any]]:
-    """Let a watch end with the drain, which would otherwise wait for it: no client ends one of its own accord."""
+    """Let a watch end with the drain, which would wait for it: no client ends one of its own accord."""
 
     async def watch(request: object, context: Context) -> AsyncGenerator[Any]:
         watching = asyncio.ensure_future(behaviour(request, context))
@@ -402,7 +403,10 @@ class Incoming:
         return message
 
     async def next(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message; None when the caller has said all. Raises TimeoutError; the next call goes on then."""
+        """The next message; None when the caller has said all.
+
+        Raises TimeoutError; the next call goes on then.
+        """
         if self._returned:
             return self._returned.pop()
         if self._is_over:
@@ -459,9 +463,9 @@ def _retrieve(read: "asyncio.Future[Any]") -> None:
 class Arrivals:
     """How many messages arrive at a time, and which ones give way. Owned by the event loop.
 
-    gRPC takes no byte of a message past a stream's first window until the message is asked for. Here is asked, for a
-    bounded number at a time. Worst case: a crowd of callers that never finish, each of which is cut off when others
-    wait.
+    gRPC takes no byte of a message past a stream's first window until the message is asked for. Here is
+    asked, for a bounded number at a time. Worst case: a crowd of callers that never finish, each of which is
+    cut off when others wait.
     """
 
     def __init__(self, limit: int = ARRIVALS_LIMIT) -> None:
@@ -478,7 +482,10 @@ class Arrivals:
         """How many were refused because they did not become whole."""
 
     async def receive(self, incoming: Incoming, peer: str) -> bytes | None:
-        """A caller's next message, whole; None when it has said all. Raises DeadlineExceeded, TooManyRequests."""
+        """A caller's next message, whole; None when it has said all.
+
+        Raises DeadlineExceeded, TooManyRequests.
+        """
         if self._waiting or len(self._arriving) + self._promised_count >= self._limit:
             await self._wait(peer.rpartition(":")[0])
         loop = asyncio.get_running_loop()

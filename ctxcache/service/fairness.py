@@ -1,14 +1,14 @@
 """Fairness: one piece of bulk work per few turns of the event loop, so that small calls get in between.
 
-gRPC takes on one call of each method per few turns of the loop, and a call takes several, with waits for gRPC's
-own thread between them. Where a piece of bulk work filled each of those waits, a small call waited for several
-pieces. So bulk work waits while calls are there that have come lately and have not rested themselves.
+gRPC takes on one call of each method per few turns of the loop, and a call takes several, with waits for
+gRPC's own thread between them. Where a piece of bulk work filled each of those waits, a small call waited for
+several pieces. So bulk work waits while calls are there that have come lately and have not rested themselves.
 
     bulk     |piece|                     |piece|            |piece|
     calls          |come ... answered|         |none: a few turns of the loop|
 
-Knows nothing of the work. Worst case of bulk work: calls come without a pause, and it gets one piece per PATIENCE_NS.
-Worst case of a call: one piece of bulk work, which was under way when the call came.
+Knows nothing of the work. Worst case of bulk work: calls come without a pause, and it gets one piece per
+PATIENCE_NS. Worst case of a call: one piece of bulk work, which was under way when the call came.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ SLICE_NS = 500_000
 PATIENCE_NS = 2_000_000
 """How long bulk work waits for newcomers before its next piece."""
 NEW_NS = 3_000_000
-"""How long a call counts as a newcomer: one that waits for a disk or for others must not hold up bulk work."""
+"""How long a call counts as a newcomer: one that waits for a disk or for others must not hold up bulk
+work."""
 
 
 class Newcomers:
@@ -90,7 +91,10 @@ class Turns:
         """Set while newcomers go first."""
 
     async def take(self) -> None:
-        """Wait until nobody else has had a turn for a few turns of the loop; what follows, up to the next await, is in it."""
+        """Wait for a turn, which lasts up to the next await.
+
+        The turn before it is a few turns of the loop ago.
+        """
         if not self._is_taken:
             self._is_taken = True
             if not self._must_wait():
@@ -158,7 +162,7 @@ class Slice:
         self._end_ns = time.monotonic_ns() + SLICE_NS
 
     async def work(self, steps: Generator[None, None, T]) -> T:
-        """Take all steps of a piece of work, and rest between two of them where it is time to; what it returns."""
+        """Take all steps of a piece of work, resting between two of them when it is time; its result."""
         while True:
             try:
                 next(steps)

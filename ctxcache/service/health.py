@@ -1,8 +1,7 @@
-"""Health: grpc.health.v1, whether the server takes work, told to whoever asks or watches. Owned by the event loop.
+"""Health: grpc.health.v1, whether the server takes work. Owned by the event loop.
 
-Where writes alone are refused, what writes is not serving, and reads are.
-A change waits for no watcher: each is told the newest when it takes something. Worst case: a watcher that takes
-nothing, which keeps one message.
+Where writes alone are refused, what writes is not serving, and reads are. A change waits for no watcher: each
+is told the newest when it takes something. Worst case: a watcher that takes nothing, which keeps one message.
 """
 
 import asyncio
@@ -29,7 +28,10 @@ class Health(HealthServicer):
     """Serves nothing at first."""
 
     def __init__(self, services: Iterable[str], problem_of_writes: Callable[[], str]) -> None:
-        """`services`: whose health is told, beside the server's. `problem_of_writes`: empty while they are taken."""
+        """`services`: whose health is told, beside the server's.
+
+        `problem_of_writes`: empty while they are taken.
+        """
         self._names = frozenset(("", READS, WRITES, *services))
         self._problem_of_writes = problem_of_writes
         self._is_serving = False

@@ -176,7 +176,10 @@ class LocalClient:
             raise Draining
 
     def end(self, *, is_abandoned: bool) -> None:
-        """End everything that is still held. `is_abandoned`: nobody can say that the client has stopped writing."""
+        """End everything that is still held.
+
+        `is_abandoned`: nobody can say that the client has stopped writing.
+        """
         for lease_id in self._leases:
             with suppress(LeaseNotFound):
                 self._cache.leases.release(lease_id)
@@ -233,7 +236,10 @@ class LocalClient:
             convert.fill_segments(message, lease, begin, begin + PIECES_PER_PAUSE)
 
     def _acquire_at_once(self, request: arena_pb2.AcquireLease, result: arena_pb2.OperationResult) -> bool:
-        """Lease rows that are in DRAM, briefly: a full answer may take long to make. False where that is not so."""
+        """Lease rows that are in DRAM, briefly: a full answer may take long to make.
+
+        False where that is not so.
+        """
         lease = self._cache.leases.acquire_resident(self._asked(request)) if request.is_brief else None
         if lease is None:
             return False
@@ -259,7 +265,10 @@ class LocalClient:
         )
 
     def _grant(self, request: arena_pb2.AcquireLease, lease: Lease, message: arena_pb2.Lease) -> None:
-        """Own a lease and answer with it. Raises CapacityExceeded, and ends it, where its locations are too many."""
+        """Own a lease and answer with it.
+
+        Raises CapacityExceeded, and ends it, where its locations are too many.
+        """
         self._leases.add(lease.lease_id)
         self._prune_if_many()
         try:
@@ -384,7 +393,10 @@ class LocalClient:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What came of one of several commits. `generation`: of its session afterwards, 0 when nothing became visible."""
+    """What came of one of several commits.
+
+    `generation`: of its session afterwards, 0 when nothing became visible.
+    """
 
     reservation: Reservation | None = None
     generation: int = 0
@@ -407,7 +419,10 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     def __init__(
         self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns, *, is_sealed: bool
     ) -> None:
-        """`turns`: in which local clients' work is done that takes long. `is_sealed`: nobody writes to the arena."""
+        """`turns`: in which local clients' work is done that takes long.
+
+        `is_sealed`: nobody writes to the arena.
+        """
         self._is_sealed = is_sealed
         self._cache = cache
         self._turns = turns

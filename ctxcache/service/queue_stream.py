@@ -1,4 +1,4 @@
-"""Scheduling: one engine's stream. Its requests change the queue, one after the other; its answers wait for nobody.
+"""The stream of one engine's queue. Requests change the queue in their order; answers wait for no client.
 
 What is to be told stands in the queue, once per session, until the client takes it: a reader that is slow
 finds the newest state, and one that takes nothing is not read from either. Worst case: it is cut off after

@@ -1,4 +1,6 @@
-"""The recorder: what a cache hears, as parts of a recording. Names become hashes here, and their key is forgotten.
+"""The recorder: what a cache hears, as parts of a recording.
+
+Names become hashes here, and their key is forgotten.
 
 Bounded: what waits for the reader is what `Listening` keeps and one part of it. One at a time.
 """
@@ -50,11 +52,13 @@ class Recorder:
         if heard.layout is not None:
             facts["layout"] = self._number(heard.fingerprint, heard.layout, layouts)
         return recording_pb2.RecordedCall(
-            at_ns=heard.at_ns - self._begun_ns, kind=_KINDS[heard.call],
-            session=self._hash(heard.tenant, heard.name), tenant=self._hash(heard.tenant, ""),
+            at_ns=heard.at_ns - self._begun_ns,
+            kind=_KINDS[heard.call],
+            session=self._hash(heard.tenant, heard.name),
+            tenant=self._hash(heard.tenant, ""),
             session_tokens=heard.session_tokens,
             **facts,  # type: ignore[arg-type]  # fields of the message, by the callers of `Accesses`
-        )  # fmt: skip
+        )
 
     def _number(
         self, fingerprint: bytes, layout: SegmentLayout, layouts: list[recording_pb2.RecordedLayout]
@@ -110,10 +114,12 @@ def _layout(number: int, layout: SegmentLayout) -> recording_pb2.RecordedLayout:
     # The token ids come first, and are always there.
     sizes = [spec.row_bytes for spec in layout.specs[1:]]
     return recording_pb2.RecordedLayout(
-        layout=number, token_bytes=layout.token_bytes, segment_bytes=layout.size_bytes,
+        layout=number,
+        token_bytes=layout.token_bytes,
+        segment_bytes=layout.size_bytes,
         segment_tokens=layout.segment_tokens,
         streams=[
             recording_pb2.RecordedStreams(row_bytes=size_bytes, count=sum(1 for _ in same))
             for size_bytes, same in groupby(sizes)
         ],
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""Reflection: which services there are, told to tools by grpc.reflection.v1 and by v1alpha, which are one protocol.
+"""Reflection: which services there are, by grpc.reflection.v1 and v1alpha, which are one protocol.
 
 Worst case: a request for what is not known, which is answered with NOT_FOUND within the stream.
 """

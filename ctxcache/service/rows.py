@@ -1,7 +1,7 @@
 """Rows over a wire, whichever transport carries them: an append under way, and a read's messages.
 
-gRPC streams (`sessions.py`) and the bulk channel (`bulk_connection.py`) both use these. Used by one task or thread at
-a time. Worst case: an append that is given up shows nothing of what its last commit did not cover.
+gRPC streams (`sessions.py`) and the bulk channel (`bulk_connection.py`) both use these. Used by one task or
+thread at a time. Worst case: an append that is given up shows nothing of what its last commit did not cover.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -42,7 +42,10 @@ T = TypeVar("T")
 
 
 async def begin_append(writing: Appends, header: session_pb2.AppendHeader, tenant: str) -> "Append":
-    """Open the reservation that an append's header asks for. Raises as `Appends.reserve` does, InvalidArgument."""
+    """Open the reservation that an append's header asks for.
+
+    Raises as `Appends.reserve` does, InvalidArgument.
+    """
     generation = header.if_generation_match if header.HasField("if_generation_match") else None
     reservation = await writing.reserve(
         tenant,
@@ -189,14 +192,17 @@ async def _cut(rows: Rows, row_bytes: int, mend: Mend) -> Sequence[Rows]:
 
 
 async def chunk_message(parts: Sequence[Rows], mend: Mend) -> bytes:
-    """Encode rows of one stream as one message, with their joint checksum. Raises CorruptSegment, TierFailure."""
+    """Encode rows of one stream as one message, with their joint checksum.
+
+    Raises CorruptSegment, TierFailure.
+    """
     data = [part.data for part in parts]
     checksum = await _summed(lambda: joint_checksum(data), parts, mend)
     return encode_chunk(parts[0].stream, parts[0].token_begin, data, checksum)
 
 
 async def _summed(make: Callable[[], T], known: Sequence[Rows], mend: Mend) -> T:
-    """New checksums of rows, made before the old ones are verified: what changes at any time is found by one of them.
+    """New checksums of rows, made before the old ones are verified: one of them finds any change.
 
     Rows that are not what they must be are mended where they lie. Raises CorruptSegment, TierFailure.
     """

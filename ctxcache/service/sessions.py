@@ -1,4 +1,7 @@
-"""SessionService. Messages with rows are read here around the rows: protobuf's own types would copy them twice."""
+"""SessionService.
+
+Messages with rows are read here around the rows: protobuf's own types would copy them twice.
+"""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing
@@ -217,7 +220,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         end = append.check(stream, chunk.token_begin, len(chunk.data))
         await append.make_room(end)
         self._writing.place(append.reservation, stream, chunk.token_begin, chunk.data)
-        # Last: the rows were added up before, so that what changed until now is found here, and by their sums later.
+        # Last: the rows were added up before, so that what changed until now is found here, and by their sums
+        # later.
         if wire_checksum(chunk.data) != chunk.checksum:
             raise ChecksumMismatch(field="chunk.data")
         append.received[stream] = end

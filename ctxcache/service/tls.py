@@ -1,7 +1,8 @@
-"""TLS of the server's TCP ports: one certificate for gRPC and for the bulk channel, taken over when its files change.
+"""TLS of the TCP ports: one certificate for gRPC and the bulk channel, taken over when its files change.
 
-Worst case at the start: a file that cannot be used, which is said by its name before anything listens; later: such a file is
-said to be, and what was read before goes on. Connections that are open keep what they began with.
+Worst case at the start: a file that cannot be used, which is said by its name before anything listens; later:
+such a file is said to be, and what was read before goes on. Connections that are open keep what they began
+with.
 """
 
 import asyncio

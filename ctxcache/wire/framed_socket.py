@@ -129,8 +129,8 @@ class FramedSocket:
     ) -> bool:
         """Receive the frame's data to where it belongs; whether all of it is what its checksums say.
 
-        Places and parts are both as long as the data. A place may have a hasher: it is fed what comes there, before that
-        is verified. Raises FrameError.
+        Places and parts are both as long as the data. A place may have a hasher: it is fed what comes there,
+        before that is verified. Raises FrameError.
         """
         is_right = True
         rest = _Places(places)

@@ -26,7 +26,8 @@ class Kind(IntEnum):
     ACCESS = 2
     """AccessRequest from the client, AccessResponse from the server."""
     END = 3
-    """From the client nothing: it has finished. From the server a google.rpc.Status: why it ends; empty for OK."""
+    """From the client nothing: it has finished. From the server a google.rpc.Status: why it ends; empty for
+    OK."""
 
 
 class Frame(NamedTuple):

@@ -82,7 +82,7 @@ def code_of(error: CacheError) -> grpc.StatusCode:
 
 
 def code_name(end: str) -> tuple[str, str]:
-    """The code's name and the reason of how an rpc ended: an error's reason, or a code's name, which has no reason."""
+    """The code's name and the reason of an end: an error's reason, or a code's name, which has no reason."""
     error_class = _BY_REASON.get(end)
     return (end, "") if error_class is None else (CODES[error_class].name, end)
 
