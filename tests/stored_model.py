@@ -1,9 +1,8 @@
 """The model of a session as its store describes it, for tests that are given a session's name and nothing else."""
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import model_from_wire
 
 
 def stored_model(client: Client, session_name: str) -> CallerModel:
     """Raises SessionNotFound."""
-    return CallerModel(model_from_wire(client.get_model(client.get_session(session_name).model)))
+    return CallerModel(client.get_model(client.get_session(session_name).model).spec)

@@ -17,7 +17,7 @@ from ctxcache.archive.files import Source, refusals_of_file
 from ctxcache.archive.frames import END, MADE, MODEL, ROWS, SESSION, VOID, FrameReader, FrameWriter, write_all
 from ctxcache.archive.outcomes import ENDS_ALL, Outcome, Status, Step
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import model_from_wire, probe_from_wire, streams_from_wire
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
     CacheError,
     GenerationMismatch,
@@ -26,7 +26,6 @@ from ctxcache.errors import (
     SessionNotFound,
 )
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.v1.session_pb2 import Session
 
 ROWS_BYTES = 16 << 20
 ATTEMPTS = 3
@@ -94,20 +93,19 @@ class Exporter:
         is_fine = self._skips_gone and isinstance(failure, SessionNotFound)
         return Outcome(name, name, Status.SKIPPED if is_fine else Status.FAILED, error=failure)
 
-    def _model(self, session: Session) -> tuple[int, ArchivedModel]:
+    def _model(self, session: SessionInfo) -> tuple[int, ArchivedModel]:
         """The session's model and its number in the file, which has it from now on."""
         key = session.model, session.model_fingerprint
         if key not in self._models:
             registered = self._client.get_model(session.model)
-            spec = model_from_wire(registered)
+            spec = registered.spec
             CallerModel(spec).check(session.name, session.model_fingerprint)
-            create_time_ns = registered.create_time.ToNanoseconds()
-            model = ArchivedModel(session.tenant, spec, create_time_ns, probe_from_wire(registered))
+            model = ArchivedModel(session.tenant, spec, registered.create_time_ns or 0, registered.probe)
             self._models[key] = len(self._models), model
             self._writer.write(MODEL, model.encode())
         return self._models[key]
 
-    def _write(self, session: Session, described: ArchivedSession, model_number: int) -> None:
+    def _write(self, session: SessionInfo, described: ArchivedSession, model_number: int) -> None:
         self._writer.write(SESSION, described.encode(model_number))
         stretch, token_bytes, begin = tokens_at_a_time(described.token_bytes), described.token_bytes, 0
         try:
@@ -125,7 +123,7 @@ class Exporter:
             self._step(session.name, -begin, -begin * token_bytes)
             raise
 
-    def _rows(self, session: Session, described: ArchivedSession, begin: int, end: int) -> memoryview:
+    def _rows(self, session: SessionInfo, described: ArchivedSession, begin: int, end: int) -> memoryview:
         """All streams' rows of tokens `[begin, end)`, one stream behind the other."""
         room = self._room_for((end - begin) * described.token_bytes)
         model = CallerModel(described.model.spec)
@@ -155,20 +153,20 @@ def tokens_at_a_time(token_bytes: int) -> int:
     return count - count % SEGMENT_TOKENS if count >= SEGMENT_TOKENS else max(1, count)
 
 
-def _describe(session: Session, model: ArchivedModel) -> ArchivedSession:
+def _describe(session: SessionInfo, model: ArchivedModel) -> ArchivedSession:
     # The API numbers live tokens alone, so their indexes are the positions here.
     live = ((0, session.token_count),) if session.token_count else ()
     return ArchivedSession(
         session_id=session.name.removeprefix("sessions/"),
         model=model,
-        layout=tuple(streams_from_wire(session.layout)),
+        layout=tuple(session.streams()),
         uid=bytes.fromhex(session.uid),
         generation=session.generation,
         live=live,
         log_end=session.token_count,
-        create_time_ns=session.create_time.ToNanoseconds(),
-        access_time_ns=session.access_time.ToNanoseconds(),
-        expire_time_ns=session.expire_time.ToNanoseconds(),
-        ttl_ns=session.ttl.ToNanoseconds() if session.HasField("ttl") else 0,
+        create_time_ns=session.create_time_ns or 0,
+        access_time_ns=session.access_time_ns or 0,
+        expire_time_ns=session.expire_time_ns or 0,
+        ttl_ns=session.ttl_ns or 0,
         is_pinned=session.is_pinned,
     )

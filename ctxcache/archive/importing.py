@@ -16,8 +16,8 @@ from ctxcache.archive.contents import ArchivedSession
 from ctxcache.archive.outcomes import ENDS_ALL, OnConflict, Outcome, Status, Step, Wishes
 from ctxcache.archive.reader import Rows, SessionInFile
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, FileUnusable, SessionAlreadyExists, SessionNotFound
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 
 UNFINISHED = "importing-"
 UNFINISHED_TTL_S = 120.0
@@ -29,7 +29,7 @@ _NS_PER_S = 10**9
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def present(client: Client, session_id: str) -> Session | None:
+def present(client: Client, session_id: str) -> SessionInfo | None:
     """The store's session of that id."""
     try:
         return client.get_session(f"sessions/{session_id}")
@@ -87,13 +87,13 @@ class Importer:
             return Outcome(source, name, Status.FAILED, error=error)
         return Outcome(source, name, Status.IMPORTED, described.token_count, described.size_bytes)
 
-    def _bring(self, one: SessionInFile, target: str, before: Session | None) -> None:
+    def _bring(self, one: SessionInFile, target: str, before: SessionInfo | None) -> None:
         described = one.described
         is_pinned = described.is_pinned and self._wishes.keeps_pins
         model = self._client.register_model(described.model.spec, described.model.probe)
         unfinished = self._client.create_session(
             model.name, session_id=UNFINISHED + secrets.token_hex(8), layout=described.layout,
-            ttl_s=UNFINISHED_TTL_S, is_pinned=is_pinned,
+            ttl=timedelta(seconds=UNFINISHED_TTL_S), is_pinned=is_pinned,
         )  # fmt: skip
         try:
             filled = self._fill(unfinished, model, one, target)
@@ -106,7 +106,7 @@ class Importer:
             with suppress(CacheError):
                 self._client.delete_session(unfinished.name)
 
-    def _fill(self, session: Session, model: CallerModel, one: SessionInFile, target: str) -> Session:
+    def _fill(self, session: SessionInfo, model: CallerModel, one: SessionInFile, target: str) -> SessionInfo:
         unsynced_bytes = 0
         for rows in _gathered(one.rows()):
             before = session.token_count
@@ -115,7 +115,7 @@ class Importer:
             is_synced = unsynced_bytes >= SYNC_BYTES
             try:
                 session = self._client.append(
-                    session, model, rows, durability=DURABILITY_DISK if is_synced else DURABILITY_MEMORY
+                    session, model, rows, durability=Durability.DISK if is_synced else Durability.MEMORY
                 )
             except SessionNotFound as error:
                 problem = f"what had come of it was evicted, or nothing came for {UNFINISHED_TTL_S:.0f} s"
@@ -126,18 +126,18 @@ class Importer:
         return session
 
     def _publish(
-        self, filled: Session, described: ArchivedSession, target: str, before: Session | None
+        self, filled: SessionInfo, described: ArchivedSession, target: str, before: SessionInfo | None
     ) -> None:
         if before is not None:
             # A session that has changed meanwhile is kept: its new tokens were not there when it was to be replaced.
             with suppress(SessionNotFound):
                 self._client.delete_session(before.name, if_generation_match=before.generation)
-        ends: dict[str, Any] = {"ttl_s": described.ttl_ns / _NS_PER_S}
+        ends: dict[str, Any] = {"ttl": timedelta(microseconds=described.ttl_ns / 1000)}
         if self._wishes.ttl_s is not None:
-            ends = {"ttl_s": self._wishes.ttl_s}
+            ends = {"ttl": timedelta(seconds=self._wishes.ttl_s)}
         elif not described.ttl_ns:
             # The server's clock, as of its last answer.
-            now = filled.access_time.ToDatetime(tzinfo=UTC)
+            now = filled.access_time
             ends = {"expire_time": end_of_life(described.expire_time_ns, self._begin_time_ns, now)}
         self._client.fork_session(filled.name, session_id=target, **ends)
 

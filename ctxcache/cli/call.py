@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 
 import typer
-from google.protobuf.message import Message
 
 from ctxcache.cli.documents import Output
 from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, TENANT, Credentials, Shared, TenantOption, shared_of
-from ctxcache.cli.printers import print_list, print_message
+from ctxcache.cli.printers import print_fact, print_list
 from ctxcache.cli.signature import option, with_signature
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
@@ -63,13 +62,13 @@ class Call(Shared):
         ) as client:
             yield client
 
-    def show(self, message: Message) -> None:
-        """Print one message."""
-        print_message(message, self.output)
+    def show(self, fact: object) -> None:
+        """Print one of the client's plain types."""
+        print_fact(fact, self.output)
 
-    def show_list(self, noun: str, messages: Iterable[Message], limit: int | None) -> None:
-        """Print at most `limit` messages under `noun`; None is all."""
-        shown = list(islice(messages, limit if limit is None else limit + 1))
+    def show_list(self, noun: str, facts: Iterable[object], limit: int | None) -> None:
+        """Print at most `limit` facts under `noun`; None is all."""
+        shown = list(islice(facts, limit if limit is None else limit + 1))
         has_more = limit is not None and len(shown) > limit
         print_list(noun, shown[:limit], has_more=has_more, output=self.output)
 

@@ -64,7 +64,7 @@ def reference() -> None:
 def running(call: Call) -> None:
     """Show the settings that a running server has; those marked live change while it runs."""
     with call.client() as client:
-        settings = client.settings().settings
+        settings = client.settings()
     facts: dict[str, Plain] = {
         s.name: {"value": json.loads(s.value_json), "can_reload": s.can_reload} for s in settings
     }

@@ -15,11 +15,11 @@ import typer
 from ctxcache.cli.call import Call, online, watched
 from ctxcache.cli.completion import ssd_paths, tenant_names
 from ctxcache.cli.examples import examples
-from ctxcache.cli.printers import to_plain
 from ctxcache.cli.tables import drain_line
-from ctxcache.cli.units import parse_duration_s, parsed
+from ctxcache.cli.units import parse_span, parsed
+from ctxcache.client.convert import document
+from ctxcache.client.types import DrainStatus, InjectedFaultKind
 from ctxcache.errors import LeaseNotFound
-from ctxcache.v1.operations_pb2 import DrainStatus
 
 app = typer.Typer()
 quotas = typer.Typer(no_args_is_help=True, help="Look at tenants' shares and change them.")
@@ -126,9 +126,7 @@ def list_leases(
     """List leases, the oldest first."""
     with call.client() as client:
         found = [
-            lease
-            for lease in client.list_leases(tenant=tenant)
-            if lease.age.ToTimedelta().total_seconds() >= older_than
+            lease for lease in client.list_leases(tenant=tenant) if (lease.age_ns or 0) / 1e9 >= older_than
         ]
     call.show_list("leases", found, None)
 
@@ -153,7 +151,7 @@ def revoke_lease(call: Call, lease: Id) -> None:
     it reads may become another's. A stream fails.
     """
     with call.client() as client:
-        ended = client.revoke_lease(lease).ended_lease_count
+        ended = client.revoke_lease(lease)
     call.show_facts({"ended_lease_count": ended}, f"{ended} leases ended")
 
 
@@ -172,11 +170,10 @@ class Kind(enum.StrEnum):
     COMMIT_DELAY = "commit-delay"
 
     @property
-    def on_wire(self) -> str:
-        """The name of the proto's FaultKind."""
-        return {Kind.BIT_FLIP: "SSD_READ_BIT_FLIP", Kind.COMMIT_DELAY: "COMMIT_DELAY"}.get(
-            self, f"SSD_{self.name}"
-        )
+    def injected(self) -> InjectedFaultKind:
+        """What the server is asked for."""
+        names = {Kind.BIT_FLIP: "SSD_READ_BIT_FLIP", Kind.COMMIT_DELAY: "COMMIT_DELAY"}
+        return InjectedFaultKind[names.get(self, f"SSD_{self.name}")]
 
 
 DELAYS = (Kind.READ_DELAY, Kind.WRITE_DELAY, Kind.COMMIT_DELAY)
@@ -237,11 +234,11 @@ def inject(
     with call.client() as client:
         call.show(
             client.inject_fault(
-                kind.on_wire,
+                kind.injected,
                 count=count,
-                duration_s=parsed(parse_duration_s, duration, "--duration"),
+                duration=parsed(parse_span, duration, "--duration"),
                 path=path,
-                delay_s=None if delay is None else parsed(parse_duration_s, delay, "--delay"),
+                delay=None if delay is None else parsed(parse_span, delay, "--delay"),
                 error_number=parsed(_error_number, error or "EIO", "--errno") if kind in ERRORS else 0,
             )
         )
@@ -303,4 +300,4 @@ def _report(status: DrainStatus) -> None:
 
 
 def _show(call: Call, status: DrainStatus) -> None:
-    call.show_facts(to_plain(status), drain_line(status))
+    call.show_facts(document(status), drain_line(status))

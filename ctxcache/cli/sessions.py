@@ -20,16 +20,15 @@ from ctxcache.cli.examples import examples
 from ctxcache.cli.units import (
     check_one_of,
     model_name,
-    parse_duration_s,
     parse_instant,
     parse_range,
+    parse_span,
     parsed,
     session_name,
 )
 from ctxcache.client import Client
+from ctxcache.client.types import HintResult, SessionInfo
 from ctxcache.settings.knobs.knob import parse_size_bytes
-from ctxcache.v1.hints_pb2 import HintResult
-from ctxcache.v1.session_pb2 import Session
 
 app = typer.Typer()
 sessions = typer.Typer(no_args_is_help=True, help="Look at sessions and change them.")
@@ -82,12 +81,12 @@ def list_sessions(
 ) -> None:
     """List sessions by name."""
     larger_bytes = 0 if larger == "0" else parsed(parse_size_bytes, larger, "--larger")
-    idle_since = datetime.now(UTC) - timedelta(seconds=parsed(parse_duration_s, idle, "--idle"))
+    idle_since = datetime.now(UTC) - parsed(parse_span, idle, "--idle")
 
-    def is_wanted(session: Session) -> bool:
+    def is_wanted(session: SessionInfo) -> bool:
         return (
             session.name.startswith(session_name(prefix))
-            and session.access_time.ToDatetime(tzinfo=UTC) <= idle_since
+            and session.access_time <= idle_since
             and session.dram_bytes + session.ssd_bytes >= larger_bytes
             and pinned in (None, session.is_pinned)
         )
@@ -237,11 +236,11 @@ def expire_session(
 ) -> None:
     """Say when a session expires."""
     check_one_of(now=now, ttl=ttl is not None, at=at is not None)
-    ttl_s = parsed(parse_duration_s, ttl, "--ttl") if ttl is not None else None
+    span = parsed(parse_span, ttl, "--ttl") if ttl is not None else None
     instant = parsed(parse_instant, at, "--at") if at is not None else None
     with call.client() as client:
         call.show(
-            client.update_session(session_name(name), ttl_s=ttl_s, expire_time=LONG_AGO if now else instant)
+            client.update_session(session_name(name), ttl=span, expire_time=LONG_AGO if now else instant)
         )
 
 
@@ -362,9 +361,9 @@ def send_hint(
     """Say what is to come of a session. The server may take less, or nothing: it answers what came of it."""
     if kind in TTL_KINDS and ttl is None:
         raise typer.BadParameter(f"{kind} needs --ttl")
-    ttl_s = None if ttl is None else parsed(parse_duration_s, ttl, "--ttl")
+    span = None if ttl is None else parsed(parse_span, ttl, "--ttl")
     with call.client() as client:
-        call.show_list("hints", [_send(client, kind, session_name(name), ttl_s, tokens)], None)
+        call.show_list("hints", [_send(client, kind, session_name(name), span, tokens)], None)
 
 
 @hints.command("queues", epilog=examples("ctxcache hint queues"))
@@ -375,14 +374,14 @@ def list_queues(call: Call) -> None:
         call.show_list("engines", client.list_engines(), None)
 
 
-def _send(client: Client, kind: Hint, name: str, ttl_s: float | None, tokens: int | None) -> HintResult:
+def _send(client: Client, kind: Hint, name: str, span: timedelta | None, tokens: int | None) -> HintResult:
     sent = {
         Hint.SHARE: lambda: client.share(name, token_count=tokens),
-        Hint.PREFETCH: lambda: client.prefetch(name, token_count=tokens, ttl_s=ttl_s),
+        Hint.PREFETCH: lambda: client.prefetch(name, token_count=tokens, ttl=span),
         Hint.DEMOTE: lambda: client.demote(name),
-        Hint.PIN: lambda: client.pin(name, ttl_s=ttl_s or 0),
-        Hint.RETAIN: lambda: client.retain(name, ttl_s=ttl_s or 0),
+        Hint.PIN: lambda: client.pin(name, ttl=span or timedelta()),
+        Hint.RETAIN: lambda: client.retain(name, ttl=span or timedelta()),
         Hint.RELEASE: lambda: client.release(name),
-        Hint.EXPECT: lambda: client.expect(name, ttl_s),
+        Hint.EXPECT: lambda: client.expect(name, span),
     }
     return sent[kind]()

@@ -1,36 +1,45 @@
-"""Messages as tables for people: human sizes, times relative to now. Not stable; scripts use JSON.
+"""What a server tells, as tables for people: human sizes, times relative to now. Not stable; scripts use JSON.
 
 `why-miss` is a sentence, and a table of what happened to the session.
 """
 
+import enum
 import errno
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ctxcache.cli.units import human_duration, human_size, human_time
-from ctxcache.v1.admin_pb2 import MissEvent, PathState, Stats, TenantUse, TierStats, WhyMissResponse
-from ctxcache.v1.faults_pb2 import Fault, FaultKind
-from ctxcache.v1.hints_pb2 import HintOutcome, HintResult
-from ctxcache.v1.model_pb2 import Dtype, Model, StateKind, StreamRange
-from ctxcache.v1.operations_pb2 import DrainStatus, EngineUse, HeldLease
-from ctxcache.v1.session_pb2 import Session, Tier
+from ctxcache.client.types import (
+    DrainStatus,
+    EngineUse,
+    HeldLease,
+    HintResult,
+    InjectedFault,
+    MissEvent,
+    MissReport,
+    ModelInfo,
+    SessionInfo,
+    StoreStats,
+    TenantStats,
+    TierStats,
+    instant,
+)
+from ctxcache.format.streams import StateKind, StreamRange
 
 FINGERPRINT_DIGITS = 12
 REASONS = {
-    MissEvent.MISS_EVENT_EVICTED: "was evicted",
-    MissEvent.MISS_EVENT_EXPIRED: "has expired",
-    MissEvent.MISS_EVENT_DELETED: "was deleted",
+    MissEvent.EVICTED: "was evicted",
+    MissEvent.EXPIRED: "has expired",
+    MissEvent.DELETED: "was deleted",
 }
 
 
-def session_grid(session: Session) -> RenderableType:
+def session_grid(session: SessionInfo) -> RenderableType:
     """One session, a line per fact."""
     return grid(
         ("name", session.name),
@@ -38,8 +47,8 @@ def session_grid(session: Session) -> RenderableType:
         ("tokens", f"{session.token_count}, of which {session.durable_token_count} are durable"),
         ("generation", str(session.generation)),
         ("layout", _streams(session.layout)),
-        ("created", when(session.create_time)),
-        ("last access", when(session.access_time)),
+        ("created", when(session.create_time_ns)),
+        ("last access", when(session.access_time_ns)),
         ("expires", _expiry(session)),
         ("pinned", _yes(session.is_pinned)),
         ("DRAM", human_size(session.dram_bytes)),
@@ -50,7 +59,7 @@ def session_grid(session: Session) -> RenderableType:
     )
 
 
-def sessions_table(sessions: Sequence[Session]) -> RenderableType:
+def sessions_table(sessions: Sequence[SessionInfo]) -> RenderableType:
     """Sessions, one per line."""
     rows = table("NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD")
     for s in sessions:
@@ -59,8 +68,8 @@ def sessions_table(sessions: Sequence[Session]) -> RenderableType:
             s.model,
             str(s.token_count),
             str(s.durable_token_count),
-            when(s.access_time),
-            when(s.expire_time),
+            when(s.access_time_ns),
+            when(s.expire_time_ns),
             _yes(s.is_pinned),
             human_size(s.dram_bytes),
             human_size(s.ssd_bytes),
@@ -68,25 +77,25 @@ def sessions_table(sessions: Sequence[Session]) -> RenderableType:
     return rows
 
 
-def model_grid(model: Model) -> RenderableType:
+def model_grid(model: ModelInfo) -> RenderableType:
     """One model, a line per fact."""
     per_token_bytes = sum(spec.row_bytes * _count(spec.streams) for spec in model.streams)
     return grid(
         ("name", model.name),
         ("architecture", model.architecture),
         ("revision", model.revision or "-"),
-        ("dtype", _word(Dtype.Name(model.dtype))),
+        ("dtype", _word(model.dtype)),
         ("shape", _shape(model)),
         ("streams", _streams(spec.streams for spec in model.streams)),
         ("all streams", f"{human_size(per_token_bytes)} per token"),
         ("relocatable", _yes(model.is_relocatable)),
         ("rope", model.rope or "-"),
-        ("created", when(model.create_time)),
+        ("created", when(model.create_time_ns)),
         ("fingerprint", model.fingerprint.hex()),
     )
 
 
-def models_table(models: Sequence[Model]) -> RenderableType:
+def models_table(models: Sequence[ModelInfo]) -> RenderableType:
     """Models, one per line."""
     rows = table("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
     for model in models:
@@ -94,15 +103,15 @@ def models_table(models: Sequence[Model]) -> RenderableType:
             model.name,
             model.architecture,
             str(model.layer_count),
-            _word(Dtype.Name(model.dtype)),
+            _word(model.dtype),
             str(sum(_count(spec.streams) for spec in model.streams)),
-            when(model.create_time),
+            when(model.create_time_ns),
             model.fingerprint.hex()[:FINGERPRINT_DIGITS],
         )
     return rows
 
 
-def tenants_table(tenants: Sequence[TenantUse]) -> RenderableType:
+def tenants_table(tenants: Sequence[TenantStats]) -> RenderableType:
     """Tenants, one per line."""
     rows = table(
         "TENANT", ">SESSIONS", ">DRAM", ">OF ITS OWN", ">SSD", ">OF ITS OWN", ">LIMIT", ">RETAINED", ">PINNED"
@@ -118,18 +127,18 @@ def tenants_table(tenants: Sequence[TenantUse]) -> RenderableType:
             use.tenant,
             str(use.session_count),
             *map(human_size, sizes),
-            human_size(use.limit_bytes) if use.HasField("limit_bytes") else "-",
+            "-" if use.limit_bytes is None else human_size(use.limit_bytes),
             human_size(use.retained_bytes),
             human_size(use.pinned_bytes),
         )
     return rows
 
 
-def stats_view(stats: Stats) -> RenderableType:
+def stats_view(stats: StoreStats) -> RenderableType:
     """What the server holds and has done."""
     head = grid(
         ("version", stats.version),
-        ("started", when(stats.start_time)),
+        ("started", when(stats.start_time_ns)),
         ("data", stats.data_directory),
         ("listens on", ", ".join(stats.listen_addresses)),
         ("sessions", f"{stats.session_count} of {stats.model_count} models"),
@@ -143,11 +152,11 @@ def stats_view(stats: Stats) -> RenderableType:
     tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
     for tier in stats.tiers:
         tiers.add_row(
-            Tier.Name(tier.tier).removeprefix("TIER_"),
+            tier.tier.name,
             human_size(tier.used_bytes),
             human_size(tier.capacity_bytes),
             str(tier.segment_count),
-            _word(PathState.Name(tier.state)),
+            _word(tier.state),
             tier.path,
         )
     return Group(head, Text(), tiers)
@@ -158,13 +167,13 @@ def paths_table(tiers: Sequence[TierStats]) -> RenderableType:
     rows = table("TIER", ">USED", ">CAPACITY", ">FULL", ">FRAGMENTED", ">SEGMENTS", "STATE", "PATH", "WHY")
     for tier in tiers:
         rows.add_row(
-            Tier.Name(tier.tier).removeprefix("TIER_"),
+            tier.tier.name,
             human_size(tier.used_bytes),
             human_size(tier.capacity_bytes),
             f"{tier.used_bytes / max(tier.capacity_bytes, 1):.0%}",
             f"{fragmented(tier):.0%}",
             str(tier.segment_count),
-            PathState.Name(tier.state).removeprefix("PATH_STATE_").lower(),
+            _word(tier.state),
             tier.path,
             tier.problem or "-",
         )
@@ -188,7 +197,7 @@ def leases_table(leases: Sequence[HeldLease]) -> RenderableType:
             f"{lease.token_begin}:{lease.token_end}",
             human_size(lease.pinned_bytes),
             _reader(lease),
-            duration(lease.age),
+            duration(lease.age_ns),
             _expires(lease),
         )
     return rows
@@ -203,7 +212,7 @@ def lease_grid(lease: HeldLease) -> RenderableType:
         ("tokens", f"{lease.token_begin} to {lease.token_end}, the end excluded"),
         ("holds", f"{human_size(lease.pinned_bytes)} in DRAM"),
         ("reader", _reader(lease)),
-        ("age", duration(lease.age)),
+        ("age", duration(lease.age_ns)),
         ("expires", _expires(lease)),
     )
 
@@ -223,24 +232,23 @@ def hints_table(results: Sequence[HintResult]) -> RenderableType:
     """What came of hints."""
     rows = table("OUTCOME", ">BYTES", "UNTIL", "WHY")
     for result in results:
-        until = when(result.valid_until) if result.HasField("valid_until") else "-"
-        outcome = HintOutcome.Name(result.outcome).removeprefix("HINT_OUTCOME_").lower()
-        rows.add_row(outcome, human_size(result.granted_bytes), until, result.reason or "-")
+        until = "-" if result.valid_until_ns is None else when(result.valid_until_ns)
+        rows.add_row(_word(result.outcome), human_size(result.granted_bytes), until, result.reason or "-")
     return rows
 
 
-def faults_table(faults: Sequence[Fault]) -> RenderableType:
+def faults_table(faults: Sequence[InjectedFault]) -> RenderableType:
     """Faults that may strike yet, one per line."""
     rows = table(">FAULT", "KIND", "PATH", "HOW", ">TIMES", ">FOR")
     for fault in faults:
-        kind = FaultKind.Name(fault.kind).removeprefix("FAULT_KIND_").lower()
+        kind = _word(fault.kind)
         rows.add_row(
             str(fault.fault_id),
             kind,
             fault.path or "-",
             _how(fault),
             str(fault.left_count),
-            duration(fault.left_duration),
+            duration(fault.left_duration_ns),
         )
     return rows
 
@@ -256,13 +264,13 @@ def drain_line(status: DrainStatus) -> str:
     return f"draining: {left}" + (f"; {status.problem}" if status.problem else "")
 
 
-def why_miss_view(answer: WhyMissResponse) -> RenderableType:
+def why_miss_view(answer: MissReport) -> RenderableType:
     """One session that somebody missed, or what a request missed and the last session of that."""
     if answer.trace_id and not answer.misses:
         return Text(
             f"no miss of {answer.trace_id} by tenant {answer.tenant} is remembered: it missed nothing, did "
             "not send its trace, or did so before the server began to remember "
-            f"({when(answer.remembered_since)}) or long ago."
+            f"({when(answer.remembered_since_ns)}) or long ago."
         )
     parts: list[RenderableType] = [_misses(answer), Text()] if answer.trace_id else []
     parts.append(Text(_sentence(answer)))
@@ -300,8 +308,8 @@ def _streams(ranges: Iterable[StreamRange]) -> str:
     return ", ".join(_layers(kind, list(group)) for kind, group in by_kind) or "-"
 
 
-def _layers(kind: StateKind.ValueType, ranges: Sequence[StreamRange]) -> str:
-    word = _word(StateKind.Name(kind))
+def _layers(kind: StateKind, ranges: Sequence[StreamRange]) -> str:
+    word = _word(kind)
     if ranges[0].layer_begin < 0:
         return word
     runs = [[ranges[0].layer_begin, ranges[0].layer_end]]
@@ -314,17 +322,17 @@ def _layers(kind: StateKind.ValueType, ranges: Sequence[StreamRange]) -> str:
     return f"{word} {', '.join(str(a) if b - a == 1 else f'{a}-{b - 1}' for a, b in runs)}"
 
 
-def _expiry(session: Session) -> str:
-    kept = f", {human_duration(session.ttl.ToTimedelta().total_seconds())} after each access"
-    return when(session.expire_time) + (kept if session.HasField("ttl") else "")
+def _expiry(session: SessionInfo) -> str:
+    kept = "" if session.ttl_ns is None else f", {duration(session.ttl_ns)} after each access"
+    return when(session.expire_time_ns) + kept
 
 
-def _shape(model: Model) -> str:
+def _shape(model: ModelInfo) -> str:
     heads = f"{model.kv_head_count} K/V heads of {model.head_size}"
     return f"{model.layer_count} layers, hidden {model.hidden_size}, {heads}"
 
 
-def _segments(stats: Stats) -> str:
+def _segments(stats: StoreStats) -> str:
     ahead = (
         f"{stats.prefetched_segment_count} ahead, {stats.prefetch_unused_segment_count} of these for nothing"
     )
@@ -332,31 +340,32 @@ def _segments(stats: Stats) -> str:
     return f"{stats.segment_count}; {moved}, {stats.corrupt_segment_count} corrupt"
 
 
-def _ended(stats: Stats) -> str:
+def _ended(stats: StoreStats) -> str:
     evicted = f"{stats.evicted_session_count} evicted ({stats.unadmitted_session_count} never written)"
     return f"{stats.expired_session_count} expired, {evicted}"
 
 
-def _unwritten(stats: Stats) -> str:
+def _unwritten(stats: StoreStats) -> str:
     return f"{human_size(stats.dirty_bytes)} not on SSD yet, {stats.delayed_write_count} writes delayed"
 
 
-def _share(stats: Stats) -> str:
+def _share(stats: StoreStats) -> str:
     return f"{stats.dram_hit_token_count / max(stats.read_token_count, 1):.0%}"
 
 
-def when(instant: Timestamp) -> str:
-    """`in 59 min` or `3 min ago`."""
-    return human_time(instant.ToDatetime(tzinfo=UTC), datetime.now(UTC))
+def when(time_ns: int | None) -> str:
+    """`in 59 min` or `3 min ago`. `time_ns`: nanoseconds since 1970."""
+    return human_time(instant(time_ns or 0), datetime.now(UTC))
 
 
-def _word(enum_name: str) -> str:
-    return enum_name.removeprefix("STATE_KIND_").removeprefix("DTYPE_").removeprefix("PATH_STATE_").lower()
+def _word(value: enum.IntEnum) -> str:
+    # A newer server's kind or element type is a bare number.
+    return value.name.lower() if isinstance(value, enum.IntEnum) else str(value)
 
 
-def duration(time: Duration) -> str:
-    """`59 min`."""
-    return human_duration(time.ToTimedelta().total_seconds())
+def duration(span_ns: int | None) -> str:
+    """`59 min`. `span_ns`: nanoseconds."""
+    return human_duration((span_ns or 0) / 1e9)
 
 
 def _yes(fact: bool) -> str:  # noqa: FBT001  it is the value itself
@@ -369,35 +378,35 @@ def _spared(status: DrainStatus) -> str:
     )
 
 
-def _how(fault: Fault) -> str:
-    if fault.HasField("delay"):
-        return f"{fault.delay.ToNanoseconds() / 10**9:g} s"
+def _how(fault: InjectedFault) -> str:
+    if fault.delay_ns is not None:
+        return f"{fault.delay_ns / 10**9:g} s"
     return errno.errorcode.get(fault.error_number, "-")
 
 
 def _reader(lease: HeldLease) -> str:
-    return f"local client {lease.client}" if lease.HasField("client") else "stream"
+    return "stream" if lease.client is None else f"local client {lease.client}"
 
 
 def _expires(lease: HeldLease) -> str:
-    return when(lease.expire_time) if lease.HasField("expire_time") else "on its way"
+    return "on its way" if lease.expire_time_ns is None else when(lease.expire_time_ns)
 
 
-def _misses(answer: WhyMissResponse) -> Table:
+def _misses(answer: MissReport) -> Table:
     rows = _history("LAST", "TIMES", "SESSION", "ASKED BY", "FOUND")
     for one in answer.misses:
         found = one.result.replace("_", " ")
-        rows.add_row(when(one.time), str(one.count), one.session, one.access, found)
+        rows.add_row(when(one.time_ns), str(one.count), one.session, one.access, found)
     return rows
 
 
-def _happenings(answer: WhyMissResponse) -> Table:
+def _happenings(answer: MissReport) -> Table:
     rows = _history("LAST", "FIRST", "TIMES", "EVENT", "TOKENS", "BY", "IN TRACE")
     for one in answer.happenings:
-        event = MissEvent.Name(one.event).removeprefix("MISS_EVENT_").lower().replace("_", " ")
+        event = _word(one.event).replace("_", " ")
         rows.add_row(
-            when(one.last_time),
-            when(one.first_time),
+            when(one.last_time_ns),
+            when(one.first_time_ns),
             str(one.count),
             event,
             str(one.token_count or "-"),
@@ -414,7 +423,7 @@ def _history(*columns: str) -> Table:
     return rows
 
 
-def _sentence(answer: WhyMissResponse) -> str:
+def _sentence(answer: MissReport) -> str:
     whose = f"{answer.name} of tenant {answer.tenant}"
     if answer.is_there:
         kept = f"{answer.token_count} tokens, of which {answer.durable_token_count} are durable"
@@ -427,7 +436,7 @@ def _sentence(answer: WhyMissResponse) -> str:
         return f"{whose} is there: {kept}." + ("" if answer.happenings else " Nothing was taken from it.")
     if answer.reason in REASONS:
         return f"{whose} is not there: it {REASONS[answer.reason]}."
-    since = when(answer.remembered_since)
+    since = when(answer.remembered_since_ns)
     return (
         f"{whose} was never stored, or ended before the server began to remember ({since}), or very long ago."
     )

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC
 from pathlib import PurePath
 from typing import Annotated
 
@@ -30,14 +29,18 @@ from ctxcache.cli.call import Call, online
 from ctxcache.cli.documents import Output
 from ctxcache.cli.examples import examples
 from ctxcache.cli.failures import sentence
-from ctxcache.cli.printers import to_plain
 from ctxcache.cli.tables import duration, fragmented
 from ctxcache.cli.units import human_duration, human_size
 from ctxcache.client import Client
+from ctxcache.client.convert import document
+from ctxcache.client.types import (
+    Activity,
+    MethodActivity,
+    StoreStats,
+    TierStats,
+    instant,
+)
 from ctxcache.errors import Unavailable
-from ctxcache.v1.admin_pb2 import PathState, Stats, TierStats
-from ctxcache.v1.operations_pb2 import Activity, MethodActivity
-from ctxcache.v1.session_pb2 import Tier
 
 UNCOUNTED = ("Access", "Schedule", "GetStats", "GetActivity", "Verify", "Drain")
 """Rpcs that stay open, or are our own looking."""
@@ -49,23 +52,23 @@ app = typer.Typer()
 class Look:
     """A server at one moment."""
 
-    stats: Stats
+    stats: StoreStats
     activity: Activity
 
     @property
     def time_s(self) -> float:
         """When, by the server's clock."""
-        return self.activity.time.ToNanoseconds() / 1e9
+        return (self.activity.time_ns or 0) / 1e9
 
     @property
     def up_s(self) -> float:
         """Since when it runs."""
-        return max(self.time_s - self.stats.start_time.ToNanoseconds() / 1e9, 0.001)
+        return max(self.time_s - (self.stats.start_time_ns or 0) / 1e9, 0.001)
 
     @property
     def clock(self) -> str:
         """When, for people."""
-        return self.activity.time.ToDatetime(tzinfo=UTC).astimezone().strftime("%H:%M:%S")
+        return instant(self.activity.time_ns or 0).astimezone().strftime("%H:%M:%S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class Rates:
 
     def __init__(self, now: Look, before: Look | None) -> None:
         # One that was started anew counts from nothing.
-        if before is not None and before.stats.start_time != now.stats.start_time:
+        if before is not None and before.stats.start_time_ns != now.stats.start_time_ns:
             before = None
         self._now, self._before = now, before
         self.seconds = now.up_s if before is None else max(now.time_s - before.time_s, 0.001)
@@ -127,7 +130,7 @@ class Rates:
         return self._per_s(max(now - before.get(name, now if self._before else 0), 0))
 
     def _calls(self, now: MethodActivity, before: MethodActivity | None) -> Calls:
-        earlier = before or MethodActivity(bucket_counts=[0] * len(now.bucket_counts))
+        earlier = before or MethodActivity(bucket_counts=(0,) * len(now.bucket_counts))
         buckets = [a - b for a, b in zip(now.bucket_counts, earlier.bucket_counts, strict=True)]
         return Calls(
             now.method,
@@ -221,7 +224,7 @@ def _tiers(now: Look, width: int) -> RenderableType:
     for tier in now.stats.tiers:
         part = tier.used_bytes / max(tier.capacity_bytes, 1)
         rows.add_row(
-            Tier.Name(tier.tier).removeprefix("TIER_"),
+            tier.tier.name,
             _bar(part, 24 if width >= WIDE else 10),
             human_size(tier.used_bytes),
             human_size(tier.capacity_bytes),
@@ -251,11 +254,11 @@ def _held(now: Look, rates: Rates) -> RenderableType:
     leased = activity.leased_bytes / max(activity.leased_limit_bytes, 1)
     dirty = stats.dirty_bytes / max(activity.dirty_limit_bytes, 1)
     facts.add_row("leased", human_size(activity.leased_bytes), _bar(leased, 10))
-    oldest = f", oldest {duration(activity.oldest_lease_age)}" if stats.lease_count else ""
+    oldest = f", oldest {duration(activity.oldest_lease_age_ns)}" if stats.lease_count else ""
     facts.add_row("leases", f"{stats.lease_count}{oldest}", "")
     facts.add_row("not on SSD yet", human_size(stats.dirty_bytes), _bar(dirty, 10))
-    waits = activity.HasField("oldest_dirty_age")
-    facts.add_row("since", duration(activity.oldest_dirty_age) if waits else "-", "")
+    waits = activity.oldest_dirty_age_ns is not None
+    facts.add_row("since", duration(activity.oldest_dirty_age_ns) if waits else "-", "")
     facts.add_row("flushed, promoted", _segments(rates), "")
     delayed, refused = rates.stat("delayed_write_count"), rates.refused()
     text = f"{_count(delayed)}, {_count(refused)} /s"
@@ -365,7 +368,7 @@ def _part(part: float | None) -> str:
 
 
 def _state(tier: TierStats) -> Text:
-    word = PathState.Name(tier.state).removeprefix("PATH_STATE_").lower()
+    word = tier.state.name.lower()
     return Text(word, style={"open": "green", "resting": "yellow"}.get(word, "red"))
 
 
@@ -436,7 +439,7 @@ def _look(client: Client) -> Look:
 
 
 def _document(call: Call, look: Look) -> None:
-    call.show_facts({"stats": to_plain(look.stats), "activity": to_plain(look.activity)}, "")
+    call.show_facts({"stats": document(look.stats), "activity": document(look.activity)}, "")
 
 
 def _print(look: Look, target: str, width: int | None) -> None:

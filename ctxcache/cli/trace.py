@@ -17,7 +17,7 @@ import typer
 from ctxcache.cli.call import Call, online
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
-from ctxcache.cli.units import human_duration, parse_duration_s, parsed
+from ctxcache.cli.units import human_duration, parse_span, parsed
 from ctxcache.recordings.reading import contents
 from ctxcache.recordings.writing import Written, created, write
 from ctxcache.simulate.trace import Trace
@@ -51,10 +51,10 @@ def record(
 
     What is read too slowly is lost, counted, and noted in the file; the server never waits.
     """
-    duration_s = parsed(parse_duration_s, duration, "--duration")
+    span = parsed(parse_span, duration, "--duration")
     written = Written()
     _check_name(file)
-    with call.client() as client, closing(client.record(duration_s)) as parts:
+    with call.client() as client, closing(client.record(span)) as parts:
         # A recording that was refused leaves no file.
         first = next(parts)
         with created(file) as lines, suppress(KeyboardInterrupt):

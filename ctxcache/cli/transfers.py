@@ -45,11 +45,11 @@ from ctxcache.cli.settings import load_settings, setting_options
 from ctxcache.cli.signature import with_signature
 from ctxcache.cli.units import human_size, human_time, parse_duration_s, parsed, session_name
 from ctxcache.client import Client
+from ctxcache.client.types import BackupPart
 from ctxcache.errors import CacheError, SessionAlreadyExists
 from ctxcache.runtime.files import keep_private
 from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.storage.opening import ssd_directories_of
-from ctxcache.v1.operations_pb2 import BackupResponse
 
 PIPE = "-"
 app = typer.Typer()
@@ -253,16 +253,15 @@ def _export_store(call: Call, to: str, rate: int, *, is_forced: bool) -> None:
 class _Answers(Iterable[bytes]):
     """A backup's bytes as they come. The counts of the last answer are kept."""
 
-    def __init__(self, answers: Iterable[BackupResponse], at: Callable[[str, int, int], None]) -> None:
+    def __init__(self, answers: Iterable[BackupPart], at: Callable[[str, int, int], None]) -> None:
         self._answers, self._at = answers, at
-        self._last: BackupResponse | None = None
+        self._last: BackupPart | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         for answer in self._answers:
             yield answer.data
             self._at("exporting", answer.copied_bytes, answer.total_bytes)
-            answer.ClearField("data")
-            self._last = answer
+            self._last = replace(answer, data=b"")
 
     def counts(self) -> dict[str, int]:
         """The counts of the whole."""

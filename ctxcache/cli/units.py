@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 import typer
@@ -50,6 +50,14 @@ def parse_duration_s(text: str) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise ValueError(f"{text!r} is not a time such as 90s, 15min, 2h or 7d")
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def parse_span(text: str) -> timedelta:
+    """The span of time in `90`, `90s`, `15min`, `1h30m` or `7d`. Raises ValueError."""
+    try:
+        return timedelta(seconds=parse_duration_s(text))
+    except OverflowError:
+        raise ValueError(f"{text!r} is longer than any time") from None
 
 
 def parse_instant(text: str) -> datetime:

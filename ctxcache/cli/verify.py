@@ -17,14 +17,14 @@ from ctxcache.cli.call import Call, online
 from ctxcache.cli.documents import Plain
 from ctxcache.cli.examples import examples
 from ctxcache.cli.exit_codes import ExitCode
-from ctxcache.cli.printers import to_plain
 from ctxcache.cli.units import human_size, parsed
+from ctxcache.client.convert import document, from_wire
+from ctxcache.client.types import BadSegment, VerifyProgress
 from ctxcache.runtime.files import keep_private
 from ctxcache.server.lifecycle import verify_directory
 from ctxcache.service.admin import verify_message
 from ctxcache.settings.config import load
 from ctxcache.settings.knobs.knob import parse_size_bytes
-from ctxcache.v1.admin_pb2 import BadSegment, VerifyResponse
 
 app = typer.Typer()
 
@@ -92,20 +92,20 @@ def verify(
         raise typer.Exit(ExitCode.DATA_LOSS)
 
 
-def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iterator[VerifyResponse]:
+def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iterator[VerifyProgress]:
     keep_private()
     settings = load({"data_directory": data_directory, "ssd_directories": tuple(ssd_directories) or None})
     with asyncio.Runner() as runner:
         reports = verify_directory(settings, bytes_per_second=rate)
         while (report := runner.run(anext(reports, None))) is not None:
-            yield verify_message(report)
+            yield from_wire(VerifyProgress, verify_message(report))
 
 
-def _follow(reports: Iterable[VerifyResponse], call: Call) -> dict[str, Plain]:
+def _follow(reports: Iterable[VerifyProgress], call: Call) -> dict[str, Plain]:
     bad: list[Plain] = []
     lost_count = 0
     sums: dict[tuple[str, str], Sum] = {}
-    last: VerifyResponse | None = None
+    last: VerifyProgress | None = None
     released = 0
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("verifying")
@@ -113,7 +113,7 @@ def _follow(reports: Iterable[VerifyResponse], call: Call) -> dict[str, Plain]:
             released += last.released_slot_count
             lost_count += sum(not found.is_mended for found in last.bad)
             for found in last.bad:
-                bad.append(plain := to_plain(found))
+                bad.append(plain := document(found))
                 copy = "in memory" if plain["tier"] == "TIER_DRAM" else "on SSD"
                 for session in found.sessions or [""]:
                     sums.setdefault((found.tenant, session), Sum()).add(found, copy)

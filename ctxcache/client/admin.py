@@ -1,12 +1,32 @@
 """Calls for operators, as methods. Worst case: one deadline per call."""
 
 from collections.abc import Generator, Iterator
+from datetime import timedelta
 
 from grpc_health.v1 import health_pb2
 
-from ctxcache.client.convert import duration
+from ctxcache.client.convert import duration as duration_to_wire
+from ctxcache.client.convert import from_wire, session_from_wire
+from ctxcache.client.types import (
+    Activity,
+    BackupPart,
+    DrainStatus,
+    EngineUse,
+    HeldLease,
+    InjectedFault,
+    InjectedFaultKind,
+    MissReport,
+    RecordingPart,
+    SessionInfo,
+    SettingsReload,
+    SettingValue,
+    StoreStats,
+    TenantStats,
+    TierStats,
+    VerifyProgress,
+)
 from ctxcache.client.wire import Wire
-from ctxcache.v1 import admin_pb2, faults_pb2, operations_pb2, recording_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, faults_pb2, operations_pb2, recording_pb2
 
 
 class AdminCalls:
@@ -15,61 +35,71 @@ class AdminCalls:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def stats(self) -> admin_pb2.Stats:
+    def stats(self) -> StoreStats:
         """Return what the server holds and has done."""
-        return self._wire.call(self._wire.admin.GetStats, admin_pb2.GetStatsRequest())
+        return from_wire(StoreStats, self._wire.call(self._wire.admin.GetStats, admin_pb2.GetStatsRequest()))
 
-    def list_tenants(self, *, page_size: int = 0) -> Iterator[admin_pb2.TenantUse]:
+    def list_tenants(self, *, page_size: int = 0) -> Iterator[TenantStats]:
         """Yield what each tenant has, by name. Raises InvalidArgument."""
         request = admin_pb2.ListTenantsRequest(page_size=page_size)
         while True:
             page = self._wire.call(self._wire.admin.ListTenants, request)
-            yield from page.tenants
+            for one in page.tenants:
+                yield from_wire(TenantStats, one)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
 
-    def why_miss(self, name: str = "", *, tenant: str = "", trace_id: str = "") -> admin_pb2.WhyMissResponse:
+    def why_miss(self, name: str = "", *, tenant: str = "", trace_id: str = "") -> MissReport:
         """Return why a session is not there, or has less than was stored; or what a request missed.
 
         Either by the session's name, or by the W3C trace id of a request. Raises InvalidArgument.
         """
         request = admin_pb2.WhyMissRequest(name=name, tenant=tenant, trace_id=trace_id)
-        return self._wire.call(self._wire.admin.WhyMiss, request)
+        return from_wire(MissReport, self._wire.call(self._wire.admin.WhyMiss, request))
 
-    def settings(self) -> admin_pb2.Settings:
+    def settings(self) -> list[SettingValue]:
         """Every setting that the server runs with."""
-        return self._wire.call(self._wire.admin.GetSettings, admin_pb2.GetSettingsRequest())
+        answer = self._wire.call(self._wire.admin.GetSettings, admin_pb2.GetSettingsRequest())
+        return [from_wire(SettingValue, one) for one in answer.settings]
 
-    def reload_settings(self) -> admin_pb2.ReloadSettingsResponse:
+    def reload_settings(self) -> SettingsReload:
         """Have the server read its settings again. Raises InvalidConfiguration; then nothing has changed."""
-        return self._wire.call(self._wire.admin.ReloadSettings, admin_pb2.ReloadSettingsRequest())
+        return from_wire(
+            SettingsReload,
+            self._wire.call(self._wire.admin.ReloadSettings, admin_pb2.ReloadSettingsRequest()),
+        )
 
-    def activity(self, *, limit: int = 0) -> operations_pb2.Activity:
+    def activity(self, *, limit: int = 0) -> Activity:
         """What goes on; `limit` sessions and tenants at most."""
-        return self._wire.call(self._wire.admin.GetActivity, operations_pb2.GetActivityRequest(limit=limit))
+        return from_wire(
+            Activity,
+            self._wire.call(self._wire.admin.GetActivity, operations_pb2.GetActivityRequest(limit=limit)),
+        )
 
-    def list_leases(self, *, tenant: str = "", page_size: int = 0) -> Iterator[operations_pb2.HeldLease]:
+    def list_leases(self, *, tenant: str = "", page_size: int = 0) -> Iterator[HeldLease]:
         """Yield who holds what in DRAM, the oldest first. Raises InvalidArgument."""
         request = operations_pb2.ListLeasesRequest(tenant=tenant, page_size=page_size)
         while True:
             page = self._wire.call(self._wire.admin.ListLeases, request)
-            yield from page.leases
+            for one in page.leases:
+                yield from_wire(HeldLease, one)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
 
-    def revoke_lease(self, lease_id: int) -> operations_pb2.RevokeLeaseResponse:
-        """End a lease, and a local client's others too. Raises LeaseNotFound, InvalidArgument."""
+    def revoke_lease(self, lease_id: int) -> int:
+        """End a lease, and a local client's others too; returns how many ended. Raises LeaseNotFound, InvalidArgument."""
         request = operations_pb2.RevokeLeaseRequest(lease_id=lease_id)
-        return self._wire.call(self._wire.admin.RevokeLease, request)
+        return self._wire.call(self._wire.admin.RevokeLease, request).ended_lease_count
 
-    def list_engines(self, *, page_size: int = 0) -> Iterator[operations_pb2.EngineUse]:
+    def list_engines(self, *, page_size: int = 0) -> Iterator[EngineUse]:
         """Yield the engines that publish their queues. Raises InvalidArgument."""
         request = operations_pb2.ListEnginesRequest(page_size=page_size)
         while True:
             page = self._wire.call(self._wire.admin.ListEngines, request)
-            yield from page.engines
+            for one in page.engines:
+                yield from_wire(EngineUse, one)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
@@ -84,51 +114,54 @@ class AdminCalls:
 
     def update_tenant(
         self, tenant: str, *, guaranteed: float | None = None, limit: float | None = None
-    ) -> admin_pb2.TenantUse:
+    ) -> TenantStats:
         """Change a tenant's share. Raises InvalidArgument."""
         request = operations_pb2.UpdateTenantRequest(tenant=tenant, guaranteed=guaranteed, limit=limit)
-        return self._wire.call(self._wire.admin.UpdateTenant, request)
+        return from_wire(TenantStats, self._wire.call(self._wire.admin.UpdateTenant, request))
 
-    def update_path(self, path: str, *, resting: bool) -> admin_pb2.TierStats:
+    def update_path(self, path: str, *, resting: bool) -> TierStats:
         """Take an SSD path out of use, or back. Raises InvalidArgument."""
         request = operations_pb2.UpdatePathRequest(path=path, resting=resting)
-        return self._wire.call(self._wire.admin.UpdatePath, request)
+        return from_wire(TierStats, self._wire.call(self._wire.admin.UpdatePath, request))
 
-    def drain(self) -> Iterator[operations_pb2.DrainStatus]:
+    def drain(self) -> Iterator[DrainStatus]:
         """Have the server take no more work; yields how far it is until nothing is left, without a deadline."""
         with self._wire.errors():
-            yield from self._wire.admin.Drain(operations_pb2.DrainRequest())
+            for one in self._wire.admin.Drain(operations_pb2.DrainRequest()):
+                yield from_wire(DrainStatus, one)
 
-    def record(self, duration_s: float | None = None) -> Generator[recording_pb2.RecordResponse]:
+    def record(self, duration: timedelta | None = None) -> Generator[RecordingPart]:
         """Yield what the server is asked, without content, until then; an hour unless said otherwise.
 
         Whoever ends the iteration ends the recording. Raises TooManyRequests, InvalidArgument.
         """
-        request = recording_pb2.RecordRequest(duration=duration(duration_s))
+        request = recording_pb2.RecordRequest(duration=duration_to_wire(duration))
         with self._wire.errors():
             call = self._wire.admin.Record(request)
             try:
-                yield from call
+                for one in call:
+                    yield from_wire(RecordingPart, one)
             finally:
                 call.cancel()
 
     def inject_fault(
-        self, kind: str, *, count: int, duration_s: float, path: str = "", delay_s: float | None = None,
+        self, kind: InjectedFaultKind, *, count: int, duration: timedelta, path: str = "", delay: timedelta | None = None,
         error_number: int = 0,
-    ) -> faults_pb2.Fault:  # fmt: skip
-        """Let a device fail so often and so long, as FaultKind says without its prefix. See the proto.
+    ) -> InjectedFault:  # fmt: skip
+        """Let a device fail `count` times within `duration`. `delay` is how much longer a slow device takes.
 
         Raises FaultsNotEnabled, InvalidArgument, TooManyRequests.
         """
         request = faults_pb2.InjectFaultRequest(
-            kind=faults_pb2.FaultKind.Value(f"FAULT_KIND_{kind}"), path=path, delay=duration(delay_s),
-            error_number=error_number, count=count, duration=duration(duration_s),
+            kind=faults_pb2.FaultKind.ValueType(kind), path=path, delay=duration_to_wire(delay),
+            error_number=error_number, count=count, duration=duration_to_wire(duration),
         )  # fmt: skip
-        return self._wire.call(self._wire.admin.InjectFault, request)
+        return from_wire(InjectedFault, self._wire.call(self._wire.admin.InjectFault, request))
 
-    def list_faults(self) -> Iterator[faults_pb2.Fault]:
+    def list_faults(self) -> Iterator[InjectedFault]:
         """Yield the faults that may strike yet. Raises FaultsNotEnabled."""
-        yield from self._wire.call(self._wire.admin.ListFaults, faults_pb2.ListFaultsRequest()).faults
+        for one in self._wire.call(self._wire.admin.ListFaults, faults_pb2.ListFaultsRequest()).faults:
+            yield from_wire(InjectedFault, one)
 
     def clear_faults(self) -> int:
         """Let none strike any more; returns how many would have. Raises FaultsNotEnabled."""
@@ -139,23 +172,22 @@ class AdminCalls:
         """Have the server take work again."""
         self._wire.call(self._wire.admin.Undrain, operations_pb2.UndrainRequest())
 
-    def demote_session(self, name: str) -> session_pb2.Session:
+    def demote_session(self, name: str) -> SessionInfo:
         """Make a session durable and take it out of DRAM. Raises SessionNotFound, CapacityExceeded."""
         request = admin_pb2.DemoteSessionRequest(name=name)
-        return self._wire.call(self._wire.admin.DemoteSession, request)
+        return session_from_wire(self._wire.call(self._wire.admin.DemoteSession, request))
 
-    def verify(
-        self, *, bytes_per_second: int = 0, release: bool = False
-    ) -> Iterator[admin_pb2.VerifyResponse]:
+    def verify(self, *, bytes_per_second: int = 0, release: bool = False) -> Iterator[VerifyProgress]:
         """Verify every record and segment; yields how far it is, without a deadline. See the proto.
 
         Raises TooManyRequests, CorruptMetadata.
         """
         request = admin_pb2.VerifyRequest(bytes_per_second=bytes_per_second, release=release)
         with self._wire.errors():
-            yield from self._wire.admin.Verify(request)
+            for one in self._wire.admin.Verify(request):
+                yield from_wire(VerifyProgress, one)
 
-    def backup(self, *, bytes_per_second: int = 0) -> Iterator[operations_pb2.BackupResponse]:
+    def backup(self, *, bytes_per_second: int = 0) -> Iterator[BackupPart]:
         """Yield the bytes of a backup, and how far it is, without a deadline. See the proto.
 
         Raises TooManyRequests, TierFailure.
@@ -164,7 +196,8 @@ class AdminCalls:
         with self._wire.errors():
             call = self._wire.admin.Backup(request)
             try:
-                yield from call
+                for one in call:
+                    yield from_wire(BackupPart, one)
             finally:
                 # Left in the middle, it would go on.
                 call.cancel()

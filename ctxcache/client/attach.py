@@ -6,14 +6,14 @@ may not be opened; then this client never asks again and everything travels by s
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from ctxcache.client.access import PROBE, AccessStream
 from ctxcache.client.arena import MappedArena, map_arena, map_descriptors
 from ctxcache.client.control import Control, connect_control
 from ctxcache.client.grpc_access import GrpcAccess
-from ctxcache.client.met import Met
 from ctxcache.client.slots import SlotLayout
 from ctxcache.client.wire import Wire
 from ctxcache.errors import DeadlineExceeded, Unavailable
@@ -21,15 +21,41 @@ from ctxcache.v1 import arena_pb2
 
 Way = Literal["auto", "socket", "grpc"]
 _ATTEMPTS = 2
+K = TypeVar("K")
+V = TypeVar("V")
+MEMO_LIMIT = 4096
+"""Entries of a memo: a few KiB each at most."""
+
+
+class BoundedMemo(Generic[K, V]):
+    """Facts by key that never change, of sessions used before. Forgets all of them when it is full.
+
+    Worst case: a forgotten fact is made again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[K, V] = {}
+
+    def put(self, key: K, value: V) -> V:
+        """Remember a fact, and return it."""
+        if len(self._known) >= MEMO_LIMIT:
+            self._known.clear()
+        self._known[key] = value
+        return value
+
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """The fact of a key, made when it is not known."""
+        found = self._known.get(key)
+        return self.put(key, make()) if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The arena, and the way on which to acquire parts of it. `layouts`: of sessions met on it, by their uid."""
+    """The arena, and the way on which to acquire parts of it. `layouts`: of sessions used on it, by their uid."""
 
     arena: MappedArena
     stream: AccessStream
-    layouts: Met[str, SlotLayout] = field(default_factory=Met)
+    layouts: BoundedMemo[str, SlotLayout] = field(default_factory=BoundedMemo)
 
 
 class LocalAccess:

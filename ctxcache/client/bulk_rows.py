@@ -14,9 +14,15 @@ from google.protobuf.message import DecodeError
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.bulk_channel import BulkChannel, Connection, NoBulkChannel
-from ctxcache.client.convert import stream_from_wire, stream_to_wire
+from ctxcache.client.convert import (
+    durability_to_wire,
+    session_from_wire,
+    stream_from_wire,
+    stream_to_wire,
+)
 from ctxcache.client.row_transport import Landing, OpenRead, RowTransport
 from ctxcache.client.rows import Piece
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, Unavailable
 from ctxcache.format.identity import wire_checksum
@@ -26,10 +32,8 @@ from ctxcache.v1.session_pb2 import (
     AppendCommit,
     AppendHeader,
     AppendSessionResponse,
-    Durability,
     ReadHeader,
     ReadSessionRequest,
-    Session,
 )
 from ctxcache.wire.framed_socket import PIECE_BYTES, ConnectionEnded, Frame, Kind, Part
 from ctxcache.wire.status import from_encoded_status
@@ -53,8 +57,8 @@ class BulkRows:
             return self._or_else(error).read(request, size_bytes=size_bytes)
 
     def append(
-        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
-    ) -> Session:
+        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
+    ) -> SessionInfo:
         """See RowTransport."""
         size_bytes = sum(view.nbytes for view in rows.values())
         try:
@@ -200,18 +204,18 @@ class _Talk:
 
 
 def _append(
-    talk: _Talk, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
-) -> Session:
+    talk: _Talk, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
+) -> SessionInfo:
     talk.send(Kind.APPEND, header.SerializeToString())
     if _send_rows(talk, rows, header.write_offset):
         token_count = header.write_offset + len(next(iter(rows.values())))
-        commit = AppendCommit(token_count=token_count, durability=durability)
+        commit = AppendCommit(token_count=token_count, durability=durability_to_wire(durability))
         talk.is_repeatable = False
         talk.send(Kind.COMMIT, commit.SerializeToString())
     talk.send(Kind.FINISH)
     answer = AppendSessionResponse.FromString(talk.receive(Kind.APPENDED).message)
     talk.end()
-    return answer.session
+    return session_from_wire(answer.session)
 
 
 def _send_rows(talk: _Talk, rows: Mapping[Stream, Bytes], write_offset: int) -> bool:

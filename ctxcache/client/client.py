@@ -13,16 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client.admin import AdminCalls
-from ctxcache.client.attach import Attachment, LocalAccess, Way
+from ctxcache.client.attach import Attachment, BoundedMemo, LocalAccess, Way
 from ctxcache.client.authorized import TokenFile
 from ctxcache.client.bulk_channel import BulkChannel
 from ctxcache.client.bulk_rows import BulkRows
-from ctxcache.client.convert import ranges_to_wire, streams_from_wire, token_range
+from ctxcache.client.convert import ranges_to_wire, token_range
 from ctxcache.client.decode_batch import ROOM_TOKENS, DecodeBatch
 from ctxcache.client.grpc_rows import GrpcRows
 from ctxcache.client.hints import HintCalls
 from ctxcache.client.leased_rows import lease_rows
-from ctxcache.client.met import Met
 from ctxcache.client.models import CallerModel, ModelCalls
 from ctxcache.client.reserved_writer import ReservedWriter, reserve
 from ctxcache.client.row_transport import RowTransport
@@ -32,18 +31,15 @@ from ctxcache.client.shapes import check_append
 from ctxcache.client.ssd_files import SsdFiles
 from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_by_stream
 from ctxcache.client.tls import ClientTls
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CapacityExceeded, InvalidArgument, Unavailable
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AcquireLease, Reserve
 from ctxcache.v1.session_pb2 import (
-    DURABILITY_DISK,
-    DURABILITY_MEMORY,
     AppendHeader,
-    Durability,
     ReadSessionRequest,
-    Session,
     TokenRange,
 )
 
@@ -66,7 +62,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     a socket always are. `tls`: for a server whose TCP port has it.
     `token_file`: where the token is that says whose tenant's sessions this client works with; it is read again when it changes.
     `tenant`: of an operator, whose sessions the calls that move no rows are about.
-    Where a session is asked for, its name does; a Session that an earlier call returned saves a call.
+    Where a session is asked for, its name does; a SessionInfo that an earlier call returned saves a call.
     Every call that moves rows takes the caller's own `model`; a session of another one is refused.
     """
 
@@ -92,17 +88,17 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         self._is_verified = verify == "always"
         self._local = LocalAccess(self._wire, _WAYS.get(access, "auto"))
         # By session uid, which never changes its layout or model.
-        self._layouts: Met[str, Mapping[Stream, StreamSpec]] = Met()
+        self._layouts: BoundedMemo[str, Mapping[Stream, StreamSpec]] = BoundedMemo()
 
     def append(
         self,
-        session: str | Session,
+        session: str | SessionInfo,
         model: CallerModel,
         rows: Mapping[Stream, npt.NDArray[np.generic]],
         *,
-        durability: Durability.ValueType = DURABILITY_MEMORY,
+        durability: Durability = Durability.MEMORY,
         if_generation_match: int | None = None,
-    ) -> Session:
+    ) -> SessionInfo:
         """Append T tokens that `model` computed: for every stream of the layout a C-contiguous array of T rows.
 
         Its elements are the stream's, or uint8 [T, row_bytes]. Returns the session. All becomes visible or nothing
@@ -118,12 +114,12 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             header = _append_header(snapshot, model, if_generation_match)
             return append_by_stream(self._transport, header, views, durability)
         with writer:
-            writer.write_all(views, is_marked=durability == DURABILITY_DISK)
+            writer.write_all(views, is_marked=durability is Durability.DISK)
             return writer.commit(durability=durability)
 
     def writer(
         self,
-        session: str | Session,
+        session: str | SessionInfo,
         model: CallerModel,
         token_count: int,
         *,
@@ -142,7 +138,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         return BufferedWriter(self._transport, snapshot, header, token_count, specs)
 
     def decode_batch(
-        self, sessions: Sequence[str | Session], model: CallerModel, *, room_tokens: int = ROOM_TOKENS
+        self, sessions: Sequence[str | SessionInfo], model: CallerModel, *, room_tokens: int = ROOM_TOKENS
     ) -> DecodeBatch:
         """Open B sessions of `model`, all of one layout, for appending a token each per step, in place.
 
@@ -159,7 +155,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
 
     def read(
         self,
-        session: str | Session,
+        session: str | SessionInfo,
         model: CallerModel,
         *,
         streams: Iterable[Stream] | None = None,
@@ -226,16 +222,14 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
             return streams
         return BulkRows(self._wire, self._bulk, None if access == "bulk" else streams)
 
-    def _snapshot(self, session: str | Session, model: CallerModel) -> Session:
+    def _snapshot(self, session: str | SessionInfo, model: CallerModel) -> SessionInfo:
         """The session as it is, or was. Raises ModelFingerprintMismatch for one of another model."""
         snapshot = self.get_session(session) if isinstance(session, str) else session
         model.check(snapshot.name, snapshot.model_fingerprint)
         return snapshot
 
-    def _specs(self, snapshot: Session, model: CallerModel) -> Mapping[Stream, StreamSpec]:
-        return self._layouts.get_or_make(
-            snapshot.uid, lambda: model.specs(streams_from_wire(snapshot.layout))
-        )
+    def _specs(self, snapshot: SessionInfo, model: CallerModel) -> Mapping[Stream, StreamSpec]:
+        return self._layouts.get_or_make(snapshot.uid, lambda: model.specs(snapshot.streams()))
 
     def _attach(self) -> Attachment | None:
         attachment = None if self._access in ("remote", "bulk", "grpc") else self._local.attach()
@@ -245,7 +239,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
 
     def _reserve(
         self,
-        snapshot: Session,
+        snapshot: SessionInfo,
         model: CallerModel,
         specs: Mapping[Stream, StreamSpec],
         token_count: int,
@@ -266,7 +260,7 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
 
     def _lease(
         self,
-        session: str | Session,
+        session: str | SessionInfo,
         model: CallerModel,
         streams: Sequence[Stream],
         wanted: TokenRange | None,
@@ -304,7 +298,9 @@ def _check_one_of(field: str, value: str, known: tuple[str, ...]) -> None:
         raise InvalidArgument(field=field, problem=f"{value!r} is not one of {known}")
 
 
-def _append_header(snapshot: Session, model: CallerModel, if_generation_match: int | None) -> AppendHeader:
+def _append_header(
+    snapshot: SessionInfo, model: CallerModel, if_generation_match: int | None
+) -> AppendHeader:
     return AppendHeader(
         name=snapshot.name,
         model_fingerprint=model.fingerprint,

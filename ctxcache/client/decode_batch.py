@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
-from ctxcache.client.convert import streams_from_wire
+from ctxcache.client.convert import durability_to_wire
 from ctxcache.client.hold import Moment
 from ctxcache.client.models import CallerModel
 from ctxcache.client.shapes import check_complete, view_rows
 from ctxcache.client.slots import Chunk, SlotLayout
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, ReservationNotFound
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.layout import ALIGN_BYTES
@@ -33,7 +34,6 @@ from ctxcache.v1.arena_pb2 import (
     Reserve,
     Runs,
 )
-from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 
 Numbers = npt.NDArray[np.int64]
 LANES_LIMIT = 1000
@@ -53,7 +53,7 @@ class DecodeBatch:
         attachment: Attachment,
         arena: Bytes,
         model: CallerModel,
-        sessions: Sequence[Session],
+        sessions: Sequence[SessionInfo],
         room_tokens: int,
     ) -> None:
         count = len(sessions)
@@ -65,7 +65,7 @@ class DecodeBatch:
         self.generations: Numbers = np.array([s.generation for s in sessions], np.int64)
         """Each session's generation after its last commit."""
         self._stream, self._arena, self._model = attachment.stream, arena, model
-        self._specs = model.specs(streams_from_wire(sessions[0].layout))
+        self._specs = model.specs(sessions[0].streams())
         self._layouts = attachment.layouts
         self._chunks: Mapping[Stream, Chunk] = {}
         self._sessions, self._room_tokens = sessions, room_tokens
@@ -111,7 +111,7 @@ class DecodeBatch:
             is_all = len(self._lanes) == self.session_count
             self._scatter(self._chunks[stream], view if is_all else view[self._lanes])
 
-    def commit(self, durability: Durability.ValueType = DURABILITY_MEMORY) -> Numbers:
+    def commit(self, durability: Durability = Durability.MEMORY) -> Numbers:
         """Make the step's token visible in every lane's session, in one message; returns the lanes that have it.
 
         What fails for one lane is in `failures` afterwards. Raises IncompleteAppend for a stream that was not
@@ -126,7 +126,7 @@ class DecodeBatch:
         commit = CommitReservations(
             reservation_ids=self._reservation_ids[self._lanes].tolist(),
             token_counts=self.token_counts[self._lanes].tolist(),
-            durability=durability,
+            durability=durability_to_wire(durability),
             keep_open=not is_last,
             checksums=[rows_checksum(self._tokens[lane].data) for lane in self._lanes.tolist()],
         )
@@ -270,7 +270,7 @@ class DecodeBatch:
         self._renew_ns = (self._deadline_ns + sent.monotonic_ns) // 2
 
 
-def _check_alike(model: CallerModel, sessions: Sequence[Session]) -> None:
+def _check_alike(model: CallerModel, sessions: Sequence[SessionInfo]) -> None:
     if not 1 <= len(sessions) <= LANES_LIMIT:
         raise InvalidArgument(field="sessions", problem=f"{len(sessions)} are not within [1, {LANES_LIMIT}]")
     first = sessions[0]

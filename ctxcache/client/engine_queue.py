@@ -8,13 +8,16 @@ Worst case: a server that is away costs nothing but its hints; after it is back,
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 import grpc
 
-from ctxcache.client.convert import duration
+from ctxcache.client.convert import duration, from_wire
 from ctxcache.client.queue_outbox import Outbox, QueuedJob, check_job
+from ctxcache.client.types import SessionEvent
 from ctxcache.client.wire import Wire
 from ctxcache.errors import (
     CacheError,
@@ -24,7 +27,7 @@ from ctxcache.errors import (
     Unavailable,
 )
 from ctxcache.v1 import hints_pb2
-from ctxcache.v1.hints_pb2 import JOB_END_CANCELLED, JOB_END_STARTED, ScheduleRequest, SessionEvent
+from ctxcache.v1.hints_pb2 import JOB_END_CANCELLED, JOB_END_STARTED, ScheduleRequest
 from ctxcache.wire.status import from_parts, from_rpc_error
 
 UNANSWERED_LIMIT = 4
@@ -51,11 +54,11 @@ class EngineQueue:
     """The queue of the engine of that name. Use it as a context manager, or close it: that withdraws the queue."""
 
     def __init__(
-        self, wire: Wire, engine: str, *, grace_s: float | None = None, model_fingerprint: bytes = b""
+        self, wire: Wire, engine: str, *, grace: timedelta | None = None, model_fingerprint: bytes = b""
     ) -> None:
         self._wire = wire
         self._hello = hints_pb2.ScheduleHello(
-            engine=engine, grace=duration(grace_s), model_fingerprint=model_fingerprint
+            engine=engine, grace=duration(grace), model_fingerprint=model_fingerprint
         )
         self._changed = threading.Condition()
         self._outbox = Outbox()
@@ -253,7 +256,8 @@ class EngineQueue:
                 case "acknowledgement":
                     return self._answered(link, response.acknowledgement)
                 case "events":
-                    for event in response.events.events:
+                    for told in response.events.events:
+                        event = from_wire(SessionEvent, told)
                         self._events[event.session] = _merged(self._events.pop(event.session, None), event)
                     while len(self._events) > EVENTS_LIMIT:
                         del self._events[next(iter(self._events))]
@@ -282,6 +286,4 @@ class EngineQueue:
 def _merged(before: SessionEvent | None, event: SessionEvent) -> SessionEvent:
     """The newest state, with what happened in between."""
     changes = () if before is None else (c for c in before.changes if c not in event.changes)
-    merged = SessionEvent(session=event.session, readiness=event.readiness)
-    merged.changes.extend((*changes, *event.changes))
-    return merged
+    return replace(event, changes=(*changes, *event.changes))

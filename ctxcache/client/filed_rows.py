@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ctxcache.client.arena import Bytes
+from ctxcache.client.convert import session_from_wire
 from ctxcache.client.hold import Hold
 from ctxcache.client.rows import Piece, SessionRows
 from ctxcache.client.slots import SlotLayout, spans_of_segments
@@ -66,7 +67,7 @@ class FiledRows(SessionRows):
         wanted = frozenset(streams)
         if not wanted <= layout.chunks.keys():
             raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
-        self.session, self.files = lease.session, files
+        self.session, self.files = session_from_wire(lease.session), files
         self.streams = tuple(stream for stream in layout.chunks if not wanted or stream in wanted)
         self.begin, self.end = lease.range.begin, lease.range.end
         self._arena, self._layout, self._hold, self._verifier = arena, layout, hold, verifier
@@ -159,7 +160,7 @@ class FiledRows(SessionRows):
         for segment in lease.segments:
             slot, row_count = None, segment.token_count
             if segment.HasField("path_index"):
-                identity = identity_of(lease.session, segment)
+                identity = identity_of(self.session, segment)
                 slot = SsdSlot(self.files, self._layout, identity, segment, self._hold.check)
             else:
                 row_count = max((rows.row_end for rows in segment.rows), default=0)

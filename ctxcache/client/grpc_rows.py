@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ctxcache.client.arena import Bytes
-from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_from_wire
 from ctxcache.client.row_transport import Landing
 from ctxcache.client.rows import Piece
 from ctxcache.client.tracing import trace_metadata
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import ReadMessage, Wire
 from ctxcache.errors import CacheError, ChecksumMismatch
 from ctxcache.format.identity import wire_checksum
@@ -24,11 +25,9 @@ from ctxcache.v1.session_pb2 import (
     AppendCommit,
     AppendHeader,
     AppendSessionRequest,
-    Durability,
     ReadHeader,
     ReadSessionRequest,
     ReadSessionResponse,
-    Session,
 )
 
 CHUNK_BYTES = 1 << 20
@@ -57,14 +56,15 @@ class GrpcRows:
             return GrpcRead(self._wire, call)
 
     def append(
-        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
-    ) -> Session:
+        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
+    ) -> SessionInfo:
         """See RowTransport."""
         size_bytes = sum(view.nbytes for view in rows.values())
         with self._wire.errors():
             messages = _messages(header, rows, durability)
             timeout_s = self._wire.bulk_timeout_s(size_bytes)
-            return self._wire.append_session(messages, timeout=timeout_s, metadata=trace_metadata()).session
+            answer = self._wire.append_session(messages, timeout=timeout_s, metadata=trace_metadata())
+            return session_from_wire(answer.session)
 
 
 class GrpcRead:
@@ -128,9 +128,7 @@ def _as_wire_chunk(message: ReadSessionResponse) -> WireChunk:
     )
 
 
-def _messages(
-    header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
-) -> Iterator[bytes]:
+def _messages(header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability) -> Iterator[bytes]:
     yield AppendSessionRequest(header=header).SerializeToString()
     for stream, view in rows.items():
         step = max(1, CHUNK_BYTES // view.shape[1])
@@ -138,5 +136,5 @@ def _messages(
             data = view[begin : begin + step].data.cast("B")
             yield encode_chunk(stream, header.write_offset + begin, [data], wire_checksum(data))
     token_count = header.write_offset + len(next(iter(rows.values())))
-    commit = AppendCommit(token_count=token_count, durability=durability)
+    commit = AppendCommit(token_count=token_count, durability=durability_to_wire(durability))
     yield AppendSessionRequest(commit=commit).SerializeToString()

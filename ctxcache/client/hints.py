@@ -1,16 +1,17 @@
 """Calls of HintService, as methods. Worst case: one deadline per call.
 
-Names are resource names. What a hint says is the server's to check.
+Names are resource names. The server checks what a hint says.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from uuid import uuid4
 
-from ctxcache.client.convert import duration
+from ctxcache.client.convert import duration, from_wire
 from ctxcache.client.engine_queue import EngineQueue
+from ctxcache.client.types import HintAction, HintKind, HintResult
 from ctxcache.client.wire import Wire
 from ctxcache.v1 import hints_pb2
-from ctxcache.v1.hints_pb2 import HintAction, HintResult
 from ctxcache.v1.session_pb2 import TokenRange
 
 
@@ -20,14 +21,15 @@ class HintCalls:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def hint(self, actions: Sequence[HintAction]) -> Sequence[HintResult]:
+    def hint(self, actions: Sequence[HintAction]) -> list[HintResult]:
         """Give hints; each is answered by itself, in order. Raises InvalidArgument for the whole batch."""
-        request = hints_pb2.HintRequest(message_id=uuid4().hex, actions=actions)
-        return self._wire.call(self._wire.hints.Hint, request).results
+        request = hints_pb2.HintRequest(message_id=uuid4().hex, actions=map(_to_wire, actions))
+        results = self._wire.call(self._wire.hints.Hint, request).results
+        return [from_wire(HintResult, result) for result in results]
 
     def share(self, session: str, *, token_count: int | None = None) -> HintResult:
         """Make a session, or its first tokens, durable and closed: a fork of it has nothing to wait for."""
-        return self._one(_about(session, share=hints_pb2.ShareHint(), range=_prefix(token_count)))
+        return self._one(HintAction(HintKind.SHARE, session, token_count=token_count))
 
     def prefetch(
         self,
@@ -35,67 +37,69 @@ class HintCalls:
         *,
         token_count: int | None = None,
         budget_bytes: int | None = None,
-        ttl_s: float | None = None,
+        ttl: timedelta | None = None,
     ) -> HintResult:
-        """Bring a session, or its first tokens, to DRAM; without room, as soon as there is within `ttl_s`."""
-        action = _about(
-            session,
-            prefetch=hints_pb2.PrefetchHint(),
-            range=_prefix(token_count),
-            budget_bytes=budget_bytes,
-            ttl=duration(ttl_s),
+        """Bring a session, or its first tokens, to DRAM; without room, as soon as there is within `ttl`."""
+        return self._one(
+            HintAction(
+                HintKind.PREFETCH, session, token_count=token_count, budget_bytes=budget_bytes, ttl=ttl
+            )
         )
-        return self._one(action)
 
     def demote(self, session: str) -> HintResult:
         """Give a session's room in DRAM to others."""
-        return self._one(_about(session, demote=hints_pb2.DemoteHint()))
+        return self._one(HintAction(HintKind.DEMOTE, session))
 
     def pin(
-        self, session: str, *, ttl_s: float, priority: int = 0, budget_bytes: int | None = None
+        self, session: str, *, ttl: timedelta, priority: int = 0, budget_bytes: int | None = None
     ) -> HintResult:
         """Keep a session in DRAM, softly, for a while."""
-        kept = _about(session, pin=hints_pb2.PinHint(), ttl=duration(ttl_s), priority=priority)
-        if budget_bytes is not None:
-            kept.budget_bytes = budget_bytes
-        return self._one(kept)
+        return self._one(
+            HintAction(HintKind.PIN, session, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
+        )
 
     def retain(
-        self, session: str, *, ttl_s: float, priority: int = 0, budget_bytes: int | None = None
+        self, session: str, *, ttl: timedelta, priority: int = 0, budget_bytes: int | None = None
     ) -> HintResult:
         """Keep a session in the store, softly, for a while."""
-        kept = _about(session, retain=hints_pb2.RetainHint(), ttl=duration(ttl_s), priority=priority)
-        if budget_bytes is not None:
-            kept.budget_bytes = budget_bytes
-        return self._one(kept)
+        return self._one(
+            HintAction(HintKind.RETAIN, session, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
+        )
 
     def release(self, session: str) -> HintResult:
         """End what `pin`, `retain` and a deferred `prefetch` began."""
-        return self._one(_about(session, release=hints_pb2.ReleaseHint()))
+        return self._one(HintAction(HintKind.RELEASE, session))
 
-    def expect(self, session: str, return_in_s: float | None) -> HintResult:
+    def expect(self, session: str, return_in: timedelta | None) -> HintResult:
         """Say when an idle session returns; None: it does not."""
-        is_over = return_in_s is None
-        ends = hints_pb2.ExpectHint(ended=True)
-        expected = ends if is_over else hints_pb2.ExpectHint(return_in=duration(return_in_s))
-        return self._one(_about(session, expect=expected))
+        return self._one(HintAction(HintKind.EXPECT, session, return_in=return_in))
 
     def engine_queue(
-        self, engine: str, *, grace_s: float | None = None, model_fingerprint: bytes = b""
+        self, engine: str, *, grace: timedelta | None = None, model_fingerprint: bytes = b""
     ) -> EngineQueue:
         """Publish the waiting queue of the engine of that name, empty at first. Waits for nothing.
 
-        `grace_s`: how long the server keeps it when the connection breaks; by default as long as it does for any.
+        `grace`: how long the server keeps it when the connection breaks; by default as long as it does for any.
         """
-        return EngineQueue(self._wire, engine, grace_s=grace_s, model_fingerprint=model_fingerprint)
+        return EngineQueue(self._wire, engine, grace=grace, model_fingerprint=model_fingerprint)
 
     def _one(self, action: HintAction) -> HintResult:
         return self.hint([action])[0]
 
 
-def _about(session: str, **facts: object) -> HintAction:
-    return HintAction(session=session, **facts)  # type: ignore[arg-type]  # the fields of the message
-
-
-def _prefix(token_count: int | None) -> TokenRange | None:
-    return None if token_count is None else TokenRange(begin=0, end=token_count)
+def _to_wire(action: HintAction) -> hints_pb2.HintAction:
+    message = hints_pb2.HintAction(
+        action_id=action.action_id,
+        session=action.session,
+        ttl=duration(action.ttl),
+        priority=action.priority,
+        budget_bytes=action.budget_bytes,
+        range=None if action.token_count is None else TokenRange(begin=0, end=action.token_count),
+    )
+    asked = getattr(message, action.kind.value)
+    asked.SetInParent()
+    if action.kind is HintKind.EXPECT and action.return_in is None:
+        asked.ended = True
+    elif action.kind is HintKind.EXPECT:
+        asked.return_in.CopyFrom(duration(action.return_in))
+    return message

@@ -11,6 +11,7 @@ import numpy as np
 from ctxcache.client.access import AccessStream
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
+from ctxcache.client.convert import session_from_wire
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.rows import Piece, SessionRows
@@ -33,7 +34,7 @@ class LeasedRows(SessionRows):
         wanted = frozenset(streams)
         if not wanted <= stored.keys():
             raise InvalidArgument(field="streams", problem="one is not part of the session's layout")
-        self.session = lease.session
+        self.session = session_from_wire(lease.session)
         self.streams = tuple(s for s in stored if s in wanted) if wanted else slots.layout.streams
         self.begin, self.end = lease.range.begin, lease.range.end
         self._chunks = stored if not wanted else {stream: stored[stream] for stream in self.streams}

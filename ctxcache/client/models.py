@@ -5,7 +5,8 @@ Knows nothing of sessions. Worst case: one deadline per page.
 
 from collections.abc import Iterable, Iterator
 
-from ctxcache.client.convert import model_to_wire, probe_from_wire
+from ctxcache.client.convert import from_wire, model_to_wire, probe_from_wire
+from ctxcache.client.types import ModelInfo
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, ModelProbeMismatch
 from ctxcache.format.model import ModelSpec
@@ -67,16 +68,18 @@ class ModelCalls:
             _compare(registered.name, probe, kept)
         return own
 
-    def get_model(self, name: str) -> model_pb2.Model:
+    def get_model(self, name: str) -> ModelInfo:
         """Return the model `models/{model_id}`. Raises ModelNotFound."""
-        return self._wire.call(self._wire.models.GetModel, model_pb2.GetModelRequest(name=name))
+        request = model_pb2.GetModelRequest(name=name)
+        return from_wire(ModelInfo, self._wire.call(self._wire.models.GetModel, request))
 
-    def list_models(self, *, page_size: int = 0) -> Iterator[model_pb2.Model]:
+    def list_models(self, *, page_size: int = 0) -> Iterator[ModelInfo]:
         """Iterate over all models by name, asking for a page when one is used up."""
         request = model_pb2.ListModelsRequest(page_size=page_size)
         while True:
             page = self._wire.call(self._wire.models.ListModels, request)
-            yield from page.models
+            for model in page.models:
+                yield from_wire(ModelInfo, model)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token

@@ -8,9 +8,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import islice
 
 from ctxcache.client.convert import duration
+from ctxcache.client.types import seconds
 from ctxcache.errors import InvalidArgument, TooManyRequests
 from ctxcache.v1 import hints_pb2
 
@@ -147,8 +149,8 @@ class Outbox:
 
 
 def _to_wire(job: QueuedJob, put_s: float, now_s: float) -> hints_pb2.Job:
-    def left(span_s: float | None) -> float | None:
-        return None if span_s is None else max(span_s - (now_s - put_s), 0.0)
+    def left(span_s: float | None) -> timedelta | None:
+        return None if span_s is None else seconds(max(span_s - (now_s - put_s), 0.0))
 
     message = hints_pb2.Job(
         job_id=job.job_id,

@@ -14,15 +14,16 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.attach import Attachment
+from ctxcache.client.convert import durability_to_wire, session_from_wire
 from ctxcache.client.hold import Hold, acquire
 from ctxcache.client.slots import SlotLayout, SlotRows, spans_of_runs
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, ReservationNotFound
 from ctxcache.format.identity import rows_checksum
 from ctxcache.format.streams import Stream, StreamSpec
 from ctxcache.format.sums import Tally
 from ctxcache.v1.arena_pb2 import CommitReservation, MarkWritten, Operation, ReleaseReservation, Reserve
-from ctxcache.v1.session_pb2 import Durability, Session
 
 FIRST_BATCH_TOKENS = 64
 """Rows written before the server is told of them for the first time: a segment, so that the disk begins early."""
@@ -37,7 +38,7 @@ class ReservedWriter(SessionWriter):
 
     def __init__(
         self,
-        session: Session,
+        session: SessionInfo,
         slots: SlotRows,
         hold: Hold,
         reservation_id: int,
@@ -113,16 +114,16 @@ class ReservedWriter(SessionWriter):
                 self._tally.note(stream, token, token + run_tokens, rows_checksum(part.data))
                 np.copyto(place, part)
 
-    def _commit(self, row_count: int, durability: Durability.ValueType, *, keep_open: bool) -> Session:
+    def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
         begin, end = self.write_offset + self._committed_count, self.write_offset + row_count
         commit = CommitReservation(
             reservation_id=self._reservation_id,
             token_count=end,
-            durability=durability,
+            durability=durability_to_wire(durability),
             keep_open=keep_open,
             checksums=self._checksums(begin, end),
         )
-        session = self._hold.stream.carry_out(Operation(commit=commit)).committed
+        session = session_from_wire(self._hold.stream.carry_out(Operation(commit=commit)).committed)
         self._tally.forget(end)
         return session
 
@@ -135,7 +136,7 @@ class ReservedWriter(SessionWriter):
 def reserve(
     attachment: Attachment,
     arena: Bytes,
-    session: Session,
+    session: SessionInfo,
     request: Reserve,
     specs: Mapping[Stream, StreamSpec],
 ) -> ReservedWriter:

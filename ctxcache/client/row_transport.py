@@ -8,8 +8,9 @@ from typing import Protocol
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.rows import Piece
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import AppendHeader, Durability, ReadHeader, ReadSessionRequest, Session
+from ctxcache.v1.session_pb2 import AppendHeader, ReadHeader, ReadSessionRequest
 
 
 class Landing(Protocol):
@@ -40,8 +41,8 @@ class RowTransport(Protocol):
         """Begin a read of about `size_bytes`. Raises what ReadSession raises."""
 
     def append(
-        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability.ValueType
-    ) -> Session:
+        self, header: AppendHeader, rows: Mapping[Stream, Bytes], durability: Durability
+    ) -> SessionInfo:
         """Append rows, uint8 [T, row_bytes] per stream of the layout, and commit them all.
 
         Returns the session. Raises what AppendSession raises.

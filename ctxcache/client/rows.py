@@ -12,9 +12,9 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from ctxcache.client.arena import Bytes
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import Session
 
 
 class Piece(NamedTuple):
@@ -30,7 +30,7 @@ class SessionRows(ABC):
 
     is_local: bool
     """Whether the rows are views of the arena, valid until close, instead of copies."""
-    session: Session
+    session: SessionInfo
     """The session as it is read."""
     streams: tuple[Stream, ...]
     """Streams that can be read, in layer order."""

@@ -12,12 +12,14 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.chunk_stream import ChunkStream
+from ctxcache.client.convert import session_from_wire
 from ctxcache.client.row_transport import RowTransport
 from ctxcache.client.rows import Piece, SessionRows
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream, StreamSpec
-from ctxcache.v1.session_pb2 import AppendHeader, Durability, ReadSessionRequest, Session
+from ctxcache.v1.session_pb2 import AppendHeader, ReadSessionRequest
 
 
 class StreamedRows(SessionRows):
@@ -36,7 +38,7 @@ class StreamedRows(SessionRows):
         self._source = ChunkStream(transport, request, row_sizes, size_bytes=size_bytes)
         self._arrivals = iter(self._source)
         self._row_sizes = row_sizes
-        self.session = self._source.header.session
+        self.session = session_from_wire(self._source.header.session)
         self.streams = self._source.streams
         self.begin, self.end = self._source.begin, self._source.end
         self._kept: dict[Stream, list[Piece]] = {stream: [] for stream in self.streams}
@@ -107,8 +109,8 @@ def append_by_stream(
     transport: RowTransport,
     header: AppendHeader,
     rows: Mapping[Stream, Bytes],
-    durability: Durability.ValueType,
-) -> Session:
+    durability: Durability,
+) -> SessionInfo:
     """Append rows, uint8 [T, row_bytes] per stream of the layout, and commit them all.
 
     Returns the session. Raises what AppendSession raises.
@@ -131,7 +133,7 @@ class BufferedWriter(SessionWriter):
     def __init__(
         self,
         transport: RowTransport,
-        session: Session,
+        session: SessionInfo,
         header: AppendHeader,
         token_count: int,
         specs: Mapping[Stream, StreamSpec],
@@ -145,7 +147,7 @@ class BufferedWriter(SessionWriter):
     def _write(self, stream: Stream, row_begin: int, rows: Bytes) -> None:
         np.copyto(self._buffers[stream][row_begin : row_begin + len(rows)], rows)
 
-    def _commit(self, row_count: int, durability: Durability.ValueType, *, keep_open: bool) -> Session:
+    def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
         rows = {stream: buffer[self._committed_count : row_count] for stream, buffer in self._buffers.items()}
         session = append_by_stream(self._transport, self._header, rows, durability)
         self._header = AppendHeader(

@@ -15,11 +15,11 @@ import numpy as np
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.slots import Chunk, SlotLayout
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.identity import SegmentIdentity, rows_checksum
 from ctxcache.format.streams import Stream
 from ctxcache.v1.arena_pb2 import SegmentLocation
-from ctxcache.v1.session_pb2 import Session
 
 
 class _Run(NamedTuple):
@@ -129,7 +129,7 @@ def _check_sums(segment: SegmentLocation, layout: SlotLayout, arena_bytes: int) 
         raise CorruptSegment(segment_id=segment.segment_id, problem="lies outside the arena")
 
 
-def identity_of(session: Session, segment: SegmentLocation) -> SegmentIdentity:
+def identity_of(session: SessionInfo, segment: SegmentLocation) -> SegmentIdentity:
     """What a segment's header is bound to. Raises CorruptSegment."""
     try:
         session_uid = bytes.fromhex(segment.session_uid)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from ctxcache.client.arena import Bytes
 from ctxcache.client.shapes import check_complete, view_rows
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import Stream, StreamSpec
-from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 
 
 class SessionWriter(ABC):
@@ -25,7 +25,7 @@ class SessionWriter(ABC):
     is_local: bool
     """Whether rows are written in place in the arena."""
 
-    def __init__(self, session: Session, token_count: int, specs: Mapping[Stream, StreamSpec]) -> None:
+    def __init__(self, session: SessionInfo, token_count: int, specs: Mapping[Stream, StreamSpec]) -> None:
         self.session = session
         self.write_offset = session.token_count
         self.token_count = token_count
@@ -52,10 +52,10 @@ class SessionWriter(ABC):
     def commit(
         self,
         token_count: int | None = None,
-        durability: Durability.ValueType = DURABILITY_MEMORY,
+        durability: Durability = Durability.MEMORY,
         *,
         keep_open: bool = False,
-    ) -> Session:
+    ) -> SessionInfo:
         """Make rows visible: `token_count` is the session's afterwards, by default all there is room for.
 
         Returns the session. `keep_open` keeps the rest of the room. Raises IncompleteAppend,
@@ -95,7 +95,7 @@ class SessionWriter(ABC):
         """Take rows that fit, uint8 [n, row_bytes]."""
 
     @abstractmethod
-    def _commit(self, row_count: int, durability: Durability.ValueType, *, keep_open: bool) -> Session:
+    def _commit(self, row_count: int, durability: Durability, *, keep_open: bool) -> SessionInfo:
         """Make the first `row_count` rows visible; all of them are written."""
 
     @abstractmethod

@@ -9,21 +9,24 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
-from google.protobuf.message import Message
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from ctxcache.archive.files import refusals_of_file
+from ctxcache.client.convert import document
+from ctxcache.client.types import RecordedCall, RecordingPart
 from ctxcache.errors import FileAlreadyExists, FileUnusable
 from ctxcache.runtime.files import open_private
 from ctxcache.simulate.recorded import FORMAT, VERSION
-from ctxcache.v1 import recording_pb2
 
-PREFIX = "RECORDED_KIND_"
 HASHES = frozenset(("session", "tenant", "source"))
+CALL_FIELDS = tuple(
+    (field.name, field.default is None)
+    for field in fields(RecordedCall)
+    if field.name not in ("at_ns", "kind")
+)
+"""Fields of a call's line, and whether each may be untold."""
 
 
 @dataclass(slots=True)
@@ -35,20 +38,24 @@ class Written:
     elapsed_s: float = 0.0
 
 
-def values_of(call: recording_pb2.RecordedCall) -> dict[str, object]:
+def values_of(call: RecordedCall) -> dict[str, object]:
     """The fields of a call's line; what is 0 and says nothing is left out."""
     found: dict[str, object] = {
         "at_ms": round(call.at_ns / 10**6, 3),
-        "call": recording_pb2.RecordedKind.Name(call.kind).removeprefix(PREFIX).lower(),
+        "call": call.kind.name.lower(),
         "session": "",
         "tenant": "",
         "session_tokens": call.session_tokens,
     }
-    for field, value in call.ListFields():
-        if field.name in HASHES:
-            found[field.name] = f"{value:016x}"
-        elif field.name not in ("at_ns", "kind"):
-            found[field.name] = list(value) if field.is_repeated else value
+    for name, is_optional in CALL_FIELDS:
+        value = getattr(call, name)
+        # An optional field that is told is written, even where it is 0.
+        if value is None or not (value or is_optional):
+            continue
+        if name in HASHES:
+            found[name] = f"{value:016x}"
+        else:
+            found[name] = list(value) if isinstance(value, tuple) else value
     return found
 
 
@@ -59,19 +66,19 @@ class Lines:
         self._file = file
         self.written = Written()
 
-    def write(self, part: recording_pb2.RecordResponse) -> None:
+    def write(self, part: RecordingPart) -> None:
         """Write all of a part."""
-        if part.HasField("store"):
-            self._line({"format": FORMAT, "version": VERSION, "store": _plain(part.store)})
+        if part.store is not None:
+            self._line({"format": FORMAT, "version": VERSION, "store": document(part.store)})
         for layout in part.layouts:
             streams = [[same.row_bytes, same.count] for same in layout.streams]
-            self._line({**_plain(layout), "streams": streams})
+            self._line({**document(replace(layout, streams=())), "streams": streams})
         for call in part.calls:
             self._line(values_of(call))
         written = self.written
         written.call_count += len(part.calls)
-        if part.HasField("elapsed"):
-            written.elapsed_s = part.elapsed.ToNanoseconds() / 10**9
+        if part.elapsed_ns is not None:
+            written.elapsed_s = part.elapsed_ns / 10**9
         if part.lost_count:
             written.lost_count += part.lost_count
             self._line({"lost": part.lost_count, "at_ms": round(written.elapsed_s * 1000, 3)})
@@ -112,7 +119,7 @@ def created(path: Path) -> Iterator[TextIO]:
             yield text
 
 
-def write(parts: Iterable[recording_pb2.RecordResponse], file: TextIO) -> Iterator[Written]:
+def write(parts: Iterable[RecordingPart], file: TextIO) -> Iterator[Written]:
     """Write every part; yields after each, and ends the recording whatever ends the parts."""
     lines = Lines(file)
     try:
@@ -123,12 +130,3 @@ def write(parts: Iterable[recording_pb2.RecordResponse], file: TextIO) -> Iterat
             yield lines.written
     finally:
         lines.end()
-
-
-def _plain(message: Message) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if not field.is_repeated:
-            values[field.name] = value.ToJsonString() if isinstance(value, Timestamp) else value
-    return values

@@ -20,9 +20,9 @@ import torch
 from ctxcache.client import CallerModel, Client, SessionRows
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.ssd_files import SsdFiles
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, TierFailure
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import Session
 from gpu_worker.direct.path import DirectPath, KvikioFound, Live, Wanted, choose
 from gpu_worker.direct.source import Checksums, DeviceFiles, DirectSource, KvikioFiles, LandingSource
 from gpu_worker.kernels.chunk_checksum import reference
@@ -113,7 +113,7 @@ class DirectStorage:
 
     def read(
         self,
-        session: Session,
+        session: SessionInfo,
         model: CallerModel,
         *,
         streams: Iterable[Stream],

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -18,8 +18,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import streams_from_wire
 from ctxcache.client.tracing import span
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -33,8 +33,6 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.v1 import session_pb2
-from ctxcache.v1.session_pb2 import Session
 from gpu_worker.capture import Capture
 from gpu_worker.conversation import SINK_TOKENS, common_prefix, fit
 from gpu_worker.engines.restoring import Restoring, SessionRestorer
@@ -82,20 +80,20 @@ MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
 """Errors of a read for state that cannot be had: a miss, never a failed turn."""
 
 
-def tokens_of(client: Client, model: CallerModel, session: Session) -> list[int]:
+def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[int]:
     """Token ids of a session of `model`. Raises what a read raises."""
     with client.read(session, model, streams=[TOKENS]) as rows:
         return token_ids_of(rows.array(TOKENS))
 
 
-def cut(client: Client, session: Session, token_count: int) -> Session:
+def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
     """Keep the first tokens alone. Raises GenerationMismatch unless the session is as it was seen."""
     if token_count == session.token_count:
         return session
     return client.keep_first(session.name, token_count, if_generation_match=session.generation)
 
 
-def emptied(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
+def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
     """Keep nothing of a session that held the tokens `lost`.
 
     A session that another engine changed meanwhile stays as it is, and takes no rows of this turn.
@@ -104,13 +102,10 @@ def emptied(client: Client, model: CallerModel, session: Session, lost: Sequence
         return cut(client, _remains(client, model, session, lost), 0)
     except MISSES:
         # No generation that was is one again: whatever is written for this one is refused.
-        gone = Session()
-        gone.CopyFrom(session)
-        gone.token_count = 0
-        return gone
+        return replace(session, token_count=0)
 
 
-def _remains(client: Client, model: CallerModel, session: Session, lost: Sequence[int]) -> Session:
+def _remains(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
     """The session as it is now, if nothing but tokens at its end is gone: a store cuts damaged ones off."""
     now = client.get_session(session.name)
     is_shorter = now.uid == session.uid and now.token_count <= len(lost)
@@ -167,7 +162,7 @@ class _Start:
     keeping.
     """
 
-    session: session_pb2.Session
+    session: SessionInfo
     saved: list[int]
     cache: Cache
     restoring: Restoring | None = None
@@ -196,7 +191,7 @@ class TransformersEngine:
         settings: PipelineSettings | None = None,
         window: int | None = None,
         sink_count: int = SINK_TOKENS,
-        durability: "session_pb2.Durability.ValueType" = session_pb2.DURABILITY_DISK,
+        durability: Durability = Durability.DISK,
     ) -> None:
         """`plan` says what is saved and how it comes back.
 
@@ -290,7 +285,7 @@ class TransformersEngine:
 
     def _fit(
         self, session_id: str, history: Sequence[int] | None, new_count: int, turn: Turn
-    ) -> tuple[session_pb2.Session, list[int] | None]:
+    ) -> tuple[SessionInfo, list[int] | None]:
         """The session and the history, both truncated alike where the context window asks for it."""
         failure = self.wait(session_id)
         # Its last turn was not saved whole: with no history given, that is the caller's to notice.
@@ -308,7 +303,7 @@ class TransformersEngine:
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
 
-    def _open(self, session_id: str) -> session_pb2.Session:
+    def _open(self, session_id: str) -> SessionInfo:
         try:
             session = self._client.get_session(f"sessions/{session_id}")
         except SessionNotFound:
@@ -316,7 +311,7 @@ class TransformersEngine:
         self._own.check(session.name, session.model_fingerprint)
         return session
 
-    def _truncate(self, session: session_pb2.Session, recent_count: int, turn: Turn) -> session_pb2.Session:
+    def _truncate(self, session: SessionInfo, recent_count: int, turn: Turn) -> SessionInfo:
         try:
             return self._client.keep_recent(
                 session.name,
@@ -329,7 +324,7 @@ class TransformersEngine:
             return cut(self._client, session, 0)
 
     def _restore(
-        self, session: session_pb2.Session, known: Sequence[int] | None, new_count: int, turn: Turn
+        self, session: SessionInfo, known: Sequence[int] | None, new_count: int, turn: Turn
     ) -> _Start:
         """Restore what the session and the history have in common.
 
@@ -346,11 +341,11 @@ class TransformersEngine:
         return self._nothing_restored(session)
 
     def _restore_common(
-        self, session: session_pb2.Session, known: Sequence[int] | None, new_count: int, turn: Turn
+        self, session: SessionInfo, known: Sequence[int] | None, new_count: int, turn: Turn
     ) -> _Start:
         if not session.token_count:
             return _Start(session, [], self._empty_cache())
-        held = frozenset(streams_from_wire(session.layout))
+        held = frozenset(session.streams())
         choice = self._chooser.choose(held, session.token_count, new_count, place=self._place)
         rows = self._client.read(session, self._own, streams=choice.streams())
         with ExitStack() as stack:
@@ -380,13 +375,13 @@ class TransformersEngine:
             return self._missed(session, ids[:common], error)
         return _Start(session, ids[:common], restoring.cache, restoring)
 
-    def _missed(self, session: session_pb2.Session, saved: list[int], error: CacheError) -> _Start:
+    def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> _Start:
         """Compute what could not be restored; it is saved again only where it is damaged."""
         if isinstance(error, DAMAGED):
             return self._nothing_restored(session, lost=saved)
         return _Start(session, saved, self._empty_cache(), is_missing=True)
 
-    def _nothing_restored(self, session: session_pb2.Session, lost: Sequence[int] = ()) -> _Start:
+    def _nothing_restored(self, session: SessionInfo, lost: Sequence[int] = ()) -> _Start:
         return _Start(emptied(self._client, self._own, session, lost), [], self._empty_cache(), lost=lost)
 
     def _empty_cache(self) -> Cache:
@@ -426,7 +421,7 @@ class TransformersEngine:
     ) -> Iterator[int]:
         """Yield tokens; what went through the model is saved on the way, the last one included."""
         session = start.session
-        layout = frozenset(streams_from_wire(session.layout))
+        layout = frozenset(session.streams())
         saver = self._savers.of(layout)
         end = session.token_count
 

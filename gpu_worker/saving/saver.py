@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ctxcache.client import CallerModel, Client, SessionWriter
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -52,7 +53,6 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe
 from ctxcache.format.streams import StateKind, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Durability, Session
 from gpu_worker.errors import DeviceFailed
 from gpu_worker.saving.staging import (
     Bytes,
@@ -76,7 +76,7 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 class SessionAppender:
     """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
 
-    def __init__(self, client: Client, model: CallerModel, session: Session) -> None:
+    def __init__(self, client: Client, model: CallerModel, session: SessionInfo) -> None:
         self._client, self._model = client, model
         self.session = session
         """As its last commit left it."""
@@ -166,7 +166,7 @@ class Progress:
         self.parts: list[Part] = []
         self.failure: CacheError | None = None
         """Why it takes no more rows."""
-        self.durability: Durability.ValueType = DURABILITY_MEMORY
+        self.durability: Durability = Durability.MEMORY
         self.is_finished = False
         """No more rows come."""
         self.is_closed = False
@@ -383,7 +383,7 @@ class Sorter:
             lane.append(self._staging, [run for _, run in job.parts], scratch, is_last=job.is_last)
             if job.is_last:
                 lane.close()
-                if progress.durability == DURABILITY_DISK and progress.failure is None:
+                if progress.durability == Durability.DISK and progress.failure is None:
                     self._client.flush_session(progress.name)
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
@@ -470,7 +470,7 @@ class Saver:
 
     # -- sessions ------------------------------------------------------------------------------------
 
-    def open(self, session: Session) -> None:
+    def open(self, session: SessionInfo) -> None:
         """Take rows for a session, from its end on, as the store has it now.
 
         Raises InvalidArgument while it is open from before: `wait` first.
@@ -483,7 +483,7 @@ class Saver:
             )
             progress.is_finished = progress.is_closed = self._is_closing
 
-    def finish(self, session_name: str, *, durability: Durability.ValueType = DURABILITY_MEMORY) -> None:
+    def finish(self, session_name: str, *, durability: Durability = Durability.MEMORY) -> None:
         """No more rows come for a session: what it has is committed, as safe as is asked for. Never waits."""
         with self._board.changed:
             progress = self._board.sessions.get(session_name)

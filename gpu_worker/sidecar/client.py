@@ -17,11 +17,11 @@ from typing import Self, TypeVar
 
 import grpc
 
-from ctxcache.client.convert import stream_to_wire
+from ctxcache.client.convert import durability_to_wire, session_from_wire, stream_to_wire
 from ctxcache.client.tracing import trace_metadata
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
 from ctxcache.wire.status import from_rpc_error
 from gpu_worker.sidecar import errors as _errors  # noqa: F401  their codes are in the table then
 from gpu_worker.v1 import attachment_pb2, worker_pb2, worker_pb2_grpc
@@ -195,22 +195,22 @@ class AttachedEngine:
         *,
         write_offset: int,
         token_count: int,
-        durability: Durability.ValueType = DURABILITY_MEMORY,
+        durability: Durability = Durability.MEMORY,
         timeout_s: float | None = None,
-    ) -> Session:
+    ) -> SessionInfo:
         """Append tokens whose rows lie in the save area from these offsets on. Raises as the proto says."""
         request = worker_pb2.SaveRequest(
             attachment_id=self.attachment_id,
             session=session,
             write_offset=write_offset,
             token_count=token_count,
-            durability=durability,
+            durability=durability_to_wire(durability),
             streams=[
                 worker_pb2.StreamRows(stream=stream_to_wire(stream), offset_bytes=offset)
                 for stream, offset in offsets.items()
             ],
         )
-        return self._client.call(self._client.stub.Save, request, timeout_s).session
+        return session_from_wire(self._client.call(self._client.stub.Save, request, timeout_s).session)
 
     def plan(self, token_count: int, *, new_token_count: int = 0) -> worker_pb2.PlanResponse:
         """How a restore would be done, if the store had all kinds."""

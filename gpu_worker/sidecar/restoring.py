@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ctxcache.client import Client, SessionRows
-from ctxcache.client.convert import streams_from_wire
 from ctxcache.client.filed_rows import FiledRows
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import TokenRangeOutOfBounds
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.v1.session_pb2 import Session
 from gpu_worker.conversation import common_prefix
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.parallel.rounds import Alone, Gathering, SharedRound, StageTarget, taking_part
@@ -137,7 +136,7 @@ def _restore(
     model, share = attachment.model, attachment.model.share
     session = client.get_session(asked.session)
     _check_session(session, asked, attachment)
-    held = streams_from_wire(session.layout)
+    held = session.streams()
     plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)
     terms = {
         "session": session.name,
@@ -255,7 +254,7 @@ def _read_bytes(schedule: RestoreSchedule, rows: SessionRows, share: ModelShare)
     return sum((end - begin) * rows.row_bytes(part.stream) for (begin, end), part in ranges)
 
 
-def _check_session(session: Session, asked: RestoreOrder, attachment: Attachment) -> None:
+def _check_session(session: SessionInfo, asked: RestoreOrder, attachment: Attachment) -> None:
     attachment.model.own.check(session.name, session.model_fingerprint)
     if session.token_count < asked.end:
         raise TokenRangeOutOfBounds(begin=asked.begin, end=asked.end, token_count=session.token_count)

@@ -11,18 +11,18 @@ import numpy.typing as npt
 
 from ctxcache.client import Client
 from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument, SessionNotFound, WriteOffsetMismatch
 from ctxcache.format.streams import Stream
-from ctxcache.v1.session_pb2 import Session
 from gpu_worker.sidecar.attachment import Attachment
 from gpu_worker.v1 import worker_pb2
 
 
-def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest) -> Session:
+def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest) -> SessionInfo:
     """Append the rows; the session as it is then. Raises InvalidArgument and what appending raises."""
     rows = _rows(attachment, request)
     session = _open(client, attachment, request, list(rows))
-    return client.append(session, attachment.model.own, rows, durability=request.durability)
+    return client.append(session, attachment.model.own, rows, durability=Durability(request.durability))
 
 
 def _rows(attachment: Attachment, request: worker_pb2.SaveRequest) -> Mapping[Stream, npt.NDArray[np.uint8]]:
@@ -40,7 +40,7 @@ def _rows(attachment: Attachment, request: worker_pb2.SaveRequest) -> Mapping[St
 
 def _open(
     client: Client, attachment: Attachment, request: worker_pb2.SaveRequest, layout: list[Stream]
-) -> Session:
+) -> SessionInfo:
     own = attachment.model.own
     try:
         session = client.get_session(request.session)

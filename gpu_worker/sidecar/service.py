@@ -16,10 +16,10 @@ import torch
 from google.protobuf.duration_pb2 import Duration
 
 from ctxcache.client import Client
+from ctxcache.client.convert import kind_to_wire, session_to_wire
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
 from ctxcache.runtime.spans import NO_SPANS, Spans
-from ctxcache.v1 import model_pb2
-from ctxcache.v1.session_pb2 import Session
 from ctxcache.wire.status import message_of
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed
@@ -111,7 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             attachment_id=attachment.attachment_id,
             restore_limit=self._settings.max_concurrent_restores,
             longest_restore=_duration(self._settings.longest_restore_s),
-            kinds=[model_pb2.StateKind.ValueType(kind) for kind in attachment.model.kinds],
+            kinds=[kind_to_wire(kind) for kind in attachment.model.kinds],
         )
 
     # -- restoring ---------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         save = self._traced("save", request.token_count, saving.save)
         work = loop.run_in_executor(self._savers, save, self._client, attachment, request)
 
-        def over(done: "asyncio.Future[Session]") -> None:
+        def over(done: "asyncio.Future[SessionInfo]") -> None:
             # The rows are read until here, also if the engine no longer waits for the save.
             self.saves.give_back()
             ended.set_result(None)
@@ -265,7 +265,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self.counts.failed_saves[getattr(error, "reason", CacheError.reason)] += 1
 
         work.add_done_callback(over)
-        return worker_pb2.SaveResponse(session=await asyncio.shield(work))
+        return worker_pb2.SaveResponse(session=session_to_wire(await asyncio.shield(work)))
 
     # -- planning ----------------------------------------------------------------------------------
 

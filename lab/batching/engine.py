@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from ctxcache.v1.session_pb2 import DURABILITY_MEMORY, Durability, Session
+from ctxcache.client.types import Durability, SessionInfo
 from gpu_worker.families import adapt
 from gpu_worker.probe import probe_of
 from gpu_worker.saving import Saver, Slice
@@ -26,7 +26,7 @@ PASS_TOKENS = 512
 class Running:
     """One session's turn in the batch: `waiting` tokens have not gone through the model."""
 
-    session: Session
+    session: SessionInfo
     cache: SequenceCache
     waiting: deque[int]
     reply_count: int
@@ -43,7 +43,7 @@ class BatchedEngine:
 
     def __init__(
         self, model: PreTrainedModel, saver: Saver | None, *, pass_tokens: int = PASS_TOKENS,
-        durability: Durability.ValueType = DURABILITY_MEMORY,
+        durability: Durability = Durability.MEMORY,
     ) -> None:  # fmt: skip
         """`saver`: None saves nothing; else what packed passes compute is compared with the probe that the store keeps.
 
@@ -55,7 +55,7 @@ class BatchedEngine:
         self._pass_tokens, self._durability = pass_tokens, durability
         self.running: list[Running] = []
 
-    def add(self, session: Session, prompt: Sequence[int], *, reply_count: int) -> Running:
+    def add(self, session: SessionInfo, prompt: Sequence[int], *, reply_count: int) -> Running:
         """An empty session's turn joins the batch: its prompt, then `reply_count` tokens."""
         capacity = len(prompt) + reply_count
         sequence = Running(session, SequenceCache(capacity), deque(prompt), reply_count)

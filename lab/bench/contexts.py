@@ -15,10 +15,10 @@ import numpy.typing as npt
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.client.rows import SessionRows
+from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import Session
 from lab.bench.row import NoPeer, Place, Scale, WrongBytes
 from lab.bench.server import Server, serving
 
@@ -118,7 +118,7 @@ class Contexts:
     rows: Sequence[Mapping[Stream, Bytes]]
     whole: Bytes
     out: Mapping[Stream, Bytes]
-    sessions: Sequence[Session]
+    sessions: Sequence[SessionInfo]
 
     def walk(self, step: Callable[[int], float]) -> float:
         """Call `step` for every context; the sum of what it returns."""
@@ -128,7 +128,7 @@ class Contexts:
         """Check that the destination has context `index`. The one before was another's."""
         check(self.whole, self.data[index], what)
 
-    def create(self, name: str) -> Session:
+    def create(self, name: str) -> SessionInfo:
         """A new empty session."""
         return self.client.create_session(MODEL, session_id=name, layout=self.out)
 

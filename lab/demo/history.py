@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ctxcache.client import CallerModel
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.capture import Capture
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.families import adapt
@@ -107,7 +107,7 @@ class HistoryRun:
     def _base_id(self, method: Method) -> str:
         return f"history-{self._run_id}-{self._subject.model_id}-{method.value}"
 
-    def _create(self, method: Method) -> Session:
+    def _create(self, method: Method) -> SessionInfo:
         client = self._store.client
         return client.create_session(
             client.register_model(self._subject.spec).name,
@@ -125,8 +125,8 @@ class HistoryRun:
         begin: int,
         end: int,
         savers: Mapping[Method, Saver],
-        sessions: Mapping[Method, Session],
-    ) -> dict[Method, Session]:
+        sessions: Mapping[Method, SessionInfo],
+    ) -> dict[Method, SessionInfo]:
         """One pass, whose rows are in every method's session when this returns."""
 
         def put(layer: int, kind: StateKind, rows: Tensor) -> None:
@@ -143,8 +143,8 @@ class HistoryRun:
             prefill(self._subject.model, cache, ids)
         return {method: self._saved(saver, sessions[method]) for method, saver in savers.items()}
 
-    def _saved(self, saver: Saver, session: Session) -> Session:
-        saver.finish(session.name, durability=DURABILITY_DISK)
+    def _saved(self, saver: Saver, session: SessionInfo) -> SessionInfo:
+        saver.finish(session.name, durability=Durability.DISK)
         if (failure := saver.wait(session.name)) is not None:
             raise failure
         return self._store.client.get_session(session.name)
@@ -154,7 +154,7 @@ class HistoryRun:
             self._subject.model, cache, self._new_ids[length], max_new_tokens=REPLY_TOKENS
         ).token_ids
 
-    def _stored(self, method: Method, session: Session) -> Stored:
+    def _stored(self, method: Method, session: SessionInfo) -> Stored:
         kept = self._store.client.get_session(session.name)
         return Stored(method, self._subject.bytes_per_token(method), kept.token_count, kept.ssd_bytes)
 

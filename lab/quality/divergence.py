@@ -17,10 +17,10 @@ from torch.nn import functional
 from transformers import Cache, DynamicCache
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.capture import Capture
 from gpu_worker.families import Adapter
 from gpu_worker.kernels.quantization import OUTLIERS, dequantize, quantize
@@ -197,7 +197,7 @@ def _save(
     client: Client,
     model: CallerModel,
     plan: RestorePlan,
-    session: Session,
+    session: SessionInfo,
     token_ids: Sequence[int],
 ) -> tuple[float, float]:
     """Run the tokens and save what comes out; seconds of the pass, and from there until all is durable."""
@@ -212,7 +212,7 @@ def _save(
         ):
             _pass(adapter, cache, token_ids)
         passed_s = time.perf_counter()
-        saver.finish(session.name, durability=DURABILITY_DISK)
+        saver.finish(session.name, durability=Durability.DISK)
         failure = saver.wait(session.name)
         if failure is not None:
             raise failure

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.rows import SessionRows
+from ctxcache.client.types import SessionInfo, seconds
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, SessionAlreadyExists, SessionNotFound, Unavailable
 from ctxcache.format.layout import SEGMENT_TOKENS
@@ -26,7 +27,6 @@ from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Strea
 from ctxcache.recordings.reading import Before, Layout
 from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.recorded import Called
-from ctxcache.v1.session_pb2 import Session
 
 LEAST_TTL_S = 1.0
 RANGES = 4096
@@ -213,13 +213,13 @@ class Player:
             self.name(call.text("source")),
             session_id=self._prefix + call.session,
             token_count=call.session_tokens,
-            ttl_s=ttl_s,
+            ttl=seconds(ttl_s),
         )
 
     def _touch(self, call: Called) -> None:
         self._ttls_s[call.session] = ttl_s = self._ttl_s(call)
         is_pinned = bool(call.values.get("is_pinned"))
-        self._client.update_session(self.name(call.session), ttl_s=ttl_s, is_pinned=is_pinned)
+        self._client.update_session(self.name(call.session), ttl=seconds(ttl_s), is_pinned=is_pinned)
 
     def _delete(self, call: Called) -> None:
         self._ttls_s.pop(call.session, None)
@@ -229,44 +229,46 @@ class Player:
         name, client = self.name(call.session), self._client
         tokens = call.count("end") if "end" in call.values else None
         budget_bytes = call.count("budget_bytes") if "budget_bytes" in call.values else None
-        ttl_s, priority = self._ttl_s(call), call.count("priority")
+        ttl, priority = seconds(self._ttl_s(call)), call.count("priority")
         match call.text("hint"):
             case "share":
                 client.share(name, token_count=tokens)
             case "prefetch":
-                client.prefetch(name, token_count=tokens, budget_bytes=budget_bytes, ttl_s=ttl_s)
+                client.prefetch(name, token_count=tokens, budget_bytes=budget_bytes, ttl=ttl)
             case "demote":
                 client.demote(name)
             case "pin":
-                client.pin(name, ttl_s=ttl_s, priority=priority, budget_bytes=budget_bytes)
+                client.pin(name, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
             case "retain":
-                client.retain(name, ttl_s=ttl_s, priority=priority, budget_bytes=budget_bytes)
+                client.retain(name, ttl=ttl, priority=priority, budget_bytes=budget_bytes)
             case "release":
                 client.release(name)
             case "expect":
                 is_over = "return_in_ms" not in call.values
-                client.expect(name, None if is_over else call.count("return_in_ms") / 1000 * self._times)
+                return_in_s = call.count("return_in_ms") / 1000 * self._times
+                client.expect(name, None if is_over else seconds(return_in_s))
 
     # -- parts ---------------------------------------------------------------------------------------
 
     def _ttl_s(self, call: Called) -> float:
         return max(call.count("ttl_ms") / 1000 * self._times, LEAST_TTL_S)
 
-    def _made(self, session: str, layout: int, *, is_pinned: bool = False) -> Session:
+    def _made(self, session: str, layout: int, *, is_pinned: bool = False) -> SessionInfo:
         """The session, made if it is not there."""
+        ttl_s = self._ttls_s.get(session)
         try:
             made_up = self._made_up[layout]
             return self._client.create_session(
                 made_up.model.name,
                 session_id=self._prefix + session,
                 layout=made_up.streams,
-                ttl_s=self._ttls_s.get(session),
+                ttl=None if ttl_s is None else seconds(ttl_s),
                 is_pinned=is_pinned,
             )
         except SessionAlreadyExists:
             return self._client.get_session(self.name(session))
 
-    def _found(self, session: str, layout: int) -> Session:
+    def _found(self, session: str, layout: int) -> SessionInfo:
         """The session, made if it is not there, and it is expected to be."""
         try:
             return self._client.get_session(self.name(session))

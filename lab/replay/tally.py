@@ -4,15 +4,16 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from ctxcache.client import Client
+from ctxcache.client.types import RecordedCall, RecordingPart
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.recordings.writing import values_of
 from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.recorded import Called
-from ctxcache.v1.recording_pb2 import RecordedCall, RecordResponse
 
 Figures: TypeAlias = dict[str, Any]
 """Numbers and texts by name, as JSON has them."""
@@ -101,7 +102,7 @@ class Watch:
     def __init__(self, client: Client) -> None:
         self.tally, self.lost_count = Tally(), 0
         self._client = client
-        self._parts: Iterator[RecordResponse] | None = None
+        self._parts: Iterator[RecordingPart] | None = None
         self._heard = threading.Condition()
         self._part_count = 0
         self._failure: CacheError | None = None
@@ -137,12 +138,12 @@ class Watch:
     def _count(self) -> None:
         failure: CacheError = Unavailable(target="the store", problem="it ended its recording")
         try:
-            for part in self._client.record(LONGEST_S):
+            for part in self._client.record(timedelta(seconds=LONGEST_S)):
                 for call in part.calls:
                     self.tally.add(_called(call))
                 self.lost_count += part.lost_count
                 # Of one turn's calls the last part alone tells the time.
-                if part.HasField("store") or part.HasField("elapsed"):
+                if part.store is not None or part.elapsed_ns is not None:
                     self._tell()
                 if self._is_over:
                     return

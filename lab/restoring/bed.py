@@ -19,8 +19,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from ctxcache.client import Client
+from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from gpu_worker.capture import Capture
 from gpu_worker.engines.restoring import SessionRestorer
 from gpu_worker.errors import IncompleteRestore
@@ -193,7 +193,7 @@ class Bed:
         }
         for begin in range(0, len(ids), _APPEND_TOKENS):
             part = {stream: each[begin : begin + _APPEND_TOKENS] for stream, each in rows.items()}
-            session = self._client.append(session, self._own, part, durability=DURABILITY_DISK)
+            session = self._client.append(session, self._own, part, durability=Durability.DISK)
         return session.name
 
     def _packed(self, spec: StreamSpec) -> memoryview:

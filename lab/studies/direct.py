@@ -24,9 +24,9 @@ import torch
 import typer
 
 from ctxcache.client import Client, filed_rows
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.direct import storage
 from gpu_worker.direct.path import Wanted
 from gpu_worker.direct.source import Landed
@@ -60,7 +60,7 @@ class Bed:
         self._spec = model_spec(adapter.model, model_id="direct-bench")
         self._model = client.register_model(self._spec)
 
-    def save(self, method: Method, token_count: int) -> Session:
+    def save(self, method: Method, token_count: int) -> SessionInfo:
         """A session of random rows."""
         adapter = self._adapter
         streams = [Stream(layer, method.kind) for layer in range(len(adapter.layers))]
@@ -72,9 +72,9 @@ class Bed:
         session = self._client.create_session(
             self._model.name, session_id=method.value, layout=[TOKENS, *streams]
         )
-        return self._client.append(session, self._model, rows, durability=DURABILITY_DISK)
+        return self._client.append(session, self._model, rows, durability=Durability.DISK)
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: SessionInfo) -> None:
         """Have it on SSD only."""
         end_s = time.monotonic() + PATIENCE_S
         while self._client.get_session(session.name).dram_bytes:
@@ -82,7 +82,9 @@ class Bed:
                 raise TimeoutError("the store keeps it in memory")
             self._client.demote(session.name)
 
-    def restore(self, direct: DirectStorage, session: Session, method: Method) -> tuple[float, torch.Tensor]:
+    def restore(
+        self, direct: DirectStorage, session: SessionInfo, method: Method
+    ) -> tuple[float, torch.Tensor]:
         """Seconds, and the last layer's keys."""
         adapter, count = self._adapter, session.token_count
         target = CacheTarget(adapter, count)

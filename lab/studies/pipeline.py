@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from gpu_worker.families import Adapter, adapt
 from gpu_worker.model_spec import model_spec
 from gpu_worker.pipeline.compute import Modules
@@ -57,7 +57,7 @@ def _save(client: Client, adapter: Adapter, token_count: int) -> dict[Method, st
         for resolved in (one for one in spec.resolve(streams) if one.stream != TOKENS):
             packed = pack_rows(torch.randn(token_count, size, dtype=adapter.model.dtype), resolved)
             rows[resolved.stream] = np.frombuffer(packed, np.uint8).reshape(token_count, -1)
-        names[method] = client.append(session, model, rows, durability=DURABILITY_DISK).name
+        names[method] = client.append(session, model, rows, durability=Durability.DISK).name
     return names
 
 

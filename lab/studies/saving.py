@@ -32,10 +32,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ctxcache.client import CallerModel, Client, SessionWriter
+from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from ctxcache.v1.session_pb2 import Session
 from gpu_worker.capture import Capture
 from gpu_worker.families import adapt
 from gpu_worker.model_spec import model_spec
@@ -77,7 +77,7 @@ class Way(Protocol):
 
     engine_s: float
 
-    def open(self, sessions: Sequence[Session]) -> None:
+    def open(self, sessions: Sequence[SessionInfo]) -> None:
         """These are the batch's sessions."""
 
     def passing(self, slices: Sequence[Slice], token_ids: Sequence[int]) -> AbstractContextManager[None]:
@@ -95,7 +95,7 @@ class Nothing:
 
     engine_s = 0.0
 
-    def open(self, sessions: Sequence[Session]) -> None:
+    def open(self, sessions: Sequence[SessionInfo]) -> None:
         """See Way."""
 
     def passing(self, slices: Sequence[Slice], token_ids: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -114,10 +114,10 @@ class TwoStage:
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
-        self._sessions: Sequence[Session] = ()
+        self._sessions: Sequence[SessionInfo] = ()
         self.engine_s = 0.0
 
-    def open(self, sessions: Sequence[Session]) -> None:
+    def open(self, sessions: Sequence[SessionInfo]) -> None:
         """See Way."""
         self._sessions = sessions
         for session in sessions:
@@ -157,7 +157,7 @@ class Direct:
         self._row = 0
         self.engine_s = 0.0
 
-    def open(self, sessions: Sequence[Session]) -> None:
+    def open(self, sessions: Sequence[SessionInfo]) -> None:
         """See Way."""
         self._row = 0
         self._writers = [
@@ -239,7 +239,7 @@ class Blocks:
     def _spec_vocabulary(self) -> int:
         return int(self._packed.model.config.vocab_size)
 
-    def _session(self, number: int) -> Session:
+    def _session(self, number: int) -> SessionInfo:
         """A session whose growing segment holds some rows already: not all reach its end at once."""
         session = self._client.create_session(self._own.name, layout=self._plan.streams())
         count = number * SEGMENT_TOKENS // len(self._caches)

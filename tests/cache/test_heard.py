@@ -4,6 +4,8 @@ import io
 import json
 
 from ctxcache.cache.journal import Call, Heard, Listening
+from ctxcache.client.convert import from_wire
+from ctxcache.client.types import RecordingPart
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.recordings.writing import Lines
@@ -42,7 +44,7 @@ def test_a_file_has_the_gap_at_its_place() -> None:
         part = recorder.part([heard(name)])
         part.lost_count = lost_count
         part.elapsed.FromMilliseconds(1500)
-        lines.write(part)
+        lines.write(from_wire(RecordingPart, part))
     lines.end()
     layout, first, gap, second, end = map(json.loads, file.getvalue().splitlines())
 

@@ -9,9 +9,9 @@ from stored import connected, model_spec
 from stored_model import stored_model
 
 from ctxcache.client import Client
+from ctxcache.client.types import SessionInfo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import Session
 
 Rows = Mapping[Stream, npt.NDArray[np.uint8]]
 KINDS = [kind for kind in StateKind if kind is not StateKind.TOKENS]
@@ -38,7 +38,7 @@ def make_rows(spec: ModelSpec, token_count: int, seed: int) -> Rows:
 def keep(client: Client, spec: ModelSpec, session_id: str, token_count: int, **ends: object) -> Rows:
     """Store a session; its rows."""
     model = client.register_model(spec)
-    made: Session = client.create_session(
+    made: SessionInfo = client.create_session(
         model.name,
         session_id=session_id,
         layout=[one.stream for one in spec.streams],

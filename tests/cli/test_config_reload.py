@@ -45,7 +45,7 @@ def write(path: Path, **settings: object) -> None:
 def values(server: ServerProcess) -> dict[str, object]:
     """What the server runs with."""
     with Client(server.target) as client:
-        return {s.name: json.loads(s.value_json) for s in client.settings().settings}
+        return {s.name: json.loads(s.value_json) for s in client.settings()}
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -53,7 +53,7 @@ def export(tmp_path_factory: pytest.TempPathFactory, here: ServerProcess) -> tup
     """A file of three sessions: `a`, `b` that shares its first tokens, `c` that has none."""
     file = tmp_path_factory.mktemp("export") / "three"
     with connected(here.target) as client:
-        rows = {"a": keep(client, SPEC, "a", TOKEN_COUNT, ttl_s=7200.0)}
+        rows = {"a": keep(client, SPEC, "a", TOKEN_COUNT, ttl=timedelta(hours=2))}
         client.fork_session("sessions/a", session_id="b", token_count=70)
         rows["b"] = {stream: part[:70] for stream, part in rows["a"].items()}
         rows["c"] = keep(client, SPEC, "c", 0)
@@ -100,12 +100,12 @@ def test_rows_of_every_kind_come_back_bit_for_bit(export: Export, there: ServerP
         assert_rows(there.target, session_id, rows[session_id])
     with connected(there.target) as client:
         a, c = (client.get_session(f"sessions/{one}") for one in "ac")
-        assert (a.ttl.seconds, a.durable_token_count, a.model_fingerprint) == (
-            7200,
+        assert (a.ttl, a.durable_token_count, a.model_fingerprint) == (
+            timedelta(hours=2),
             TOKEN_COUNT,
             SPEC.fingerprint(),
         )
-        assert (c.ttl.seconds, c.token_count, len(c.layout)) == (3600, 0, len(SPEC.streams) + 1)
+        assert (c.ttl, c.token_count, len(c.streams())) == (timedelta(hours=1), 0, len(SPEC.streams) + 1)
         client.append(a, CallerModel(SPEC), rows["a"])
 
 
@@ -156,7 +156,7 @@ def test_some_by_another_name_and_expiry(export: Export, there: ServerProcess) -
     assert (told["sessions"][0]["target"], names(there.target)) == ("sessions/z", ["z"])
     assert_rows(there.target, "z", rows["a"])
     with connected(there.target) as client:
-        assert client.get_session("sessions/z").ttl.seconds == 3 * 3600
+        assert client.get_session("sessions/z").ttl == timedelta(hours=3)
     for wrong in (["--only", "nobody"], ["--rename", "nobody=x"], ["--rename", "a"], ["--rename", "a=b"]):
         assert asked(there.target, "import", str(file), *wrong).exit_code == ExitCode.USAGE, wrong
 
@@ -196,10 +196,10 @@ def test_an_absolute_expiry_is_kept_or_based_anew(
         kept = client.get_session("sessions/x")
     with connected(here.target) as client:
         anew = client.get_session("sessions/long:1")
-    assert not kept.HasField("ttl")
-    assert not anew.HasField("ttl")
-    assert kept.expire_time.ToDatetime(tzinfo=UTC) == soon
-    assert before <= anew.expire_time.ToDatetime(tzinfo=UTC) - timedelta(hours=1) <= datetime.now(UTC)
+    assert kept.ttl is None
+    assert anew.ttl is None
+    assert kept.expire_time == soon
+    assert before <= anew.expire_time - timedelta(hours=1) <= datetime.now(UTC)
 
 
 def test_a_damaged_file_brings_nothing(export: Export, there: ServerProcess, tmp_path: Path) -> None:

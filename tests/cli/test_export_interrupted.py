@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -311,7 +312,7 @@ def test_a_killed_import_leaves_what_expires_soon(
     assert Importing(server.target, data).end(signal.SIGKILL)[0] == -signal.SIGKILL
     (left,) = client.list_sessions()
     assert left.name.startswith(f"sessions/{UNFINISHED}")
-    assert left.ttl.seconds == UNFINISHED_TTL_S == 120
+    assert left.ttl == timedelta(seconds=UNFINISHED_TTL_S) == timedelta(minutes=2)
 
     (tmp_path / "x").write_bytes(data)
     assert asked(server.target, "import", str(tmp_path / "x")).exit_code == 0

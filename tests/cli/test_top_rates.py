@@ -3,21 +3,23 @@
 import math
 
 from ctxcache.cli.top import Look, Rates, quantile
-from ctxcache.v1.admin_pb2 import Stats
-from ctxcache.v1.operations_pb2 import Activity, MethodActivity, SessionActivity
+from ctxcache.client.types import Activity, MethodActivity, SessionActivity, StoreStats
 
 
 def look(
     at_s: int, *, started_s: int = 1000, read: int = 0, hits: int = 0, misses: int = 0, calls: int = 0
 ) -> Look:
     """A server that was started then, at that second."""
-    stats, activity = Stats(read_token_count=read), Activity(hit_count=hits, miss_count=misses)
-    stats.start_time.FromSeconds(started_s)
-    activity.time.FromSeconds(at_s)
-    activity.methods.append(
-        MethodActivity(method="S/M", count=calls, bounds_seconds=[0.1, 1], bucket_counts=[calls, 0, 0])
+    stats = StoreStats(read_token_count=read, start_time_ns=started_s * 10**9)
+    activity = Activity(
+        hit_count=hits,
+        miss_count=misses,
+        time_ns=at_s * 10**9,
+        methods=(
+            MethodActivity(method="S/M", count=calls, bounds_seconds=(0.1, 1), bucket_counts=(calls, 0, 0)),
+        ),
+        sessions=(SessionActivity(name="sessions/a", tenant="t", access_count=calls),),
     )
-    activity.sessions.append(SessionActivity(name="sessions/a", tenant="t", access_count=calls))
     return Look(stats, activity)
 
 

@@ -17,6 +17,7 @@ from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache.cli.exit_codes import ExitCode
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import seconds
 from ctxcache.errors import SessionNotFound
 from tests.nursery import without_settings
 
@@ -66,11 +67,11 @@ def work(target: str) -> None:
             )
         client.drop_ranges(name, [(4, 10), (20, 30)])
         client.fork_session(name, session_id="other", token_count=50)
-        client.update_session(name, ttl_s=600, is_pinned=True)
+        client.update_session(name, ttl=seconds(600), is_pinned=True)
         client.flush_session("sessions/other")
-        client.retain(name, ttl_s=60)
+        client.retain(name, ttl=seconds(60))
         client.prefetch(name)
-        client.expect(name, 30)
+        client.expect(name, seconds(30))
         with pytest.raises(SessionNotFound):
             client.read("sessions/nobody", own)
         client.get_session(name)

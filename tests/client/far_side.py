@@ -21,10 +21,12 @@ from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import (
     model_to_wire,
     ranges_to_wire,
+    session_from_wire,
     stream_from_wire,
     stream_to_wire,
     streams_from_wire,
 )
+from ctxcache.client.types import SessionInfo
 from ctxcache.format.identity import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
@@ -137,7 +139,7 @@ class FarSide(
         if self.control is not None:
             self.control.break_connections()
 
-    def add(self, name: str, token_count: int) -> session_pb2.Session:
+    def add(self, name: str, token_count: int) -> SessionInfo:
         """Keep a session of that many tokens."""
         self.rows[name] = make_rows(token_count)
         self.sessions[name] = session_pb2.Session(
@@ -150,7 +152,7 @@ class FarSide(
             generation=1,
             token_count=token_count,
         )
-        return self.sessions[name]
+        return session_from_wire(self.sessions[name])
 
     def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.Model:
         return model_to_wire(SPEC)

@@ -14,6 +14,7 @@ from server_process import ServerProcess
 
 from ctxcache.client import Client, bulk_channel
 from ctxcache.client.bulk_channel import Connection, host_of
+from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CacheError,
     GenerationMismatch,
@@ -23,7 +24,6 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.streams import TOKENS
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from ctxcache.wire.framed_socket import Kind
 
 NAME = "sessions/a"
@@ -51,7 +51,7 @@ def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Cl
 
 def append(client: Client, begin: int, end: int) -> None:
     """Append rows of these tokens."""
-    client.append(NAME, OWN, make_rows(end - begin, first=begin), durability=DURABILITY_DISK)
+    client.append(NAME, OWN, make_rows(end - begin, first=begin), durability=Durability.DISK)
 
 
 def check_rows(client: Client, token_count: int) -> None:
@@ -162,7 +162,7 @@ def bulk(server: ServerProcess) -> Iterator[Client]:
     with Client(server.target, access="bulk") as client:
         client.register_model(SPEC)
         client.create_session("models/tiny", session_id="a", layout=LAYOUT)
-        client.append(NAME, OWN, make_rows(60_000), durability=DURABILITY_DISK)
+        client.append(NAME, OWN, make_rows(60_000), durability=Durability.DISK)
         yield client
         client.delete_session(NAME)
 

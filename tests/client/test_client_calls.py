@@ -15,6 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.client import Client
 from ctxcache.client.convert import model_from_wire, model_to_wire, ranges_to_wire
+from ctxcache.client.types import seconds
 from ctxcache.errors import DeadlineExceeded, InvalidArgument, SessionNotFound, Unavailable
 from ctxcache.v1 import admin_pb2, model_pb2, session_pb2
 
@@ -60,7 +61,9 @@ def _noon() -> Timestamp:
 
 CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
     (
-        lambda c: c.create_session("models/m", session_id="a", layout=LAYOUT, ttl_s=1.5, is_pinned=True),
+        lambda c: c.create_session(
+            "models/m", session_id="a", layout=LAYOUT, ttl=seconds(1.5), is_pinned=True
+        ),
         "CreateSession",
         session_pb2.CreateSessionRequest(
             model="models/m",
@@ -77,7 +80,7 @@ CALLS: list[tuple[Callable[[Client], object], str, Message]] = [
     ),
     (lambda c: c.update_session(NAME), "UpdateSession", session_pb2.UpdateSessionRequest(name=NAME)),
     (
-        lambda c: c.update_session(NAME, is_pinned=False, ttl_s=60),
+        lambda c: c.update_session(NAME, is_pinned=False, ttl=seconds(60)),
         "UpdateSession",
         session_pb2.UpdateSessionRequest(name=NAME, is_pinned=False, ttl=Duration(seconds=60)),
     ),
@@ -175,12 +178,17 @@ def test_a_model_survives_the_wire() -> None:
     assert model_from_wire(model_to_wire(SPEC)) == SPEC
 
 
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), 1e30])
+def test_a_span_that_is_no_span_is_refused(count: float) -> None:
+    """A number of seconds that no clock can count is refused where it is named."""
+    with pytest.raises(InvalidArgument):
+        seconds(count)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"ttl_s": 1, "expire_time": NOON},
-        {"ttl_s": float("nan")},
-        {"ttl_s": float("inf")},
+        {"ttl": seconds(1), "expire_time": NOON},
         {"expire_time": NOON.replace(tzinfo=None)},
     ],
 )

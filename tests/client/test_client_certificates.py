@@ -15,6 +15,7 @@ from server_process import ServerProcess
 from ctxcache.client import Client, QueuedJob
 from ctxcache.client.client import Access
 from ctxcache.client.tls import ClientTls
+from ctxcache.client.types import HintOutcome, SessionInfo, seconds
 from ctxcache.errors import (
     CacheError,
     ModelNotFound,
@@ -24,7 +25,7 @@ from ctxcache.errors import (
     Unauthenticated,
     Unavailable,
 )
-from ctxcache.v1 import arena_pb2, hints_pb2, session_pb2, session_pb2_grpc
+from ctxcache.v1 import arena_pb2, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import from_rpc_error
 
 MIB = 1 << 20
@@ -109,7 +110,7 @@ def tls_of(pki: Pki, name: str) -> ClientTls:
     return ClientTls(pki.directory / "ca.pem", pki.directory / f"{name}.pem", pki.directory / f"{name}.key")
 
 
-def fill(client: Client, session_id: str, rows: Any) -> session_pb2.Session:
+def fill(client: Client, session_id: str, rows: Any) -> SessionInfo:
     """A session with these rows."""
     client.register_model(SPEC)
     return client.append(
@@ -139,7 +140,7 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
     other.register_model(SPEC)
     asked: list[Callable[[], Any]] = [
         partial(other.get_session, name),
-        partial(other.update_session, name, ttl_s=60),
+        partial(other.update_session, name, ttl=seconds(60)),
         partial(other.keep_first, name, 0),
         partial(other.fork_session, name),
         partial(other.flush_session, name),
@@ -162,7 +163,7 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
     assert owner.get_session(name).token_count == 70
 
 
-def rows_of_snapshot(client: Client, session: session_pb2.Session) -> Any:
+def rows_of_snapshot(client: Client, session: SessionInfo) -> Any:
     """Read by what another has learnt of a session: no call before the read could refuse it."""
     client._layouts.put(session.uid, OWN.specs(LAYOUT))
     with client.read(session, OWN) as found:
@@ -198,10 +199,10 @@ def test_hints_speak_of_ones_own_sessions_alone(connect: Callable[..., Client]) 
     outcomes = [
         other.prefetch("sessions/hinted").outcome,
         other.demote("sessions/hinted").outcome,
-        other.pin("sessions/hinted", ttl_s=10).outcome,
+        other.pin("sessions/hinted", ttl=seconds(10)).outcome,
         other.expect("sessions/hinted", None).outcome,
     ]
-    assert set(outcomes) == {hints_pb2.HINT_OUTCOME_MISSING}
+    assert set(outcomes) == {HintOutcome.MISSING}
 
 
 def test_one_floods_and_the_other_keeps_its_share(
@@ -250,7 +251,7 @@ def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server
     assert operator.stats().session_count > 0
     with pytest.raises(SessionNotFound):
         operator.demote_session(name)
-    assert list(operator.verify())[-1].bad == []
+    assert list(operator.verify())[-1].bad == ()
     said = server.stderr
     assert (
         'audit subject="dns:ops.example" tenant=ops role=operator method=DemoteSession'

@@ -14,6 +14,15 @@ from live_server import LiveServer
 
 from ctxcache.client import Client, EngineQueue, QueuedJob
 from ctxcache.client import engine_queue as engine_queue_module
+from ctxcache.client.types import (
+    Durability,
+    HintAction,
+    HintKind,
+    HintOutcome,
+    SessionChange,
+    SessionEvent,
+    seconds,
+)
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
@@ -24,8 +33,6 @@ from ctxcache.errors import (
 )
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
-from ctxcache.v1 import hints_pb2
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 JOBS = 2000
 A, B = "sessions/a", "sessions/b"
@@ -54,7 +61,7 @@ def client(live: LiveServer) -> Iterator[Client]:
         made.register_model(SPEC)
         for name in ("a", "b"):
             made.create_session("models/tiny", session_id=name, layout=LAYOUT)
-            made.append(f"sessions/{name}", OWN, make_rows(10), durability=DURABILITY_DISK)
+            made.append(f"sessions/{name}", OWN, make_rows(10), durability=Durability.DISK)
         yield made
 
 
@@ -82,7 +89,7 @@ def test_a_queue_is_published_and_heard_of(live: LiveServer, client: Client, pub
     queue = publish()
     queue.put(job(1), job(2, B))
     queue.flush()
-    events: dict[str, hints_pb2.SessionEvent] = {}
+    events: dict[str, SessionEvent] = {}
     while len(events) < 2:
         events |= {event.session: event for event in queue.take()}
     put = live.ask(job_ids)
@@ -91,14 +98,16 @@ def test_a_queue_is_published_and_heard_of(live: LiveServer, client: Client, pub
     queue.flush()
 
     assert put == {"job-1", "job-2"}
-    assert events[A].readiness.token_count == 10
+    readiness = events[A].readiness
+    assert readiness is not None
+    assert readiness.token_count == 10
     assert live.ask(job_ids) == set()
 
 
 def test_events_are_iterated_over_until_the_queue_is_closed(client: Client, publish: Publish) -> None:
     """Demotion and promotion, seen by a thread that waits for them."""
     queue = publish()
-    seen: list[hints_pb2.SessionEvent] = []
+    seen: list[SessionEvent] = []
     is_seen = threading.Condition()
 
     def watch() -> None:
@@ -116,10 +125,10 @@ def test_events_are_iterated_over_until_the_queue_is_closed(client: Client, publ
     queue.put(job(1))
     queue.flush()
     client.demote(A)
-    wait_for(hints_pb2.SESSION_CHANGE_DEMOTED)
+    wait_for(SessionChange.DEMOTED)
     with client.read(A, OWN) as rows:
         assert rows.token_count == 10
-    wait_for(hints_pb2.SESSION_CHANGE_PROMOTED)
+    wait_for(SessionChange.PROMOTED)
     queue.close()
     watching.join(10)
 
@@ -367,27 +376,25 @@ def test_events_that_nobody_takes_are_bounded(
 
 def test_hints_are_answered(client: Client) -> None:
     """Each verb, and a batch."""
-    accepted = hints_pb2.HINT_OUTCOME_ACCEPTED
+    accepted = HintOutcome.ACCEPTED
     results = [
         client.share(A),
         client.share(A, token_count=5),
         client.demote(A),
-        client.prefetch(A, token_count=5, ttl_s=5),
+        client.prefetch(A, token_count=5, ttl=seconds(5)),
         client.prefetch(A, budget_bytes=1 << 20),
-        client.pin(A, ttl_s=60, priority=5),
-        client.retain(A, ttl_s=60, budget_bytes=1 << 17),
-        client.expect(A, 30),
+        client.pin(A, ttl=seconds(60), priority=5),
+        client.retain(A, ttl=seconds(60), budget_bytes=1 << 17),
+        client.expect(A, seconds(30)),
         client.expect(A, None),
         client.release(A),
     ]
-    batch = client.hint(
-        [hints_pb2.HintAction(action_id="x", session="sessions/nobody", demote=hints_pb2.DemoteHint())]
-    )
+    batch = client.hint([HintAction(HintKind.DEMOTE, "sessions/nobody", action_id="x")])
 
     assert [result.outcome for result in results] == [accepted] * len(results)
-    assert (batch[0].action_id, batch[0].outcome) == ("x", hints_pb2.HINT_OUTCOME_MISSING)
+    assert (batch[0].action_id, batch[0].outcome) == ("x", HintOutcome.MISSING)
     with pytest.raises(InvalidArgument):
-        client.pin(A, ttl_s=0)
+        client.pin(A, ttl=seconds(0))
     with client.read(A, OWN) as rows:
         for stream, expected in make_rows(10).items():
             assert np.array_equal(np.concatenate(list(rows.pieces(stream))), expected)

@@ -11,10 +11,10 @@ from live_server import LiveServer
 
 from ctxcache.client import CallerModel, Client, DecodeBatch, SessionWriter
 from ctxcache.client.client import Access
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.streams import DType, StreamSpec
 from ctxcache.settings.config import Settings
-from ctxcache.v1.session_pb2 import Session
 
 MIB = 1 << 20
 ACCESSES: tuple[Access, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     started.close()
 
 
-CALLS: dict[str, Callable[[Client, str | Session, CallerModel], object]] = {
+CALLS: dict[str, Callable[[Client, str | SessionInfo, CallerModel], object]] = {
     "read": lambda client, session, model: client.read(session, model),
     "read the end": lambda client, session, model: client.read(session, model, begin=60),
     "append": lambda client, session, model: client.append(session, model, make_rows(1, first=70)),
@@ -103,8 +103,7 @@ def test_the_server_refuses_what_a_forged_snapshot_lets_pass(
 ) -> None:
     """The client believes a snapshot; the server compares the caller's fingerprint with the session's own."""
     with Client(server.target, access=access) as client:
-        forged = client.get_session("sessions/kept")
-        forged.model_fingerprint = OTHER_WEIGHTS.fingerprint
+        forged = replace(client.get_session("sessions/kept"), model_fingerprint=OTHER_WEIGHTS.fingerprint)
 
         with pytest.raises(ModelFingerprintMismatch):
             use(CALLS[call](client, forged, OTHER_WEIGHTS))

@@ -19,6 +19,7 @@ from ctxcache.client.attach import Attachment
 from ctxcache.client.client import Access
 from ctxcache.client.control import connect_control
 from ctxcache.client.tls import ClientTls
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
     CacheError,
     InvalidConfiguration,
@@ -82,7 +83,7 @@ def connect(server: ServerProcess, tmp_path: Path) -> Iterator[Callable[..., Cli
         client.close()
 
 
-def fill(client: Client, session_id: str, token_count: int = 70) -> session_pb2.Session:
+def fill(client: Client, session_id: str, token_count: int = 70) -> SessionInfo:
     """A session of so many tokens."""
     client.register_model(SPEC)
     session = client.create_session("models/tiny", session_id=session_id, layout=LAYOUT)
@@ -145,7 +146,7 @@ def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) ->
         np.testing.assert_array_equal(found.array(KV), make_rows(200)[KV])
     with connect("a", "remote").read(session.name, OWN) as streamed:
         np.testing.assert_array_equal(streamed.array(KV), make_rows(200)[KV])
-    assert list(connect("ops", "remote").verify())[-1].bad == []
+    assert list(connect("ops", "remote").verify())[-1].bad == ()
 
 
 def test_a_token_without_shared_memory_gets_none(

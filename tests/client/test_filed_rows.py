@@ -15,6 +15,7 @@ from ctxcache.client.client import Access
 from ctxcache.client.filed_rows import FiledRows
 from ctxcache.client.hold import Hold
 from ctxcache.client.leased_rows import LeasedRows
+from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import (
     CacheError,
@@ -30,7 +31,6 @@ from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 NAME = "sessions/a"
 TOKEN_COUNT = 200
@@ -66,7 +66,7 @@ def add(client: Client, session_id: str, token_count: int, *, first: int = 0) ->
     """A durable session."""
     client.create_session("models/tiny", session_id=session_id, layout=LAYOUT)
     client.append(
-        f"sessions/{session_id}", OWN, make_rows(token_count, first=first), durability=DURABILITY_DISK
+        f"sessions/{session_id}", OWN, make_rows(token_count, first=first), durability=Durability.DISK
     )
 
 
@@ -368,7 +368,7 @@ def test_a_brief_answer_cannot_say_where_in_a_file(client: Client) -> None:
 def test_more_than_the_arena_holds_is_leased_on_ssd(live: LiveServer, client: Client) -> None:
     """It takes no room there."""
     for i in range(20):
-        client.append(NAME, OWN, make_rows(64, first=TOKEN_COUNT + 64 * i), durability=DURABILITY_DISK)
+        client.append(NAME, OWN, make_rows(64, first=TOKEN_COUNT + 64 * i), durability=Durability.DISK)
         leave(live)
     count = TOKEN_COUNT + 64 * 20
 

@@ -21,13 +21,13 @@ from ctxcache.archive.outcomes import Outcome, Status
 from ctxcache.cache.integrity import check_integrity
 from ctxcache.client import Client
 from ctxcache.client.client import Access
+from ctxcache.client.types import Durability, StorageTier
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
-from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY
+from ctxcache.v1 import admin_pb2, arena_pb2
 
 NAME = "sessions/a"
 FAR = datetime(2200, 1, 1, tzinfo=UTC)
@@ -87,7 +87,7 @@ def events(client: Client) -> list[int]:
     return [one.event for one in client.why_miss(NAME).happenings]
 
 
-def made(client: Client, token_count: int, durability: "session_pb2.Durability.ValueType") -> None:
+def made(client: Client, token_count: int, durability: Durability) -> None:
     """Session a with so many tokens."""
     client.register_model(SPEC)
     client.create_session("models/tiny", session_id="a", layout=LAYOUT)
@@ -119,7 +119,7 @@ def test_what_ssd_has_takes_the_place_of_a_flipped_byte(
     live: LiveServer, connect: Callable[[Access], Client], writer: Access, reader: Access
 ) -> None:
     """No reader gets a wrong byte, none gets an error, and the operator is told."""
-    made(connect(writer), 150, DURABILITY_DISK)
+    made(connect(writer), 150, Durability.DISK)
     for stream, index, row in ((KV, 1, 7), (HIDDEN, 0, 63), (TOKENS, 2, 3)):
         flip(live, index, row, stream)
     client = connect(reader)
@@ -138,7 +138,7 @@ def test_where_memory_alone_has_it_the_session_ends_before_a_flipped_byte(
     live: LiveServer, connect: Callable[[Access], Client], writer: Access, reader: Access
 ) -> None:
     """The reader is told at once, and the next one gets what is right."""
-    made(connect(writer), 150, DURABILITY_MEMORY)
+    made(connect(writer), 150, Durability.MEMORY)
     flip(live, 1, 7)
     client = connect(reader)
     with pytest.raises(CorruptSegment):
@@ -157,7 +157,7 @@ def test_views_and_files_beside_the_server_are_verified_too(
 ) -> None:
     """Before a view is handed out, and where some of the rows come from the SSD tier's own files."""
     client = connect(way)
-    made(client, 150, DURABILITY_DISK)
+    made(client, 150, Durability.DISK)
     flip(live, 1, 7)
     with client.read(NAME, OWN) as rows:
         pieces = rows.pieces(KV)
@@ -175,7 +175,7 @@ def test_an_export_has_no_flipped_byte(
 ) -> None:
     """What is written is what was stored; of a session of which memory alone has it, nothing is."""
     client = connect(way)
-    made(client, 150, DURABILITY_DISK)
+    made(client, 150, Durability.DISK)
     whole = exported(client, tmp_path / "whole")
     flip(live, 1, 7)
     assert exported(client, tmp_path / "flipped") == whole
@@ -209,7 +209,7 @@ def test_a_byte_that_changes_before_its_first_flush_is_never_made_durable(
 ) -> None:
     """Who asks for durability is told, what is before it is durable, and a restart serves nothing else."""
     client = connect("local-socket")
-    made(client, 150, DURABILITY_MEMORY)
+    made(client, 150, Durability.MEMORY)
     flip(live, 2, 5)
     with pytest.raises(CorruptSegment):
         client.flush_session(NAME)
@@ -225,7 +225,7 @@ def test_a_byte_that_changes_before_the_server_ends_is_never_made_durable(
     live: LiveServer, connect: Callable[[Access], Client]
 ) -> None:
     """The flush at the end finds it as any other does, and ends in order."""
-    made(connect("grpc"), 150, DURABILITY_MEMORY)
+    made(connect("grpc"), 150, Durability.MEMORY)
     flip(live, 2, 5)
     live.stop()
     live.start()
@@ -239,7 +239,7 @@ def test_durable_rows_outlive_a_byte_that_changes_behind_them(
 ) -> None:
     """Of a segment that grew since it was flushed, what SSD has is mended or kept; only what is behind it goes."""
     client = connect("local-socket")
-    made(client, 100, DURABILITY_DISK)
+    made(client, 100, Durability.DISK)
     client.append(NAME, OWN, {stream: rows[100:] for stream, rows in make_rows(120).items()})
     flip(live, 1, 5)
     check(read(client), 0, 120)
@@ -259,7 +259,7 @@ def test_durable_rows_outlive_a_byte_that_changes_behind_them(
 def test_scrubbing_finds_what_nobody_has_read(live: LiveServer, connect: Callable[[Access], Client]) -> None:
     """A pass over everything tells both sorts apart, and says where each was."""
     client = connect("local-socket")
-    made(client, 128, DURABILITY_DISK)
+    made(client, 128, Durability.DISK)
     client.append(NAME, OWN, {stream: rows[128:] for stream, rows in make_rows(150).items()})
     assert [report.bad for report in client.verify() if report.bad] == []
     flip(live, 0, 9)
@@ -267,7 +267,7 @@ def test_scrubbing_finds_what_nobody_has_read(live: LiveServer, connect: Callabl
     bad = [found for report in client.verify() for found in report.bad]
 
     assert sorted((found.position_begin, found.is_mended) for found in bad) == [(0, True), (128, False)]
-    assert {found.tier for found in bad} == {session_pb2.TIER_DRAM}
+    assert {found.tier for found in bad} == {StorageTier.DRAM}
     assert counters(live) == (1, 1)
     check(read(client), 0, 128)
     assert [report.bad for report in client.verify() if report.bad] == []
@@ -279,7 +279,7 @@ def test_tokens_of_a_decode_batch_are_summed_one_by_one(
 ) -> None:
     """Their sums hold for whoever reads and flushes them, and find a byte that changed in any row."""
     client = connect("local-socket")
-    made(client, 10, DURABILITY_MEMORY)
+    made(client, 10, Durability.MEMORY)
     rows = make_rows(70)
     with client.decode_batch([NAME], OWN) as batch:
         for token in range(10, 70):
@@ -299,7 +299,7 @@ def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
 ) -> None:
     """Too few sums are refused and change nothing; wrong ones end the session before the rows, and nothing else."""
     client = connect("local-socket")
-    made(client, 64, DURABILITY_DISK)
+    made(client, 64, Durability.DISK)
     attachment = client._attach()
     assert attachment is not None
     stream = attachment.stream
@@ -330,7 +330,7 @@ def test_a_reader_that_lies_costs_nobody_anything(
 ) -> None:
     """The server looks for itself: what is right stays, and foreign leases do not exist."""
     client = connect("local-socket")
-    made(client, 150, DURABILITY_MEMORY)
+    made(client, 150, Durability.MEMORY)
     attachment = client._attach()
     assert attachment is not None
     lease = arena_pb2.AcquireLease(session=NAME, model_fingerprint=OWN.fingerprint, is_brief=True)
@@ -351,7 +351,7 @@ def test_a_place_that_keeps_nothing_is_used_no_more(
 ) -> None:
     """Where mending does not help, the next reader is served from SSD, in another place."""
     client = connect("local-socket")
-    made(client, 64, DURABILITY_DISK)
+    made(client, 64, Durability.DISK)
 
     async def nothing(*_: object) -> None:
         await asyncio.sleep(0)
@@ -372,7 +372,7 @@ def test_a_fork_and_a_cut_session_are_verified_by_whole_chunks(
 ) -> None:
     """Sums are of whole chunks, whatever part of them a session still has."""
     client = connect("local-socket")
-    made(client, 150, DURABILITY_DISK)
+    made(client, 150, Durability.DISK)
     client.keep_first(NAME, 100)
     fork = client.fork_session(NAME, session_id="b", token_count=70)
     flip(live, 1, 1)
@@ -390,7 +390,7 @@ def test_flips_at_random_between_operations_at_random(
     """Whatever comes between: a reader gets right rows of all tokens that are told to be there, or is told otherwise."""
     random = np.random.default_rng(7)
     clients = [connect(way) for way in WAYS]
-    made(clients[0], 20, DURABILITY_MEMORY)
+    made(clients[0], 20, Durability.MEMORY)
     durable = 0
     for _ in range(120):
         client = clients[random.integers(len(clients))]
@@ -429,7 +429,7 @@ def test_readers_of_all_ways_at_once_see_no_flipped_byte(
     live: LiveServer, connect: Callable[[Access], Client]
 ) -> None:
     """Rows are mended where they lie, while others read them."""
-    made(connect("local-socket"), 150, DURABILITY_DISK)
+    made(connect("local-socket"), 150, Durability.DISK)
     problems: list[BaseException] = []
     is_over = threading.Event()
     read_counts = dict.fromkeys(WAYS, 0)
@@ -462,7 +462,7 @@ def test_the_sums_of_a_lease_are_those_of_its_rows(
 ) -> None:
     """They are on the wire for any reader: XXH3 of the rows, also of a segment that grows by single tokens."""
     client = connect("local-socket")
-    made(client, 1, DURABILITY_MEMORY)
+    made(client, 1, Durability.MEMORY)
     rows = make_rows(80)
     for token in range(1, 80):
         client.append(NAME, OWN, {stream: one[token : token + 1] for stream, one in rows.items()})

@@ -13,7 +13,7 @@ from far_side import SPEC
 from server_process import COMMAND_LINE, ServerProcess
 
 from ctxcache.client import Client
-from ctxcache.client.convert import model_to_wire, probe_from_wire
+from ctxcache.client.convert import model_to_wire
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, ModelProbeMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.probe import ModelProbe, decode_probe
@@ -51,7 +51,7 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
 
 def kept(client: Client, spec: ModelSpec) -> ModelProbe | None:
     """What the store has of a model."""
-    return probe_from_wire(client.get_model(f"models/{spec.model_id}"))
+    return client.get_model(f"models/{spec.model_id}").probe
 
 
 def test_the_first_probe_is_kept(client: Client, spec: ModelSpec) -> None:
@@ -64,7 +64,7 @@ def test_the_first_probe_is_kept(client: Client, spec: ModelSpec) -> None:
 
     assert kept(client, spec) == probe()
     listed = [model for model in client.list_models() if model.name == f"models/{spec.model_id}"]
-    assert [model.HasField("probe") for model in listed] == [False]
+    assert [model.probe for model in listed] == [None]
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,10 @@ from independent_reader import (
 from server_process import ServerProcess
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.client.convert import streams_from_wire
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS as TOKENS_STREAM
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 
 READER = Path(__file__).parents[1] / "independent_reader.py"
 GOLDEN = json.loads((READER.parent / "golden" / "segments.json").read_text(encoding="utf-8"))
@@ -54,8 +53,8 @@ class Stopped:
     path: Path
     early_file: bytes
     file: bytes
-    source: Session
-    fork: Session
+    source: SessionInfo
+    fork: SessionInfo
 
 
 def saved_rows(begin: int, end: int) -> dict[Stream, npt.NDArray[np.generic]]:
@@ -83,20 +82,20 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     with ServerProcess(directory) as server:
         with Client(server.target, access="remote") as client:
             model, source = new_session(client)
-            client.append(source.name, model, saved_rows(0, EARLY_COUNT), durability=DURABILITY_DISK)
+            client.append(source.name, model, saved_rows(0, EARLY_COUNT), durability=Durability.DISK)
             early_file = path.read_bytes()
             client.append(
-                source.name, model, saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=DURABILITY_DISK
+                source.name, model, saved_rows(EARLY_COUNT, TOKEN_COUNT), durability=Durability.DISK
             )
             fork = client.fork_session(source.name, token_count=FORK_TOKEN_COUNT)
             added = saved_rows(TOKEN_COUNT, TOKEN_COUNT + FORK_APPENDED_COUNT)
-            client.append(fork.name, model, added, durability=DURABILITY_DISK)
+            client.append(fork.name, model, added, durability=Durability.DISK)
             source = client.drop_ranges(source.name, [(DROPPED.start, DROPPED.stop)])
         assert server.terminate() == 0
     return Stopped(path, early_file, path.read_bytes(), source, fork)
 
 
-def new_session(client: Client) -> tuple[CallerModel, Session]:
+def new_session(client: Client) -> tuple[CallerModel, SessionInfo]:
     """Create a session that stores hidden states of one layer and K/V of another, packed too."""
     specs = tuple(StreamSpec(stream, ROW_BYTES[stream], dtype) for stream, dtype in DTYPES.items())
     model = client.register_model(
@@ -153,7 +152,7 @@ def test_headers_say_whose_the_rows_are(stopped: Stopped) -> None:
         assert segment.tenant == stopped.source.tenant
         assert segment.model_fingerprint == stopped.source.model_fingerprint
         assert [(s.layer, s.kind) for s in segment.streams] == [
-            tuple(stream) for stream in streams_from_wire(stopped.source.layout)
+            tuple(stream) for stream in stopped.source.streams()
         ]
 
 

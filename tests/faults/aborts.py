@@ -19,16 +19,10 @@ import grpc
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import stream_to_wire
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, WriteInProgress
 from ctxcache.format.identity import wire_checksum
-from ctxcache.v1.session_pb2 import (
-    DURABILITY_DISK,
-    AppendHeader,
-    AppendSessionRequest,
-    AppendSessionResponse,
-    Chunk,
-    Session,
-)
+from ctxcache.v1.session_pb2 import AppendHeader, AppendSessionRequest, AppendSessionResponse, Chunk
 from ctxcache.wire.status import from_rpc_error
 from tests.faults.harness import Report
 from tests.faults.ledger import Ledger, Shape
@@ -49,7 +43,7 @@ class Aborter(threading.Thread):
     """Begins saves and never commits one."""
 
     def __init__(
-        self, target: str, ledger: Ledger, sessions: Sequence[Session], count: int, *, seed: int
+        self, target: str, ledger: Ledger, sessions: Sequence[SessionInfo], count: int, *, seed: int
     ) -> None:
         super().__init__(daemon=True)
         self._target, self._ledger, self._sessions, self._count = target, ledger, sessions, count
@@ -64,7 +58,7 @@ class Aborter(threading.Thread):
             for begin in range(0, SAVED_TOKENS, SAVED_TOKENS // PARTS + 1)
             if (data := of_stream[begin : begin + SAVED_TOKENS // PARTS + 1].tobytes())
         ]  # fmt: skip
-        self._ways: list[Callable[[Client, Session], None]] = [
+        self._ways: list[Callable[[Client, SessionInfo], None]] = [
             self._cancel, self._outlive_deadline, self._end_early, self._break_chunk, self._give_up,
         ]  # fmt: skip
 
@@ -78,7 +72,9 @@ class Aborter(threading.Thread):
         except Exception as error:  # noqa: BLE001  a thread's end that nobody would see
             self._ledger.find(f"a client that aborts ended by {type(error).__name__}: {error}")
 
-    def _abort(self, client: Client, way: Callable[[Client, Session], None], session: Session) -> None:
+    def _abort(
+        self, client: Client, way: Callable[[Client, SessionInfo], None], session: SessionInfo
+    ) -> None:
         try:
             way(client, session)
         except WriteInProgress:
@@ -90,7 +86,13 @@ class Aborter(threading.Thread):
             check(client, self._ledger, session)
 
     def _send(
-        self, client: Client, session: Session, chunks: Sequence[Chunk], *, timeout_s: float, is_held: bool
+        self,
+        client: Client,
+        session: SessionInfo,
+        chunks: Sequence[Chunk],
+        *,
+        timeout_s: float,
+        is_held: bool,
     ) -> tuple[Call, threading.Event]:
         sent, done = threading.Event(), threading.Event()
 
@@ -114,7 +116,7 @@ class Aborter(threading.Thread):
     def _some(self) -> list[Chunk]:
         return self._chunks[: self._random.randint(1, len(self._chunks))]
 
-    def _cancel(self, client: Client, session: Session) -> None:
+    def _cancel(self, client: Client, session: SessionInfo) -> None:
         call, done = self._send(client, session, self._some(), timeout_s=30, is_held=True)
         time.sleep(self._random.uniform(0, 0.002))
         if call.done():
@@ -122,17 +124,17 @@ class Aborter(threading.Thread):
         call.cancel()
         done.set()
 
-    def _outlive_deadline(self, client: Client, session: Session) -> None:
+    def _outlive_deadline(self, client: Client, session: SessionInfo) -> None:
         timeout_s = self._random.uniform(0.002, 0.02)
         call, done = self._send(client, session, self._some(), timeout_s=timeout_s, is_held=True)
         self._expect_failure(call, session)
         done.set()
 
-    def _end_early(self, client: Client, session: Session) -> None:
+    def _end_early(self, client: Client, session: SessionInfo) -> None:
         call, _ = self._send(client, session, self._some(), timeout_s=30, is_held=False)
         self._expect_failure(call, session)
 
-    def _break_chunk(self, client: Client, session: Session) -> None:
+    def _break_chunk(self, client: Client, session: SessionInfo) -> None:
         *good, last = self._some()
         broken = Chunk()
         broken.CopyFrom(last)
@@ -140,12 +142,12 @@ class Aborter(threading.Thread):
         call, _ = self._send(client, session, [*good, broken], timeout_s=30, is_held=False)
         self._expect_failure(call, session)
 
-    def _give_up(self, client: Client, session: Session) -> None:
+    def _give_up(self, client: Client, session: SessionInfo) -> None:
         with client.writer(session, OWN, SAVED_TOKENS) as writer:
             for stream, rows in self._rows.items():
                 writer.write(stream, 0, rows[: self._random.randint(1, SAVED_TOKENS)])
 
-    def _expect_failure(self, call: Call, session: Session) -> None:
+    def _expect_failure(self, call: Call, session: SessionInfo) -> None:
         error = call.exception()
         if not isinstance(error, grpc.RpcError):
             self._ledger.find(f"{session.name}: a save without a commit was acknowledged")
@@ -153,7 +155,7 @@ class Aborter(threading.Thread):
             raise reason
 
 
-def check(client: Client, ledger: Ledger, session: Session) -> None:
+def check(client: Client, ledger: Ledger, session: SessionInfo) -> None:
     """See that a session is as it was before any abort."""
     now = client.get_session(session.name)
     if (now.token_count, now.generation) != (session.token_count, session.generation):
@@ -171,7 +173,7 @@ def abort_saves(server: ServerProcess, report: Report, count: int, *, seed: int)
         sessions = [
             client.append(
                 client.create_session(model.name, session_id=f"kept{i}", layout=SHAPE.streams), model,
-                ledger.rows(ledger.take_tags(KEPT_TOKENS)), durability=DURABILITY_DISK,
+                ledger.rows(ledger.take_tags(KEPT_TOKENS)), durability=Durability.DISK,
             )
             for i in range(SESSIONS_PER_CLIENT * CLIENTS)
         ]  # fmt: skip
@@ -191,7 +193,7 @@ def abort_saves(server: ServerProcess, report: Report, count: int, *, seed: int)
         report.count(name, number)
 
 
-def _die_writing(target: str, sessions: Sequence[Session], ledger: Ledger) -> None:
+def _die_writing(target: str, sessions: Sequence[SessionInfo], ledger: Ledger) -> None:
     """A client process that is killed while it holds a reservation with rows in it."""
     script = (
         "import sys, time, numpy as np; from ctxcache.client import Client\n"
@@ -212,7 +214,7 @@ def _die_writing(target: str, sessions: Sequence[Session], ledger: Ledger) -> No
     ledger.count("aborted_save_count", len(sessions))
 
 
-def _look(client: Client, ledger: Ledger, sessions: Sequence[Session]) -> None:
+def _look(client: Client, ledger: Ledger, sessions: Sequence[SessionInfo]) -> None:
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     while (stats := client.stats()).reservation_count and time.monotonic() < deadline_s:
         time.sleep(0.02)

@@ -8,9 +8,8 @@ import time
 from contextlib import suppress
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import SessionInfo, StorageTier, StoreStats
 from ctxcache.errors import CapacityExceeded, SessionNotFound
-from ctxcache.v1.admin_pb2 import Stats
-from ctxcache.v1.session_pb2 import TIER_DRAM, TIER_SSD, Session, Tier
 from tests.faults.expected import Expected
 from tests.faults.ledger import Ledger
 from tests.faults.workload import Terms
@@ -53,7 +52,7 @@ def empty(client: Client, ledger: Ledger) -> None:
         ledger.find(f"all was deleted, and there are {left}")
 
 
-def _left(stats: Stats) -> str:
+def _left(stats: StoreStats) -> str:
     used = [f"{tier.used_bytes} B in {tier.path}" for tier in stats.tiers if tier.used_bytes]
     counts = ((stats.session_count, "sessions"), (stats.segment_count, "segments"))
     return ", ".join([f"{count} {what}" for count, what in counts if count] + used)
@@ -71,11 +70,11 @@ def _check_absence(ledger: Ledger, session: Expected, now_ns: int, terms: Terms)
     del ledger.sessions[session.name]
 
 
-def _check_session(client: Client, ledger: Ledger, session: Expected, view: Session) -> None:
+def _check_session(client: Client, ledger: Ledger, session: Expected, view: SessionInfo) -> None:
     if view.durable_token_count != view.token_count:
         ledger.find(f"{session.name}: {view.token_count} tokens after a restart, not all durable")
-    expire_time_ns = view.expire_time.ToNanoseconds()
-    has_sliding_expiry = view.HasField("ttl")
+    expire_time_ns = view.expire_time_ns or 0
+    has_sliding_expiry = view.ttl_ns is not None
     if not has_sliding_expiry and expire_time_ns not in session.expire_times_ns():
         ledger.find(f"{session.name} expires at {expire_time_ns}, not at one of {session.expire_times_ns()}")
     try:
@@ -102,17 +101,17 @@ def _check_session(client: Client, ledger: Ledger, session: Expected, view: Sess
     ledger.find(session.note(view.uid, view.generation))
 
 
-def _check_books(ledger: Ledger, stats: Stats, *, is_fresh: bool) -> None:
-    for tier, name in ((TIER_DRAM, "DRAM"), (TIER_SSD, "SSD")):
+def _check_books(ledger: Ledger, stats: StoreStats, *, is_fresh: bool) -> None:
+    for tier, name in ((StorageTier.DRAM, "DRAM"), (StorageTier.SSD, "SSD")):
         used_bytes, segment_count = _use(stats, tier)
         if used_bytes != segment_count * ledger.shape.slot_bytes:
             ledger.find(f"{name}: {used_bytes} B are taken by {segment_count} segments")
-    if is_fresh and _use(stats, TIER_DRAM) != (0, 0):
+    if is_fresh and _use(stats, StorageTier.DRAM) != (0, 0):
         ledger.find("DRAM is taken right after a start")
-    if is_fresh and _use(stats, TIER_SSD)[1] != stats.segment_count:
-        ledger.find(f"{stats.segment_count} segments, {_use(stats, TIER_SSD)[1]} of them on SSD")
+    if is_fresh and _use(stats, StorageTier.SSD)[1] != stats.segment_count:
+        ledger.find(f"{stats.segment_count} segments, {_use(stats, StorageTier.SSD)[1]} of them on SSD")
 
 
-def _use(stats: Stats, tier: Tier.ValueType) -> tuple[int, int]:
+def _use(stats: StoreStats, tier: StorageTier) -> tuple[int, int]:
     uses = [use for use in stats.tiers if use.tier == tier]
     return sum(use.used_bytes for use in uses), sum(use.segment_count for use in uses)

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ctxcache.client import Client
+from ctxcache.client.types import seconds
 from ctxcache.errors import SessionNotFound
 from tests.cli.stored import HIDDEN, model_spec
 from tests.faults.harness import Harness, Report, Unsupported
@@ -72,8 +73,8 @@ def _lives_as_long(
     with Client(server.target) as client:
         client.register_model(model_spec())
         began_s = time.monotonic()
-        client.create_session("models/tiny", session_id=name, layout=[HIDDEN], ttl_s=options.ttl_s)
-        client.create_session("models/tiny", session_id=f"{name}-hour", layout=[HIDDEN], ttl_s=3600)
+        client.create_session("models/tiny", session_id=name, layout=[HIDDEN], ttl=seconds(options.ttl_s))
+        client.create_session("models/tiny", session_id=f"{name}-hour", layout=[HIDDEN], ttl=seconds(3600))
         at = datetime.now(UTC) + timedelta(seconds=options.ttl_s)
         client.create_session("models/tiny", session_id=f"{name}-at", layout=[HIDDEN], expire_time=at)
     made_s = time.monotonic()
@@ -83,7 +84,7 @@ def _lives_as_long(
         server.start()
     with Client(server.target) as client:
         stays = client.get_session(f"sessions/{name}-hour")
-        told_s = stays.expire_time.ToNanoseconds() / NS - (time.time() + wall_s)
+        told_s = (stays.expire_time_ns or 0) / NS - (time.time() + wall_s)
         if not -SLACK_S < 3600 - told_s < time.monotonic() - began_s + SLACK_S:
             report.find(f"{name}: an hour's session says that it has {told_s:.0f} s by the wall clock")
         _given_afterwards(report, client, name, wall_s)
@@ -106,7 +107,7 @@ def _given_afterwards(report: Report, client: Client, name: str, wall_s: float) 
     """A time that a caller gives is the wall clock's as it is then."""
     began_s, at = time.monotonic(), datetime.fromtimestamp(time.time() + wall_s + 600, UTC)
     made = client.create_session("models/tiny", session_id=f"{name}-late", layout=[HIDDEN], expire_time=at)
-    left_s = made.expire_time.ToNanoseconds() / NS - made.create_time.ToNanoseconds() / NS
+    left_s = ((made.expire_time_ns or 0) - (made.create_time_ns or 0)) / NS
     if not -SLACK_S < 600 - left_s < time.monotonic() - began_s + SLACK_S:
         report.find(f"{name}: a session that was to have 600 s has {left_s:.0f} s")
 
@@ -114,7 +115,7 @@ def _given_afterwards(report: Report, client: Client, name: str, wall_s: float) 
 def _sleeps(report: Report, server: ServerProcess, clock: SetClock) -> None:
     """Two hours pass for the machine in no time."""
     with Client(server.target) as client:
-        client.create_session("models/tiny", session_id="sleeper", layout=[HIDDEN], ttl_s=3600)
+        client.create_session("models/tiny", session_id="sleeper", layout=[HIDDEN], ttl=seconds(3600))
         clock.set(wall_s=HOURS_S, slept_s=HOURS_S)
         try:
             client.get_session("sessions/sleeper")

@@ -17,10 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import Durability, InjectedFaultKind, MissEvent, PathState, seconds
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS
-from ctxcache.v1 import admin_pb2
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
 from tests.faults.hanging_disk import HangingDisk, hanging_disk, why_not
 from tests.faults.harness import Found, Harness, Report, Unsupported
@@ -115,7 +114,7 @@ def _fill(client: Client, sizes: Mapping[str, int]) -> None:
             begin, end = done[name], min(done[name] + TOKENS_PER_APPEND, size)
             if begin < end:
                 rows = {s: rows_of(i, s, begin, end, row_bytes) for s, row_bytes in STREAMS.items()}
-                client.append(name, MODEL, rows, durability=DURABILITY_DISK)
+                client.append(name, MODEL, rows, durability=Durability.DISK)
                 done[name] = end
     for name in sizes:
         client.demote_session(name)
@@ -176,7 +175,7 @@ def _read(report: Report, when: str, client: Client, name: str, owner: int, coun
 
 def _is_explained(report: Report, when: str, client: Client, name: str, missing_count: int) -> None:
     answer = client.why_miss(name)
-    if answer.reason != admin_pb2.MISS_EVENT_DEVICE_LOST or answer.withheld_token_count != missing_count:
+    if answer.reason != MissEvent.DEVICE_LOST or answer.withheld_token_count != missing_count:
         report.find(f"{when}: why-miss does not explain {missing_count} tokens of {name}")
 
 
@@ -195,18 +194,22 @@ def _at_run_time(report: Report, server: ServerProcess, sizes: Mapping[str, int]
         for name in sizes:
             client.demote_session(name)
         client.inject_fault(
-            "SSD_READ_ERROR", path=path, count=10_000, duration_s=3600, error_number=errno.EIO
+            InjectedFaultKind.SSD_READ_ERROR,
+            path=path,
+            count=10_000,
+            duration=seconds(3600),
+            error_number=errno.EIO,
         )
         for name in sizes:
             # Who finds it out is refused.
             with suppress(CacheError), client.read(name, MODEL) as rows:
                 rows.array(TOKENS)
-        if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_LOST):
+        if not _until(lambda: _state(client, path) == PathState.LOST):
             report.find("run time: a device of which nothing can be read is not lost")
         _judge(report, "run_time", client, sizes)
         report.end_if_found()
         client.clear_faults()
-        if not _until(lambda: _state(client, path) != admin_pb2.PATH_STATE_LOST):
+        if not _until(lambda: _state(client, path) != PathState.LOST):
             report.find("run time: a device that answers again is still lost")
     _is_whole(report, "run time", server, sizes)
 
@@ -218,7 +221,7 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
     places.take(1, is_left_empty=False)
     with Client(server.target) as client:
         path = next(tier.path for tier in client.stats().tiers if "ssd1" in tier.path)
-        if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_RESTING):
+        if not _until(lambda: _state(client, path) == PathState.RESTING):
             report.find("a path whose directory is gone goes on taking writes")
         report.end_if_found()
         late = {f"sessions/late{i}": 200 for i in range(4)}
@@ -230,7 +233,7 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
             if _read(report, "displaced", client, name, i, client.get_session(name).token_count) != size:
                 report.find(f"{name} was acknowledged on a path whose directory was gone")
         places.put_back(1)
-        if not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_OPEN):
+        if not _until(lambda: _state(client, path) == PathState.OPEN):
             report.find("a directory that was mounted again under the server is not taken")
     _is_whole(report, "mounted again", server, sizes)
 
@@ -283,7 +286,7 @@ def _is_noticed(
         try:
             if not _until(lambda: all(read.done() for read in reads)):
                 report.find(f"{when}: reads of a device that answers nothing are not answered either")
-            elif not _until(lambda: _state(client, path) == admin_pb2.PATH_STATE_LOST):
+            elif not _until(lambda: _state(client, path) == PathState.LOST):
                 report.find(f"{when}: a device that answers nothing is not lost")
             report.end_if_found()
             _judge(report, when, client, sizes)
@@ -324,7 +327,7 @@ def _main_thread_is_gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "Z"
 
 
-def _state(client: Client, path: str) -> admin_pb2.PathState.ValueType:
+def _state(client: Client, path: str) -> PathState:
     return next(tier.state for tier in client.stats().tiers if tier.path == path)
 
 

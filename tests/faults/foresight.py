@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from ctxcache.client import Client, QueuedJob
-from ctxcache.v1.hints_pb2 import HINT_OUTCOME_ACCEPTED, HintResult
+from ctxcache.client.types import HintOutcome, HintResult, seconds
 
 MOST_JOBS = 16
 
@@ -17,7 +17,7 @@ class Foresight:
 
     def __init__(self, client: Client, engine: str, draw: random.Random) -> None:
         self._client, self._draw = client, draw
-        self._queue = client.engine_queue(engine, grace_s=1)
+        self._queue = client.engine_queue(engine, grace=seconds(1))
         self._jobs: list[str] = []
         self._job_count = 0
 
@@ -25,18 +25,18 @@ class Foresight:
         """Change the queue, then give a hint; whether that made the session durable."""
         self._change(name)
         client, draw = self._client, self._draw
-        ttl_s, priority = draw.choice((1, 600)), draw.randrange(101)
+        ttl, priority = seconds(draw.choice((1, 600))), draw.randrange(101)
         hints: dict[str, Callable[[], HintResult]] = {
             "share": lambda: client.share(name),
-            "prefetch": lambda: client.prefetch(name, ttl_s=ttl_s),
+            "prefetch": lambda: client.prefetch(name, ttl=ttl),
             "demote": lambda: client.demote(name),
-            "pin": lambda: client.pin(name, ttl_s=ttl_s, priority=priority),
-            "retain": lambda: client.retain(name, ttl_s=ttl_s, priority=priority),
+            "pin": lambda: client.pin(name, ttl=ttl, priority=priority),
+            "retain": lambda: client.retain(name, ttl=ttl, priority=priority),
             "release": lambda: client.release(name),
-            "expect": lambda: client.expect(name, draw.choice((None, 1.0, 10.0))),
+            "expect": lambda: client.expect(name, draw.choice((None, seconds(1), seconds(10)))),
         }
         kind = draw.choice([*hints])
-        return hints[kind]().outcome == HINT_OUTCOME_ACCEPTED and kind in ("share", "demote")
+        return hints[kind]().outcome == HintOutcome.ACCEPTED and kind in ("share", "demote")
 
     def _change(self, name: str) -> None:
         self._queue.take(timeout_s=0.0)

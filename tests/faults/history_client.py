@@ -24,10 +24,10 @@ import numpy.typing as npt
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
 from ctxcache.client.rows import SessionRows
+from ctxcache.client.types import Durability, SessionInfo, seconds
 from ctxcache.client.writer import SessionWriter
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, SessionNotFound, TierFailure, Unavailable
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.ledger import Shape
 from tests.faults.rows import _mix
 
@@ -142,7 +142,7 @@ def _facts(error: CacheError) -> dict[str, int]:
     }
 
 
-def view_of(session: Session) -> dict[str, Any]:
+def view_of(session: SessionInfo) -> dict[str, Any]:
     """What an answer says of its session."""
     return {"uid": session.uid, "generation": session.generation, "count": session.token_count}
 
@@ -204,7 +204,7 @@ class Worker:
         except CacheError:
             return
 
-    def _get(self, client: Client, name: str) -> Session:
+    def _get(self, client: Client, name: str) -> SessionInfo:
         with self._log.op("get", name) as answer:
             session = client.get_session(name)
             answer.update(view_of(session))
@@ -228,7 +228,7 @@ class Worker:
             matches=generation,
         ) as answer:  # fmt: skip
             answer.update(view_of(client.append(
-                session, OWN, rows, durability=DURABILITY_DISK if is_durable else DURABILITY_MEMORY,
+                session, OWN, rows, durability=Durability.DISK if is_durable else Durability.MEMORY,
                 if_generation_match=generation,
             )))  # fmt: skip
 
@@ -249,7 +249,7 @@ class Worker:
                     matches=None,
                 ) as answer:  # fmt: skip
                     answer.update(view_of(writer.commit(
-                        session.token_count + end, DURABILITY_DISK if is_durable else DURABILITY_MEMORY,
+                        session.token_count + end, Durability.DISK if is_durable else Durability.MEMORY,
                         keep_open=end < count,
                     )))  # fmt: skip
 
@@ -282,7 +282,7 @@ class Worker:
             for writer, session in ((first, source), (second, fork)):
                 self._fill(writer, session)
 
-    def _fill(self, writer: SessionWriter, session: Session) -> None:
+    def _fill(self, writer: SessionWriter, session: SessionInfo) -> None:
         first, self._next_tag = self._next_tag, self._next_tag + writer.token_count + 1
         for stream, rows in rows_to_append(
             session.name, first, session.token_count, writer.token_count
@@ -299,7 +299,7 @@ class Worker:
         count = source.token_count if self._is_heads() else self._random.randint(0, source.token_count)
         self._fork_to(client, source, self._another(name), count)
 
-    def _fork_to(self, client: Client, source: Session, new_name: str, count: int) -> Session:
+    def _fork_to(self, client: Client, source: SessionInfo, new_name: str, count: int) -> SessionInfo:
         with self._log.op("fork", source.name, target=new_name, count=count) as answer:
             fork = client.fork_session(
                 source.name, session_id=new_name.partition("/")[2], token_count=count,
@@ -319,7 +319,7 @@ class Worker:
         if self._is_heads():
             left_ns = self._random.randint(1000, 1500) * 10**6
             with self._log.op("update", name, ttl_ns=left_ns) as answer:
-                answer.update(view_of(client.update_session(name, ttl_s=left_ns / 10**9)))
+                answer.update(view_of(client.update_session(name, ttl=seconds(left_ns / 10**9))))
         else:
             left_ns = self._random.randint(100, 1500) * 10**6
             # Read one after the other: how long that may take is allowed for.
@@ -348,7 +348,7 @@ class Worker:
                 except SessionNotFound:
                     continue
 
-    def _tags(self, session: Session) -> tuple[int, int]:
+    def _tags(self, session: SessionInfo) -> tuple[int, int]:
         count = min(self._random.choice(APPENDS), max(1, MOST_TOKENS - session.token_count))
         first, self._next_tag = self._next_tag, self._next_tag + count + 1
         return count, first

@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import CacheError, CapacityExceeded, SessionNotFound, TierFailure
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
 from tests.faults.rows import first_difference, rows_of
 
@@ -95,7 +95,7 @@ class Lifecycle:
             stream: rows_of(known.owner, stream, begin, begin + count, row_bytes)
             for stream, row_bytes in STREAMS.items()
         }
-        durability = {"durability": DURABILITY_DISK} if is_durable else {}
+        durability = {"durability": Durability.DISK} if is_durable else {}
         done = self.try_(f"append {name}", lambda: client.append(before, OWN, rows, **durability), known)
         if done is not None and is_durable:
             known.least = max(known.least, begin + count)
@@ -149,7 +149,7 @@ class Lifecycle:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _make_durable(self, what: str, call: Callable[[str], Session], name: str) -> None:
+    def _make_durable(self, what: str, call: Callable[[str], SessionInfo], name: str) -> None:
         known = self.sessions[name]
         done = self.try_(what, lambda: call(f"sessions/{name}"), known)
         if done is not None:
@@ -183,7 +183,7 @@ class Lifecycle:
         if self.try_(f"delete {name}", call, known) and was_there:
             known.must_be_gone = True
 
-    def _compare(self, client: Client, session: Session, known: Known) -> bool:
+    def _compare(self, client: Client, session: SessionInfo, known: Known) -> bool:
         with client.read(session, OWN) as rows:
             for stream in STREAMS:
                 self._compare_stream(

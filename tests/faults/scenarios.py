@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ctxcache.client import Client
+from ctxcache.client.types import seconds
 from ctxcache.errors import CacheError, SessionNotFound, WriteInProgress
 from tests.cli.stored import HIDDEN
 from tests.faults.harness import Unsupported
@@ -152,7 +153,7 @@ def _set(clock: Path, jump: str, client: Client, left_count: int, problem: Probl
     set_to = clock.with_suffix(".new")
     set_to.write_text(f"{jump}\n")
     set_to.replace(clock)
-    client.create_session("models/tiny", session_id="mark", layout=[HIDDEN], ttl_s=1)
+    client.create_session("models/tiny", session_id="mark", layout=[HIDDEN], ttl=seconds(1))
     _until(lambda: client.stats().session_count == left_count, problem, f"upkeep does not turn after {jump}")
 
 

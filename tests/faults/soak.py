@@ -19,6 +19,7 @@ import numpy as np
 
 from ctxcache.client import Client
 from ctxcache.client.client import Access
+from ctxcache.client.types import Durability, seconds
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -28,7 +29,6 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from tests.faults.foresight import Foresight
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
@@ -120,7 +120,7 @@ class Churn:
         client.register_model(model(number))
         client.create_session(
             f"models/soak-{number}", session_id=name.removeprefix("sessions/"),
-            layout=[s.stream for s in STORED[1:]], ttl_s=self._draw.choice((5, 3600)),
+            layout=[s.stream for s in STORED[1:]], ttl=seconds(self._draw.choice((5, 3600))),
         )  # fmt: skip
 
     def _append(self, client: Client, name: str) -> None:
@@ -136,7 +136,7 @@ class Churn:
             session,
             stored_model(client, name),
             rows,
-            **({"durability": DURABILITY_DISK} if is_durable else {}),
+            **({"durability": Durability.DISK} if is_durable else {}),
         )
 
     def _read(self, client: Client, name: str) -> None:
@@ -183,7 +183,7 @@ class Churn:
         client.delete_session(name)
 
     def _touch(self, client: Client, name: str) -> None:
-        client.update_session(name, ttl_s=self._draw.choice((5, 3600)))
+        client.update_session(name, ttl=seconds(self._draw.choice((5, 3600))))
 
     def _flush(self, client: Client, name: str) -> None:
         (client.demote_session if self._draw.random() < 0.3 else client.flush_session)(name)

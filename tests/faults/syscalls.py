@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ctxcache.client import Client
-from ctxcache.v1.admin_pb2 import PATH_STATE_FENCED
+from ctxcache.client.types import PathState
 from tests.faults import planted, scenarios, shortages
 from tests.faults.endings import check_refusal, last_line, stop
 from tests.faults.harness import Harness, Report, progress
@@ -147,7 +147,7 @@ def _check_paths(point: Point, server: ServerProcess, run: Run, life: Lifecycle,
             tiers = {tier.path: tier for tier in client.stats().tiers}
         hit = tiers[run.faults.where.split()[-1]]
         if point.error == "EIO" or point.call == "fdatasync":
-            if hit.state != PATH_STATE_FENCED or not hit.problem:
+            if hit.state is not PathState.FENCED or not hit.problem:
                 problems.append("the path is not fenced, or nobody says why")
             if server.stderr.count("path_fenced") != 1:
                 problems.append("the log does not say once that the path is fenced")

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ def made_anew(stored: Path, *, is_dry_run: bool = False) -> Rebuilt:
 def expire_times(running: ServerProcess) -> set[datetime]:
     """When its sessions end."""
     with Client(running.target, access="remote") as client:
-        return {session.expire_time.ToDatetime(UTC) for session in client.list_sessions()}
+        return {session.expire_time for session in client.list_sessions()}
 
 
 @pytest.mark.parametrize("lost", ["metadata", "."])

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
+from ctxcache.client.types import Durability, SessionInfo, seconds
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -27,7 +28,6 @@ from ctxcache.errors import (
     Unavailable,
     WriteInProgress,
 )
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.expected import Change, Expected
 from tests.faults.foresight import Foresight
 from tests.faults.ledger import Ledger
@@ -121,11 +121,11 @@ class Worker(threading.Thread):
 
     # -- what an answer means --------------------------------------------------------------------
 
-    def _acknowledged(self, session: Expected, view: Session) -> None:
+    def _acknowledged(self, session: Expected, view: SessionInfo) -> None:
         session.settle()
         self._look(session, view)
 
-    def _look(self, session: Expected, view: Session) -> None:
+    def _look(self, session: Expected, view: SessionInfo) -> None:
         if view.token_count != len(session.live):
             self._ledger.find(f"{session.name}: {view.token_count} tokens, {len(session.live)} expected")
             session.is_done = True
@@ -166,7 +166,7 @@ class Worker(threading.Thread):
         self.sessions.append(session)
         view = client.create_session(
             "models/crash", session_id=name.partition("/")[2], layout=self._ledger.shape.streams,
-            ttl_s=3600, is_pinned=session.is_pinned,
+            ttl=seconds(3600), is_pinned=session.is_pinned,
         )  # fmt: skip
         session.may_be_absent = False
         self._look(session, view)
@@ -178,13 +178,13 @@ class Worker(threading.Thread):
     def _append(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         session.begin(Change((*session.live, *tags), cut=tags[-1] + 1))
-        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=DURABILITY_MEMORY)
+        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=Durability.MEMORY)
         self._acknowledged(session, view)
 
     def _append_durably(self, client: Client, session: Expected) -> None:
         tags = self._tags(session)
         session.begin(Change((*session.live, *tags), cut=tags[-1] + 1))
-        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=DURABILITY_DISK)
+        view = client.append(session.name, self._own, self._ledger.rows(tags), durability=Durability.DISK)
         self._acknowledged(session, view)
         session.flushed()
         self._ledger.count("durable_token_count", len(tags))
@@ -201,7 +201,7 @@ class Worker(threading.Thread):
                 is_durable = self._random.random() < 0.5
                 session.begin(Change((*session.live, *tags[begin:end]), cut=tags[end - 1] + 1))
                 view = writer.commit(
-                    writer.write_offset + end, DURABILITY_DISK if is_durable else DURABILITY_MEMORY,
+                    writer.write_offset + end, Durability.DISK if is_durable else Durability.MEMORY,
                     keep_open=end < len(tags),
                 )  # fmt: skip
                 self._acknowledged(session, view)
@@ -239,7 +239,7 @@ class Worker(threading.Thread):
         fork.cuts = [fork.live[-1] + 1 if fork.live else 0]
         fork.flushed()
         self._ledger.sessions[fork.name] = fork
-        view = client.fork_session(session.name, session_id=name, token_count=kept, ttl_s=3600)
+        view = client.fork_session(session.name, session_id=name, token_count=kept, ttl=seconds(3600))
         fork.may_be_absent = False
         self._look(fork, view)
         session.flushed()

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ctxcache.client import CallerModel, Client
+from ctxcache.client.types import Durability
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from tests.faults.rows import rows_of
 from tests.server_process import ServerProcess
 
@@ -58,7 +58,7 @@ def append(client: Client, name: str, begin: int, end: int) -> None:
     """Append self-describing rows, durable; `[begin, end)` are the tokens' indexes."""
     owner = int(name.rpartition("s")[2])
     rows = {spec.stream: rows_of(owner, spec.stream, begin, end, spec.row_bytes) for spec in STREAMS}
-    client.append(name, CallerModel(MODEL), dict(rows), durability=DURABILITY_DISK)
+    client.append(name, CallerModel(MODEL), dict(rows), durability=Durability.DISK)
 
 
 def fill(client: Client) -> None:

@@ -11,10 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client, SessionRows
 from ctxcache.client.arena import Bytes
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, GenerationMismatch, InvalidArgument, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from ctxcache.v1.session_pb2 import Session
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RestoreTooLate
 from gpu_worker.generation import continue_greedy, prefill
@@ -295,7 +295,7 @@ def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
     """An edited history cuts the session as it was seen, or sees it anew."""
     keep_first = client.keep_first
 
-    def overtaken(*args: Any, **options: Any) -> Session:  # Any: as keep_first takes them
+    def overtaken(*args: Any, **options: Any) -> SessionInfo:  # Any: as keep_first takes them
         monkeypatch.undo()
         _turn(other, session_id, 1)
         return keep_first(*args, **options)

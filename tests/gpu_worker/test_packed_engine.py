@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
-from ctxcache.client.convert import streams_from_wire
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
@@ -68,7 +67,7 @@ def test_turns_are_restored_from_few_bits(
     assert [turn.reused_token_count for turn in turns] == [0, lengths[0], sum(lengths[:2])]
     assert [turn.miss_reason for turn in turns] == ["", "", ""]
     assert session.token_count == sum(lengths)
-    assert {*streams_from_wire(session.layout)} >= set(parsed.streams())
+    assert {*session.streams()} >= set(parsed.streams())
 
 
 def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client, session_id: str) -> None:

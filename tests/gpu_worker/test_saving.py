@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.client import Access
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
@@ -25,7 +26,6 @@ from ctxcache.errors import (
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, Session
 from gpu_worker.errors import DeviceFailed, ShapeMismatch
 from gpu_worker.rows import token_ids_of
 from gpu_worker.saving import Saver, Slice
@@ -44,7 +44,7 @@ _SPEC = ModelSpec(
 _OWN = CallerModel(_SPEC)
 _LAYOUT = [spec.stream for spec in _STATE]
 
-Create = Callable[[str], Session]
+Create = Callable[[str], SessionInfo]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def create(client: Client, session_id: str) -> Create:
 
 
 @pytest.fixture
-def session(create: Create) -> Session:
+def session(create: Create) -> SessionInfo:
     """One of them."""
     return create("one")
 
@@ -78,7 +78,7 @@ def _rows(spec: StreamSpec, ids: Sequence[int]) -> Tensor:
     return rows
 
 
-def _pass(saver: Saver, *slices: tuple[Session, int, int]) -> None:
+def _pass(saver: Saver, *slices: tuple[SessionInfo, int, int]) -> None:
     """A forward pass over tokens `[begin, end)` of sessions, whose ids are their numbers plus 1000 a slice."""
     ids = [
         1000 * number + token for number, (_, begin, end) in enumerate(slices) for token in range(begin, end)
@@ -88,7 +88,7 @@ def _pass(saver: Saver, *slices: tuple[Session, int, int]) -> None:
             saver.put(*spec.stream, _rows(spec, ids))
 
 
-def _assert_holds(client: Client, session: Session, ids: Sequence[int]) -> None:
+def _assert_holds(client: Client, session: SessionInfo, ids: Sequence[int]) -> None:
     with client.read(session.name, _OWN) as rows:
         assert token_ids_of(rows.array(TOKENS)) == list(ids)
         for spec in _STATE:
@@ -116,7 +116,7 @@ def test_a_packed_batch_is_sorted_into_its_sessions(
         _pass(saver, (long, 150, 300), (other, 0, 70), (short, 3, 4))
         for token in range(4, 90):
             _pass(saver, (long, 296 + token, 297 + token), (short, token, token + 1))
-        saver.finish(long.name, durability=DURABILITY_DISK)
+        saver.finish(long.name, durability=Durability.DISK)
         failures = [saver.wait(long.name), saver.wait(short.name)]
 
         assert failures == [None, None]
@@ -127,7 +127,7 @@ def test_a_packed_batch_is_sorted_into_its_sessions(
         assert (saver.saved_token_count, saver.shed_token_counts) == (476, {})
 
 
-def test_decoding_commits_a_segment_at_a_time(client: Client, session: Session) -> None:
+def test_decoding_commits_a_segment_at_a_time(client: Client, session: SessionInfo) -> None:
     """Without anybody asking, rows are committed where a segment ends; the rest waits for the turn's end."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
@@ -166,7 +166,7 @@ def test_full_staging_sheds_and_counts(server: ServerProcess, client: Client, cr
     assert saver.saved_token_count == 180
 
 
-def test_after_a_look_at_the_session_saves_go_on(client: Client, session: Session) -> None:
+def test_after_a_look_at_the_session_saves_go_on(client: Client, session: SessionInfo) -> None:
     """Once `wait` has told of the loss, the session takes rows again from where it ends."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
@@ -204,7 +204,7 @@ def test_a_failed_save_stops_only_its_session(client: Client, create: Create) ->
     assert client.get_session(other.name).token_count == 8
 
 
-def test_waiting_has_an_end(server: ServerProcess, client: Client, session: Session) -> None:
+def test_waiting_has_an_end(server: ServerProcess, client: Client, session: SessionInfo) -> None:
     """A store that does not answer costs the waiter its deadline, and the save is not lost by that."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
@@ -220,7 +220,7 @@ def test_waiting_has_an_end(server: ServerProcess, client: Client, session: Sess
     _assert_holds(client, session, range(3))
 
 
-def test_closing_saves_what_is_in_staging(client: Client, session: Session) -> None:
+def test_closing_saves_what_is_in_staging(client: Client, session: SessionInfo) -> None:
     """Rows of passes before close are saved; rows after it are shed, and `wait` says so."""
     saver = Saver(client, _OWN, _LAYOUT)
     saver.open(session)
@@ -262,7 +262,7 @@ def test_a_session_never_opened_is_not_waited_for(client: Client) -> None:
         assert saver.flush("sessions/never") is None
 
 
-def test_a_session_is_open_once(client: Client, session: Session) -> None:
+def test_a_session_is_open_once(client: Client, session: SessionInfo) -> None:
     """Whoever opens a session again has to look at what became of it first."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
@@ -293,7 +293,7 @@ def test_sessions_that_nobody_waits_for_are_forgotten(
         _assert_holds(client, session, range(3))
 
 
-def test_slices_are_the_pass(client: Client, session: Session) -> None:
+def test_slices_are_the_pass(client: Client, session: SessionInfo) -> None:
     """Slices of other lengths than the tokens are refused before anything is taken."""
     with (
         Saver(client, _OWN, _LAYOUT) as saver,
@@ -303,7 +303,7 @@ def test_slices_are_the_pass(client: Client, session: Session) -> None:
         pytest.fail("the pass must not run")
 
 
-def test_a_pass_that_raises_is_a_gap(client: Client, session: Session) -> None:
+def test_a_pass_that_raises_is_a_gap(client: Client, session: SessionInfo) -> None:
     """The engine gets its own error; tokens before that pass are saved, those of it and behind it are not."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
@@ -335,7 +335,7 @@ def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None
     assert client.get_session(session.name).token_count == 0
 
 
-def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: Session) -> None:
+def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: SessionInfo) -> None:
     """A session of the same length with other tokens is another generation: rows of ours do not follow those."""
     row = {TOKENS: np.array([7], "<i4"), **{spec.stream: _rows(spec, [7]).numpy() for spec in _STATE}}
     with Saver(client, _OWN, _LAYOUT) as saver:
@@ -350,7 +350,7 @@ def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: S
     _assert_holds(client, session, [7])
 
 
-def test_a_reservation_that_ended_is_opened_again(client: Client, session: Session) -> None:
+def test_a_reservation_that_ended_is_opened_again(client: Client, session: SessionInfo) -> None:
     """An idle session's room runs out of time; its next rows are written where nobody else came."""
     with Saver(client, _OWN, _LAYOUT) as saver:
         saver.open(session)
@@ -443,7 +443,7 @@ class _LateMark:
         return is_done
 
 
-def test_rows_are_read_and_their_room_reused_behind_the_copy(client: Client, session: Session) -> None:
+def test_rows_are_read_and_their_room_reused_behind_the_copy(client: Client, session: SessionInfo) -> None:
     """Neither does a thread read rows that are not there yet, nor does another pass get their room."""
     copies = _LateCopies()
     with Saver(client, _OWN, _LAYOUT, copies=copies, staging_bytes=128 * _TOKEN_BYTES) as saver:
@@ -502,7 +502,7 @@ class _FailingMark:
 
 
 @pytest.mark.parametrize("is_failing_at_once", [True, False])
-def test_a_failed_device_is_a_gap(client: Client, session: Session, *, is_failing_at_once: bool) -> None:
+def test_a_failed_device_is_a_gap(client: Client, session: SessionInfo, *, is_failing_at_once: bool) -> None:
     """The pass goes on, nothing of it becomes visible, and nobody waits for a copy that never ends."""
     copies = _FailingCopies(is_failing_at_once=is_failing_at_once)
     with Saver(client, _OWN, _LAYOUT, copies=copies) as saver:
@@ -527,7 +527,7 @@ def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> 
             for session in sessions:
                 saver.open(session)
             _pass(saver, *((session, 0, 64) for session in sessions))
-            saver.finish(sessions[0].name, durability=DURABILITY_DISK)
+            saver.finish(sessions[0].name, durability=Durability.DISK)
             assert saver.wait(sessions[0].name) is None
             _wait_until_saved(saver, 192)
             server.kill9()

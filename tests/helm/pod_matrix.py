@@ -25,12 +25,12 @@ from run_pod import Cluster, Pod, built_images, lacking
 
 from ctxcache.client import Client
 from ctxcache.client.tls import ClientTls
+from ctxcache.client.types import Durability
 from ctxcache.errors import Unauthenticated
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.identity.grants import parse_grant
 from ctxcache.identity.tokens import Token, digest_of, new_secret
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 IMAGES = built_images()
 pytestmark = [
@@ -161,7 +161,7 @@ def _rows() -> dict[Stream, npt.NDArray[np.generic]]:
 def _write(client: Client, session_id: str) -> None:
     model = client.register_model(_spec())
     session = client.create_session(model.name, session_id=session_id, layout=[HIDDEN])
-    client.append(session, model, _rows(), durability=DURABILITY_DISK)
+    client.append(session, model, _rows(), durability=Durability.DISK)
 
 
 def _assert_rows_are_there(client: Client, session_id: str) -> None:

@@ -11,13 +11,13 @@ from typing import Protocol
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.rows import SessionRows
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.core.placement.policy import Facts, Tier
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.simulate.tiers import Move
-from ctxcache.v1.session_pb2 import DURABILITY_DISK, DURABILITY_MEMORY, Session
 from tests.faults.rows import first_difference, rows_of
 from tests.live.names import name_of, owner_of
 from tests.live.scheduler import Hints
@@ -69,7 +69,7 @@ class Engine:
         is_durable: bool = False,
     ) -> None:
         self._store, self._client, self._goes_on = store, client, goes_on
-        self._durability = DURABILITY_DISK if is_durable else DURABILITY_MEMORY
+        self._durability = Durability.DISK if is_durable else Durability.MEMORY
         self.policy = hints or Hints()
         self.policy.tell_time = self._set_time
         self.troubles: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class Engine:
             self._store.written()
             writer.commit(durability=self._durability)
 
-    def _made(self, uid: bytes) -> Session:
+    def _made(self, uid: bytes) -> SessionInfo:
         with suppress(SessionNotFound):
             return self._client.get_session(name_of(uid))
         layout = [spec.stream for spec in STORED]

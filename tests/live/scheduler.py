@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ctxcache.client import Client
 from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.queue_outbox import QueuedJob
+from ctxcache.client.types import seconds
 from tests.live.names import name_of
 
 
@@ -71,7 +72,9 @@ class Scheduler(Hints):
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """See Hints."""
         return_in_s = None if return_s is None else max(return_s - self._now_s, 0.0)
-        self.outcomes[self._client.expect(name_of(uid), return_in_s).outcome] += 1
+        self.outcomes[
+            self._client.expect(name_of(uid), None if return_in_s is None else seconds(return_in_s)).outcome
+        ] += 1
 
 
 class LostScheduler(Scheduler):

@@ -1,5 +1,6 @@
 """What a disturbance costs a running store: hits at most, never a byte, and nothing hangs."""
 
+from datetime import timedelta
 from pathlib import Path
 
 from ctxcache.client import Client
@@ -47,7 +48,7 @@ def test_a_lost_queue_is_forgotten(tmp_path: Path) -> None:
             way.end()
             server.await_no_queue()
 
-        hints = LostScheduler(client, far.engine_queue("engine", grace_s=0), at=LOST_AT, cut=cut)
+        hints = LostScheduler(client, far.engine_queue("engine", grace=timedelta()), at=LOST_AT, cut=cut)
         running, _ = live(turns, setting, server, client, hints)
 
     assert not differences(running, simulated(turns, setting, lost_at=LOST_AT))

@@ -10,6 +10,7 @@ from server_process import ServerProcess
 
 from ctxcache.client import CallerModel, Client, DecodeBatch
 from ctxcache.client.grpc_access import GrpcAccess
+from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -21,7 +22,6 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AccessResponse, AcquireLease, Operation, ReleaseLease, ReleaseReservation
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
 ROW_BYTES = {TOKENS: 4, KV: 4096, HIDDEN: 12288, ODD: 6}
@@ -178,7 +178,7 @@ def test_a_step_can_be_durable(client: Client) -> None:
     names = create(client, 3)
     with client.decode_batch(names, OWN) as batch:
         step(batch, 0)
-        batch.commit(DURABILITY_DISK)
+        batch.commit(Durability.DISK)
 
     sessions = [client.get_session(name) for name in names]
     assert [session.durable_token_count for session in sessions] == [1, 10, 19]
@@ -222,7 +222,7 @@ def test_a_lane_that_cannot_be_durable_leaves_its_session_free(tmp_path: Path) -
         ]
         with client.decode_batch(names, OWN) as batch:
             step(batch, 0)
-            done = batch.commit(DURABILITY_DISK).tolist()
+            done = batch.commit(Durability.DISK).tolist()
             failed = sorted(batch.failures)
             counts = batch.token_counts.tolist()
             for lane in failed:

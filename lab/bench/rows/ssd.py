@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.slot import Slot
 from ctxcache.storage.tiers.shared_memory import HUGE_PAGE_BYTES, free_huge_bytes
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from lab.bench.contexts import (
     Bytes,
     Contexts,
@@ -177,7 +177,7 @@ class _Served:
         """Append a context, durable before the answer; seconds."""
         session = self.contexts.create(NAME.removeprefix("sessions/"))
         c = self.contexts
-        return seconds(lambda: c.client.append(session, c.model, c.rows[index], durability=DURABILITY_DISK))
+        return seconds(lambda: c.client.append(session, c.model, c.rows[index], durability=Durability.DISK))
 
     def delete(self) -> None:
         """Make room for the next one."""
@@ -282,7 +282,7 @@ _NAME = "sessions/measured"
 
 def _promoting(c: Contexts) -> Side:
     """Lease a demoted context: seconds until its rows are in the arena, verified."""
-    c.client.append(c.create(_NAME.removeprefix("sessions/")), c.model, c.rows[0], durability=DURABILITY_DISK)
+    c.client.append(c.create(_NAME.removeprefix("sessions/")), c.model, c.rows[0], durability=Durability.DISK)
 
     def side(_: int) -> float:
         c.client.demote_session(_NAME)

@@ -16,9 +16,9 @@ from transformers import Cache
 
 from ctxcache.client import Client
 from ctxcache.client.convert import stream_from_wire
+from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.format.packing import PACKINGS, unpacked
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease, Operation, ReleaseLease
 from gpu_worker.direct import storage as storage_module
 from gpu_worker.direct.path import KvikioFound, Wanted
@@ -37,9 +37,7 @@ FIRST_TOKENS = 70
 """Appended first: the segment behind them is short."""
 
 
-def save(
-    client: Client, session: Session, session_id: str, kinds: Sequence[StateKind]
-) -> session_pb2.Session:
+def save(client: Client, session: Session, session_id: str, kinds: Sequence[StateKind]) -> SessionInfo:
     """Have the store keep all rows of these kinds, appended in two parts, on SSD only."""
     packed = [kind for kind in kinds if kind in PACKINGS]
     spec = model_spec(session.adapter.model, model_id=f"direct-{session_id}"[:60], packed_kinds=packed)
@@ -57,7 +55,7 @@ def save(
     kept = client.create_session(model.name, session_id=session_id, layout=list(rows))
     for begin, end in ((0, FIRST_TOKENS), (FIRST_TOKENS, session.token_count)):
         parts = {stream: part[begin:end] for stream, part in rows.items()}
-        kept = client.append(kept, model, parts, durability=session_pb2.DURABILITY_DISK)
+        kept = client.append(kept, model, parts, durability=Durability.DISK)
         leave(client, kept.name)
     return client.get_session(kept.name)
 
@@ -135,7 +133,7 @@ def direct_by(
 
 
 def restored(
-    direct: DirectStorage, pipeline: Pipeline, session: Session, kept: session_pb2.Session, plan: str,
+    direct: DirectStorage, pipeline: Pipeline, session: Session, kept: SessionInfo, plan: str,
     *, target: CacheTarget | None = None, meanwhile: Callable[[], None] | None = None,
 ) -> Cache:  # fmt: skip
     """The session restored from the store. `meanwhile` is called when the first layer is there. Raises why it was not."""
@@ -172,7 +170,7 @@ def flip(path: Path, offset_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def flip_in_arena(client: Client, kept: session_pb2.Session, stream: Stream) -> None:
+def flip_in_arena(client: Client, kept: SessionInfo, stream: Stream) -> None:
     """Damage a byte of a stream's first row in shared memory, as a process would that maps it."""
     attachment = client._attach()
     assert attachment is not None

@@ -12,9 +12,9 @@ from paged_engine import PROMPT_TOKENS, PagedEngine, conversation, running_engin
 from server_process import ServerProcess
 
 from ctxcache.client import Client
+from ctxcache.client.types import Durability
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind
-from ctxcache.v1.session_pb2 import DURABILITY_DISK
 from gpu_worker.sidecar.client import AttachedEngine, WorkerClient
 from gpu_worker.v1 import worker_pb2
 
@@ -66,7 +66,7 @@ def saved_case(
             kept = {stream: part for stream, part in rows.items() if stream.kind is StateKind.KV}
             session = attached.save(
                 f"sessions/{session_id}", engine.stage(kept, token_ids), write_offset=0,
-                token_count=PROMPT_TOKENS, durability=DURABILITY_DISK,
+                token_count=PROMPT_TOKENS, durability=Durability.DISK,
             )  # fmt: skip
             engine.poison()
             yield Case(engine, attached, session.name, token_ids)

@@ -14,11 +14,10 @@ from paged_engine import PROMPT_TOKENS, PagedEngine, conversation, running_engin
 
 from ctxcache.client import SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.convert import ranges_to_wire
 from ctxcache.client.rows import Piece
+from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, CorruptSegment, LeaseNotFound
-from ctxcache.format.streams import StateKind, Stream
-from ctxcache.v1.session_pb2 import Session
+from ctxcache.format.streams import StateKind, Stream, ranges_of
 from gpu_worker.direct.storage import DirectStorage
 from gpu_worker.rows import pack_rows
 from gpu_worker.sidecar.attachments import Attachments
@@ -83,20 +82,20 @@ class OneSession:
 
     def __init__(self, engine: PagedEngine, rows: HeldRows) -> None:
         self._rows = rows
-        self._session = Session(
+        self._session = SessionInfo(
             name="sessions/one", token_count=PROMPT_TOKENS, model_fingerprint=engine.spec.fingerprint(),
-            layout=ranges_to_wire(rows.streams),
+            layout=tuple(ranges_of(rows.streams)),
         )  # fmt: skip
 
     def register_model(self, spec: object, probe: object) -> None:
         """See Client."""
 
-    def get_session(self, name: str) -> Session:
+    def get_session(self, name: str) -> SessionInfo:
         """See Client."""
         assert name == self._session.name
         return self._session
 
-    def read(self, session: Session, _model: object, **_: object) -> HeldRows:
+    def read(self, session: SessionInfo, _model: object, **_: object) -> HeldRows:
         """See Client."""
         assert session is self._session
         return self._rows
