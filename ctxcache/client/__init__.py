@@ -6,15 +6,35 @@ from ctxcache.client.engine_queue import EngineQueue
 from ctxcache.client.models import CallerModel
 from ctxcache.client.queue_outbox import QueuedJob
 from ctxcache.client.rows import Piece, SessionRows
+from ctxcache.client.types import (
+    Durability,
+    SessionInfo,
+    days,
+    hidden,
+    hours,
+    kv,
+    latent,
+    minutes,
+    seconds,
+)
 from ctxcache.client.writer import SessionWriter
 
 __all__ = [
     "CallerModel",
     "Client",
     "DecodeBatch",
+    "Durability",
     "EngineQueue",
     "Piece",
     "QueuedJob",
+    "SessionInfo",
     "SessionRows",
     "SessionWriter",
+    "days",
+    "hidden",
+    "hours",
+    "kv",
+    "latent",
+    "minutes",
+    "seconds",
 ]
