@@ -24,7 +24,6 @@ from ctxcache.cache.scrubbing import Mending, Scrubbing
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.sessions import Sessions
 from ctxcache.cache.state import State
-from ctxcache.core.budget import Budget
 from ctxcache.core.ledger.expiry import Expiration
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
@@ -113,22 +112,13 @@ class Cache:
             self.flushing,
             self.memory_room,
             self.dirty_bound,
-            self._pins("reservations", limits.reservation_share),
+            Pins("reservations", memory.capacity_bytes, limits.reservation_share, limits),
         )
-        leased = self._pins("leases", limits.lease_share)
+        leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
         self.leases = Leases(state, io, self.promotions, self.mending, leased)
         self.scrubbing = Scrubbing(state, self.mending, io, metadata)
         self.devices = Devices(state, ssd, self.departures, self.mending, self.flushing)
         self.backup = Backup(state, io, self.flushing, self.mending)
-
-    def _pins(self, what: str, share: float) -> Pins:
-        capacity_bytes, limits = self.ledger.memory.capacity_bytes, self.state.limits
-        budget = Budget(
-            limit_bytes=int(capacity_bytes * share),
-            client_limit_bytes=int(capacity_bytes * limits.client_share),
-            is_divided=limits.are_divided,
-        )
-        return Pins(what, budget, wait_ns=limits.room_wait_ns)
 
     async def drain(self) -> None:
         """Wait for everything that runs in the background."""
@@ -218,5 +208,5 @@ class Cache:
             kept_from_use[i - len(slots)] for i in refused if i >= len(slots)
         }
         for segment in misplaced:
-            self.ledger.misplaced(segment)
+            self.ledger.disowned(segment, is_bad=False)
         return misplaced

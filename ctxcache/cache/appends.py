@@ -7,11 +7,12 @@ A session has one reservation at a time. Rows beyond `committed` are never read,
 disappears its slots are kept from others for a while, because it may still be writing.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from ctxcache.cache.journal import Call
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import State
 from ctxcache.core.budget import Pinner
+from ctxcache.core.ledger.places import Use
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.errors import (
@@ -33,6 +35,7 @@ from ctxcache.errors import (
     WriteOffsetMismatch,
 )
 from ctxcache.format.layout import SegmentLayout
+from ctxcache.format.slot import Slot
 from ctxcache.format.streams import Stream
 from ctxcache.format.sums import Place, Sums, Tally, covers
 
@@ -56,6 +59,11 @@ class Run:
         return self.row_begin + token - self.token_begin
 
 
+Cut = tuple[Run, int, int]
+"""A run, and the first and one past the last token of it that is meant."""
+TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
+
+
 @dataclass(slots=True, eq=False)
 class Reservation:
     """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop.
@@ -76,57 +84,56 @@ class Reservation:
     runs: list[Run] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
 
-    def runs_of(self, token_begin: int, token_end: int) -> list[Run]:
-        """The runs that hold tokens of `[token_begin, token_end)`."""
-        first = bisect_right(self.runs, token_begin, key=lambda run: run.token_begin) - 1
-        last = bisect_left(self.runs, token_end, key=lambda run: run.token_begin)
-        return self.runs[max(first, 0) : last]
-
     def check(self, token_count: int) -> None:
         """Raise InvalidArgument unless there is room up to `token_count`, and nothing beyond it is visible."""
         if not self.committed <= token_count <= self.end:
             problem = f"{token_count} is not within [{self.committed}, {self.end}]"
             raise InvalidArgument(field="token_count", problem=problem)
 
-    def cuts(self, token_begin: int, token_end: int) -> list[tuple[Run, int, int]]:
+    def cuts(self, token_begin: int, token_end: int) -> list[Cut]:
         """The runs that hold tokens of `[token_begin, token_end)`, with the first and one past the last of these."""
-        return [
-            (run, max(run.token_begin, token_begin), min(run.token_end, token_end))
-            for run in self.runs_of(token_begin, token_end)
-            if max(run.token_begin, token_begin) < min(run.token_end, token_end)
-        ]
+        found: list[Cut] = []
+        for run in self.runs[max(bisect_right(self.runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]:
+            if run.token_begin >= token_end:
+                break
+            begin = max(run.token_begin, token_begin)
+            end = min(run.token_begin + run.row_end - run.row_begin, token_end)
+            if begin < end:
+                found.append((run, begin, end))
+        return found
 
-    def sums(self, token_begin: int, token_end: int, given: Sequence[int]) -> list[tuple[Segment, Sums]]:
-        """What a writer says of tokens: one checksum per stream for each run. Raises InvalidArgument."""
-        cuts, width = self.cuts(token_begin, token_end), len(self.session.layout.specs)
+    def sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
+        """What a writer says of tokens: one checksum per stream for each cut. Raises InvalidArgument."""
+        width = len(self.session.layout.specs)
         if len(given) != len(cuts) * width:
             problem = f"{len(given)} are not {len(cuts)} runs of {width} streams"
             raise InvalidArgument(field="checksums", problem=problem)
-        return [
-            (run.segment, Sums(run.row_of(begin), run.row_of(end), tuple(given[i * width : (i + 1) * width])))
-            for i, (run, begin, end) in enumerate(cuts)
-        ]
+        said: list[tuple[Segment, Sums]] = []
+        for i, (run, begin, end) in enumerate(cuts):
+            first_row = run.row_begin - run.token_begin
+            values = tuple(given[i * width : (i + 1) * width])
+            said.append((run.segment, Sums(begin + first_row, end + first_row, values)))
+        return said
 
-    def joint_sums(
-        self, token_begin: int, token_end: int, given: Sequence[int]
-    ) -> list[tuple[Segment, Sums]]:
+    def joint_sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
         """What a writer says of tokens: one checksum for each. Raises InvalidArgument."""
-        if len(given) != token_end - token_begin:
-            problem = f"{len(given)} are not one for each of {token_end - token_begin} tokens"
+        token_count = sum(end - begin for _, begin, end in cuts)
+        if len(given) != token_count:
+            problem = f"{len(given)} are not one for each of {token_count} tokens"
             raise InvalidArgument(field="checksums", problem=problem)
+        rows = ((run, token) for run, begin, end in cuts for token in range(begin, end))
         return [
-            (run.segment, Sums(run.row_of(token), run.row_of(token) + 1, (given[token - token_begin],)))
-            for run, begin, end in self.cuts(token_begin, token_end)
-            for token in range(begin, end)
+            (run.segment, Sums(run.row_of(token), run.row_of(token) + 1, (value,)))
+            for (run, token), value in zip(rows, given, strict=True)
         ]
 
     def mark(self, token_count: int) -> list[Segment]:
         """Tokens below `token_count` will not change any more; returns segments that are full with them."""
-        runs = self.runs_of(max(self.marked, self.committed), token_count)
+        cuts = self.cuts(max(self.marked, self.committed), token_count)
         self.marked = max(self.marked, token_count)
         return [
             run.segment
-            for run in runs
+            for run, _, _ in cuts
             if run.row_end == run.segment.layout.segment_tokens and run.token_end <= token_count
         ]
 
@@ -144,10 +151,15 @@ class Reservation:
             return {}
         last, row = self.last()
         layout = self.session.layout
-        held = [run.segment.segment_id for run in self.runs] or ([last.segment_id] if last else [])
-        free_row_count = layout.segment_tokens - row if last else 0
+        sizes_bytes = {run.segment.segment_id: layout.size_bytes for run in self.runs} if self.runs else {}
+        free_row_count = 0
+        if last is not None:
+            sizes_bytes[last.segment_id] = layout.size_bytes
+            free_row_count = layout.segment_tokens - row
         new_count = -(-max(token_count - free_row_count, 0) // layout.segment_tokens)
-        return dict.fromkeys([*held, *range(-new_count, 0)], layout.size_bytes)
+        for number in range(-new_count, 0):
+            sizes_bytes[number] = layout.size_bytes
+        return sizes_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +190,9 @@ class Room:
         return None
 
 
-RESERVATION_LIFETIME_NS = 300 * 10**9
-GRACE_NS = 60 * 10**9
+SECOND_NS = 10**9
+RESERVATION_LIFETIME_NS = 300 * SECOND_NS
+GRACE_NS = 60 * SECOND_NS
 """How long slots of a writer that disappeared are kept from others."""
 
 
@@ -246,17 +259,20 @@ class Appends:
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
         WriteOffsetMismatch, CapacityExceeded, TooManyRequests, TierFailure.
         """
-        session = self._ledger.find(tenant, session_id)
-        session.check_fingerprint(fingerprint)
-        session.check_generation(generation)
-        if session.is_writing:
-            raise WriteInProgress(session=session.name)
-        if write_offset != session.token_count:
-            raise WriteOffsetMismatch(
-                session=session.name, token_count=session.token_count, write_offset=write_offset
-            )
-        self._ledger.touched(session)
-        reservation = self._begin(session, write_offset, Pinner(tenant, client))
+        reservation = self.reserve_at_once(
+            tenant,
+            session_id,
+            fingerprint=fingerprint,
+            write_offset=write_offset,
+            generation=generation,
+            token_count=token_count,
+            client=client,
+        )
+        if reservation is not None:
+            return reservation
+        session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
+        reservation = Reservation(0, session, write_offset, write_offset, 0, Pinner(tenant, client))
+        self._begin(reservation, now_ns)
         try:
             await self._give_up_withheld(session)
             await self.extend(reservation, token_count)
@@ -265,6 +281,95 @@ class Appends:
             raise
         self._state.journal.did(Call.RESERVE, session, tokens=token_count)
         return reservation
+
+    def reserve_at_once(
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        fingerprint: bytes,
+        write_offset: int,
+        generation: int | None,
+        token_count: int,
+        client: int | None = None,
+    ) -> Reservation | None:
+        """`reserve` where nothing has to be waited for: there is room within every bound, and slots are free or clean.
+
+        None, and no session is changed, where that is not so. Raises as `reserve`, but for TierFailure.
+        """
+        session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
+        if session.withheld:
+            return None
+        # Not open yet: what it needs is looked at before anything is changed.
+        reservation = Reservation(0, session, write_offset, write_offset, 0, Pinner(tenant, client))
+        try:
+            slots = self._slots_at_once(reservation, token_count)
+        except CacheError as error:
+            self._state.journal.write_failed(session, error)
+            raise
+        if slots is None:
+            return None
+        self._begin(reservation, now_ns)
+        end = write_offset + token_count
+        segment, row = reservation.last() if token_count else (None, 0)
+        if segment is not None:
+            self._add_run(reservation, segment, row, end)
+        for slot in slots:
+            segment = self._ledger.blank(
+                session, self._ledger.new_segment_id(), self._next_position(reservation)
+            )
+            self._ledger.reserved(segment, slot)
+            self._add_run(reservation, segment, 0, end)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.RESERVE, session, tokens=token_count)
+        return reservation
+
+    def _writable(
+        self, tenant: str, session_id: str, fingerprint: bytes, write_offset: int, generation: int | None
+    ) -> tuple[Session, int]:
+        """The session that a writer asks for, and the store's time now. Raises what is wrong with the request."""
+        now_ns = self._state.clock.now_ns()
+        session = self._ledger.find_at(tenant, session_id, now_ns)
+        session.check_caller(fingerprint, generation)
+        if session.use is Use.WRITTEN:
+            raise WriteInProgress(session=session.name)
+        if write_offset != session.token_count:
+            raise WriteOffsetMismatch(
+                session=session.name, token_count=session.token_count, write_offset=write_offset
+            )
+        return session, now_ns
+
+    def _slots_at_once(self, reservation: Reservation, token_count: int) -> list[Slot] | None:
+        """Slots for the segments that so many more tokens need; None where any bound, or a slot, is to be waited for."""
+        session, needed = reservation.session, reservation.needed(token_count)
+        if not needed:
+            return []
+        size_bytes = session.layout.size_bytes
+        new_count = new_bytes = 0
+        for segment_id in needed:
+            if segment_id < 0:
+                new_count, new_bytes = new_count + 1, new_bytes + size_bytes
+        if self._ledger.quotas.is_limited(session.tenant):
+            # A tenant's limit on SSD may make sessions of it leave.
+            return None
+        if not self.pins.has_room(reservation.client, needed):
+            return None
+        last, _ = reservation.last()
+        if last is not None:
+            new_bytes += self._ledger.claim_bytes(last)
+        if new_bytes and not self._dirty_bound.admits_at_once(new_bytes, len(reservation.runs) * size_bytes):
+            return None
+        slots = self._memory_room.take_all(new_count, size_bytes, session.tenant)
+        # Room may have been made of the very segment that was to be continued.
+        if slots is not None and reservation.last()[0] is not last:
+            for slot in slots:
+                self._ledger.memory.give(slot)
+            return None
+        return slots
+
+    def _next_position(self, reservation: Reservation) -> int:
+        """The position of the first token behind the reservation's end."""
+        return reservation.session.log_end + reservation.end - reservation.committed
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
         """Make room for `token_count` more tokens.
@@ -281,8 +386,9 @@ class Appends:
             self._state.journal.write_failed(reservation.session, error)
             raise
         finally:
-            self._ledger.promised(reservation.session.tenant, -reservation.promised_bytes)
-            reservation.promised_bytes = 0
+            if reservation.promised_bytes:
+                self._ledger.promised(reservation.session.tenant, -reservation.promised_bytes)
+                reservation.promised_bytes = 0
 
     def renew(self, reservation: Reservation) -> None:
         """Let a reservation live on: its writer is there. Raises ReservationNotFound."""
@@ -326,26 +432,21 @@ class Appends:
         """
         session = reservation.session
         self._check_open(reservation)
-        if session.is_gone or session.token_count != reservation.committed:
+        if session.use is Use.GONE or session.token_count != reservation.committed:
             # A segment before it was found bad, or all of it has expired: there is nothing to follow.
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
-        try:
-            self._ledger.check_expiry(session)
-        except SessionNotFound:
+        now_ns = self._state.clock.now_ns()
+        if session.expire_time_ns <= now_ns:
             self.release(reservation, is_abandoned=True)
-            raise
+            raise SessionNotFound(session=session.name)
         reservation.check(token_count)
-        begin = reservation.committed
-        if is_joint:
-            said = reservation.joint_sums(begin, token_count, checksums or ())
-        else:
-            said = self._said(reservation, begin, token_count, checksums)
-        for segment, sums in said:
+        cuts = reservation.cuts(reservation.committed, token_count)
+        for segment, sums in self._said(reservation, cuts, checksums, is_joint=is_joint):
             segment.note(sums)
         if keep_open:
             self._staging.stage(session, reservation.mark(token_count))
-        self._attach(reservation, token_count)
+        self._attach(reservation, cuts, token_count, now_ns)
         if not keep_open:
             self.release(reservation)
 
@@ -364,7 +465,8 @@ class Appends:
         self._check_open(reservation)
         reservation.check(token_count)
         begin = max(reservation.marked, reservation.committed)
-        for segment, sums in self._said(reservation, begin, token_count, checksums):
+        cuts = reservation.cuts(begin, token_count)
+        for segment, sums in self._said(reservation, cuts, checksums, is_joint=False):
             segment.note(sums)
         if not reservation.session.is_gone:
             full = reservation.mark(token_count)
@@ -388,21 +490,24 @@ class Appends:
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         session, client = reservation.session, reservation.client
-        self._state.journal.did(Call.FINISH, session)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.FINISH, session)
         now_ns = self._state.clock.monotonic_ns()
-        for segment in (run.segment for run in reservation.runs):
+        for run in reservation.runs:
+            segment = run.segment
             self._ledger.unclaimed(segment)
-            segment.forget_sums(segment.row_count)
+            if segment.sums and segment.sums[-1].row_begin >= segment.row_count:
+                segment.forget_sums(segment.row_count)
             if not segment.row_count:
                 self._ledger.abandoned(segment)
-            if not segment.is_full:
+            if segment.row_count < segment.layout.segment_tokens:
                 self._staging.unstage(segment)
             if is_abandoned:
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
                 self._release(segment, client)
-        self._ledger.write_ended(session)
+        self._ledger.write_ended(session, now_ns / SECOND_NS)
 
     def expire_due(self) -> None:
         """End reservations past their deadline, and give back slots whose grace has passed."""
@@ -421,9 +526,7 @@ class Appends:
         """
         row_bytes = reservation.session.layout.row_bytes(stream)
         token_end = token_begin + len(data) // row_bytes
-        for run in reservation.runs_of(token_begin, token_end):
-            first = max(token_begin, run.token_begin)
-            last = min(token_end, run.token_end)
+        for run, first, last in reservation.cuts(token_begin, token_end):
             source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
             reservation.tally.grow(stream, first, last, is_first=first == run.token_begin).update(source)
             target = self._rows(run, stream, first, last)
@@ -451,13 +554,20 @@ class Appends:
             await self._departures.write_down([session], dead=dead)
 
     def _said(
-        self, reservation: Reservation, token_begin: int, token_end: int, checksums: Sequence[int] | None
+        self,
+        reservation: Reservation,
+        cuts: Sequence[Cut],
+        checksums: Sequence[int] | None,
+        *,
+        is_joint: bool,
     ) -> list[tuple[Segment, Sums]]:
         """What was said of tokens, or added up as they were placed. Raises InvalidArgument, ChecksumMismatch."""
+        if is_joint:
+            return reservation.joint_sums(cuts, checksums or ())
         if checksums is not None:
-            return reservation.sums(token_begin, token_end, checksums)
+            return reservation.sums(cuts, checksums)
         said = []
-        for run, begin, end in reservation.cuts(token_begin, token_end):
+        for run, begin, end in cuts:
             values = tuple(
                 reservation.tally.value(spec.stream, begin, end, partial(self._rows, run, spec.stream))
                 for spec in run.segment.layout.specs
@@ -469,15 +579,15 @@ class Appends:
         rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))
         return self._io.view(run.segment)[rows]
 
-    def _begin(self, session: Session, write_offset: int, client: Pinner) -> Reservation:
-        self._ledger.write_began(session)
+    def _begin(self, reservation: Reservation, now_ns: int) -> None:
+        """Open a reservation without room, at `now_ns` of the store's time."""
+        session, monotonic_ns = reservation.session, self._state.clock.monotonic_ns()
+        self._ledger.touched(session, now_ns)
+        self._ledger.write_began(session, monotonic_ns / SECOND_NS)
         self._last_id += 1
-        deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
-        reservation = Reservation(
-            self._last_id, session, write_offset, write_offset, deadline_ns, client=client
-        )
+        reservation.reservation_id = self._last_id
+        reservation.deadline_ns = monotonic_ns + RESERVATION_LIFETIME_NS
         self._open[self._last_id] = reservation
-        return reservation
 
     def _new_segments(self, reservation: Reservation, token_count: int) -> dict[int, int]:
         """Numbers for the segments that `extend` has to make, and their sizes."""
@@ -538,9 +648,7 @@ class Appends:
 
     async def _new_segment(self, reservation: Reservation, segment_id: int) -> Segment:
         session, size_bytes = reservation.session, reservation.session.layout.size_bytes
-        segment = self._ledger.blank(
-            session, segment_id, session.log_end + reservation.end - reservation.committed
-        )
+        segment = self._ledger.blank(session, segment_id, self._next_position(reservation))
         slot = await self._memory_room.place(size_bytes, session.tenant)
         try:
             await self._ssd_room.keep_within_limit(session, size_bytes)
@@ -564,32 +672,32 @@ class Appends:
         else:
             self._ledger.held(segment)
             self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
-            self._claim(reservation, segment)
+            taken_bytes = self._ledger.claimed(segment)
+            if reservation.promised_bytes:
+                # What was promised is taken.
+                self._ledger.promised(reservation.session.tenant, -taken_bytes)
+                reservation.promised_bytes -= taken_bytes
             reservation.runs.append(Run(segment, row, row_end, reservation.end))
         reservation.end += row_end - row
 
-    def _claim(self, reservation: Reservation, segment: Segment) -> None:
-        """What was promised is taken."""
-        taken_bytes = self._ledger.claimed(segment)
-        self._ledger.promised(reservation.session.tenant, -taken_bytes)
-        reservation.promised_bytes -= taken_bytes
-
-    def _attach(self, reservation: Reservation, token_count: int) -> None:
+    def _attach(self, reservation: Reservation, cuts: Sequence[Cut], token_count: int, now_ns: int) -> None:
         session = reservation.session
         added = token_count - reservation.committed
-        for run in reservation.runs_of(reservation.committed, token_count):
-            row_count = min(run.row_end, run.row_begin + token_count - run.token_begin)
-            self._ledger.committed(session, run.segment, row_count)
-        self._ledger.appended(session, added)
+        monotonic_ns = self._state.clock.monotonic_ns()
+        for run, _, end in cuts:
+            self._ledger.committed(session, run.segment, run.row_begin + end - run.token_begin, monotonic_ns)
+        self._ledger.appended(session, added, now_ns)
         reservation.committed = token_count
         reservation.tally.forget(token_count)
-        self._let_go(reservation)
+        if len(reservation.runs) > 1:
+            self._let_go(reservation)
         self._state.counters.appended_token_count += added
-        self._state.journal.did(Call.APPEND, session, tokens=added)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.APPEND, session, tokens=added)
 
     def _let_go(self, reservation: Reservation) -> None:
         """End the holds on segments that are written in full; the last one may be continued."""
-        done = bisect_right(reservation.runs[:-1], reservation.committed, key=lambda run: run.token_end)
+        done = bisect_right(reservation.runs[:-1], reservation.committed, key=TOKEN_END)
         for run in reservation.runs[:done]:
             self._ledger.unclaimed(run.segment)
             self._release(run.segment, reservation.client)

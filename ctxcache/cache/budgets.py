@@ -24,7 +24,7 @@ from ctxcache.core.budget import Budget, Pinner, RoomRequest, WaitingLine
 from ctxcache.core.ledger.ledger import Drop, GiveUp
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
-from ctxcache.core.limits import Bound
+from ctxcache.core.limits import Bound, Limits
 from ctxcache.core.placement.shares import EVERYONE
 from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound, TooManyRequests
 from ctxcache.format.slot import Slot
@@ -33,13 +33,18 @@ QUEUE_LENGTH = 256
 """Callers that wait at a time, of whom no tenant's are all; more are refused at once."""
 
 
-class Pins:
-    """Who keeps what in the arena, for one purpose. Owned by the event loop."""
+class Pins(Budget):
+    """What leases, or reservations, keep in the arena: a budget that callers may wait for. Owned by the event loop."""
 
-    def __init__(self, what: str, budget: Budget, *, wait_ns: int) -> None:
+    def __init__(self, what: str, capacity_bytes: int, share: float, limits: Limits) -> None:
+        """`what`: for refusals. `share` of the arena's bytes may be pinned."""
+        super().__init__(
+            limit_bytes=int(capacity_bytes * share),
+            client_limit_bytes=int(capacity_bytes * limits.client_share),
+            is_divided=limits.are_divided,
+        )
         self._what = what
-        self._wait_s = wait_ns / 10**9
-        self.budget = budget
+        self._wait_s = limits.room_wait_ns / 10**9
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Of each tenant that has callers who wait; of all together where the budget is not divided."""
         self._freed = asyncio.Event()
@@ -59,14 +64,15 @@ class Pins:
         if self.has_room(client, needed()):
             return
         account = self._account(client)
-        bound = Bound(QUEUE_LENGTH, self.budget.is_divided)
+        bound = Bound(QUEUE_LENGTH, self.is_divided)
         if bound.is_reached(self._waiting.total(), self._waiting[account]):
             raise self._refusal(client)
         self._waiting[account] += 1
         turn = self._turns.setdefault(account, asyncio.Lock())
         try:
             async with asyncio.timeout(self._wait_s), turn:
-                while not self._fits(client, needed()):
+                while not self.fits(client, sizes := needed()):
+                    self._check_ever(client, sizes)
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
@@ -81,26 +87,23 @@ class Pins:
 
         Raises CapacityExceeded: more than may ever be pinned.
         """
-        return self._fits(client, sizes_bytes) and self._account(client) not in self._waiting
-
-    def pin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
-        """Count as pinned what there is room for."""
-        self.budget.pin(client, sizes_bytes)
+        if not self.fits(client, sizes_bytes):
+            self._check_ever(client, sizes_bytes)
+            return False
+        return not self._waiting or self._account(client) not in self._waiting
 
     def unpin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
-        """Take back one `pin`, and let the next one look."""
-        self.budget.unpin(client, sizes_bytes)
+        """Take back one `pin`, and let the next caller look."""
+        super().unpin(client, sizes_bytes)
         self._freed.set()
 
     def _account(self, client: Pinner) -> str:
-        return client.tenant if self.budget.is_divided else EVERYONE
+        return client.tenant if self.is_divided else EVERYONE
 
-    def _fits(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
-        if self.budget.has_room(client, sizes_bytes):
-            return True
-        needed_bytes, limit_bytes = sum(sizes_bytes.values()), self.budget.limit_of(client)
+    def _check_ever(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
+        needed_bytes, limit_bytes = sum(sizes_bytes.values()), self.limit_of(client)
         if needed_bytes > limit_bytes:
-            free_bytes = limit_bytes - self.budget.used_by(client)
+            free_bytes = limit_bytes - self.used_by(client)
             raise CapacityExceeded(
                 f"DRAM: {needed_bytes} B needed, {self._what} may hold {limit_bytes} B",
                 tier="DRAM",
@@ -108,10 +111,9 @@ class Pins:
                 free_bytes=free_bytes,
                 limit_bytes=limit_bytes,
             )
-        return False
 
     def _refusal(self, client: Pinner) -> TooManyRequests:
-        return TooManyRequests(what=f"bytes of {self._what}", limit=self.budget.limit_of(client))
+        return TooManyRequests(what=f"bytes of {self._what}", limit=self.limit_of(client))
 
 
 DROPS_PER_SLICE = 256
@@ -150,6 +152,18 @@ class MemoryRoom:
             )
         return slot
 
+    def take_all(self, count: int, size_bytes: int, tenant: str) -> list[Slot] | None:
+        """So many slots that are free, or that something clean gave back; None, and none is taken, where there are fewer."""
+        slots: list[Slot] = []
+        while len(slots) < count:
+            slot = self._take(size_bytes, tenant)
+            if slot is None:
+                for taken in slots:
+                    self._ledger.memory.give(taken)
+                return None
+            slots.append(slot)
+        return slots
+
     def take_ahead(self, segment: Segment, may_give: Callable[[bytes], bool]) -> Slot | None:
         """A slot that leaves as much free as shall be, and is taken only from sessions that `may_give` takes.
 
@@ -187,7 +201,7 @@ class MemoryRoom:
     # -- parts -------------------------------------------------------------------------------------
 
     def _take(self, size_bytes: int, tenant: str) -> Slot | None:
-        """A slot that is free, or clean."""
+        """A slot that is free, or that something clean gave back; None where there is neither."""
         memory = self._ledger.memory
         while (slot := memory.take(size_bytes)) is None and self._drop_clean(size_bytes, tenant):
             continue
@@ -289,6 +303,10 @@ class DirtyBound:
         """Writers that wait for room."""
         return len(self._line)
 
+    def admits_at_once(self, needed_bytes: int, own_bytes: int) -> bool:
+        """Whether a writer that has claimed `own_bytes` may claim so much more now, with no other writer waiting."""
+        return not self._turns and self._fits(needed_bytes, own_bytes)
+
     async def admit(self, tenant: str, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
         """Wait until a writer of that tenant may claim so much more, promise it, and return how much it is.
 
@@ -351,13 +369,11 @@ class DirtyBound:
         return self._ledger.watermarks.limit_bytes(self._ledger.memory.capacity_bytes)
 
     def _fits(self, needed_bytes: int, own_bytes: int) -> bool:
-        # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
-        if not self._io.has_open_path:
-            return True
-        claimed_bytes = self._ledger.claimed_bytes
-        return self._ledger.watermarks.admits(
-            needed_bytes, claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
+        is_within = self._ledger.watermarks.admits(
+            needed_bytes, self._ledger.claimed_bytes, own_bytes, self._ledger.memory.capacity_bytes
         )
+        # While no path takes writes memory is a cache of its own, and waiting would not make it less so.
+        return is_within or not self._io.has_open_path
 
     def _refusal(self, request: RoomRequest) -> CapacityExceeded:
         limit_bytes, needed_bytes = self._limit_bytes(), request.needed_bytes

@@ -21,8 +21,8 @@ from ctxcache.cache.eviction import SsdRoom
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO, Written
 from ctxcache.cache.state import State, record_of
-from ctxcache.core.ledger.places import Place
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.places import Place, Use
+from ctxcache.core.ledger.segment import LISTED, Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.limits import Allowance
 from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
@@ -274,57 +274,60 @@ class Flushing:
         return False
 
     async def _flush(self, session: Session, *, is_tail_left: bool) -> None:
-        async with self.lock(session):
-            del self._waiting[session.uid, is_tail_left]
-            await self._flush_what_is_right(session, is_tail_left=is_tail_left)
-
-    async def _flush_what_is_right(self, session: Session, *, is_tail_left: bool) -> None:
         """Flush; what memory did not keep is mended or cut first. Raises CorruptSegment at the end when something was cut."""
         lost: CorruptSegment | None = None
-        for tries_left in reversed(range(BAD_PER_FLUSH)):
-            try:
-                await self._flush_once(session, is_tail_left=is_tail_left)
-                break
-            except CorruptSegment as error:
-                segment = self._ledger.segment(int(error.facts["segment_id"]))
-                if segment is None or not tries_left:
-                    raise
+        async with self.lock(session):
+            del self._waiting[session.uid, is_tail_left]
+            for tries_left in reversed(range(BAD_PER_FLUSH)):
                 try:
-                    await self._mending.mend(segment, str(error.facts["problem"]))
-                except CorruptSegment as gone:
-                    lost = gone
+                    await self._flush_once(session, is_tail_left=is_tail_left)
+                    break
+                except CorruptSegment as error:
+                    segment = self._ledger.segment(int(error.facts["segment_id"]))
+                    if segment is None or not tries_left:
+                        raise
+                    try:
+                        await self._mending.mend(segment, str(error.facts["problem"]))
+                    except CorruptSegment as gone:
+                        lost = gone
         if lost is not None:
             raise lost
 
     async def _flush_once(self, session: Session, *, is_tail_left: bool) -> None:
-        if session.is_gone:
+        if session.use is Use.GONE:
             raise SessionNotFound(session=session.name)
         # One moment for the log's end and every segment's rows: rows that come during the
         # write are beyond the recorded end, and would stand where later ones are put.
         tail = session.growing_tail if is_tail_left and session.is_tail_apart else None
         end = max(session.recorded_end, tail.begin) if tail else session.log_end
         now_ns = self._state.clock.monotonic_ns()
-        dirty = {s: s.row_count for s in self._ledger.unwritten_segments(session) if s is not tail}
-        if dirty or session.durable_end < end:
-            with self._state.spans.span("flush", segment_count=len(dirty)):
-                await self._flush_rows(session, dirty, end, now_ns)
-            took_ns = self._state.clock.monotonic_ns() - now_ns
-            self._state.seen.flush_s.observe(took_ns / 10**9)
-
-    async def _flush_rows(
-        self, session: Session, dirty: Mapping[Segment, int], end: int, now_ns: int
-    ) -> None:
-        for segment in dirty:
-            self._ledger.held(segment)
-        try:
-            written = await self._write_somewhere(session, dirty)
-            await self._record(session, written, end, now_ns)
-        finally:
+        dirty: dict[Segment, int] = {}
+        for segment in self._ledger.unwritten_segments(session):
+            if segment is not tail:
+                dirty[segment] = segment.row_count
+        if not dirty and session.durable_end >= end:
+            return
+        with self._state.spans.span("flush", segment_count=len(dirty)):
             for segment in dirty:
-                self._ledger.released(segment)
+                self._ledger.held(segment)
+            try:
+                written = await self._written_somewhere(session, dirty)
+                await self._record(session, written, end, now_ns)
+            finally:
+                for segment in dirty:
+                    self._ledger.released(segment)
+        took_ns = self._state.clock.monotonic_ns() - now_ns
+        self._state.seen.flush_s.observe(took_ns / 10**9)
 
-    async def _write_somewhere(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
+    def _written_somewhere(
+        self, session: Session, row_counts: Mapping[Segment, int]
+    ) -> Awaitable[list[Written]]:
         """Write and sync; what was on a path that failed meanwhile once more, on the others."""
+        if self._ledger.below.path_count == 1:
+            return self._write(session, row_counts)
+        return self._write_round_paths(session, row_counts)
+
+    async def _write_round_paths(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
         for _ in range(self._ledger.below.path_count):
             try:
                 return await self._write(session, row_counts)
@@ -334,9 +337,12 @@ class Flushing:
         return await self._write(session, row_counts)
 
     async def _write(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
-        taken = [self._staging.take(session, segment, count) for segment, count in row_counts.items()]
+        """Write and sync. Raises CapacityExceeded, CorruptSegment, TierFailure when nothing is under way any more."""
+        taken: list[Staged] = []
+        for segment, count in row_counts.items():
+            taken.append(self._staging.take(session, segment, count))
         try:
-            written = await self._wait(session, taken)
+            written = await self._ended(session, taken)
             await self._io.sync({item.slot.path_index for item in written})
         except BaseException:
             # The next flush writes from the start again: the device may have lost any of these rows.
@@ -345,9 +351,9 @@ class Flushing:
             raise
         return written
 
-    async def _wait(self, session: Session, taken: list[Staged]) -> list[Written]:
+    async def _ended(self, session: Session, taken: list[Staged]) -> list[Written]:
         """Wait until all have ended, then raise the first failure: none is left running behind an error."""
-        failure = None
+        failure: BaseException | None = None
         for i, staged in enumerate(taken):
             await asyncio.wait([staged.task])
             if staged.written is None and not staged.is_urgent and failure is None:
@@ -366,8 +372,8 @@ class Flushing:
         kept: list[Written] = []
         for item in written:
             # A segment that lost rows meanwhile has been cut: what is written of it is more than it has.
-            is_wanted = item.segment.is_listed and item.row_count <= item.segment.row_count
-            if is_wanted and not session.is_gone:
+            is_wanted = item.segment.place in LISTED and item.row_count <= item.segment.row_count
+            if is_wanted and session.use is not Use.GONE:
                 kept.append(item)
             else:
                 self._staging.give_back(item)

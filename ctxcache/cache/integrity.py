@@ -114,8 +114,8 @@ def _pins(cache: Cache) -> Iterator[str]:
         ("leases", cache.leases.pins, leased),
         ("reservations", cache.appends.pins, reserved),
     ):
-        if set(pins.budget.pinned()) != set(held) or pins.budget.used_bytes != sum(held.values()):
-            yield f"{what}: {pins.budget.used_bytes} B are counted as pinned, {sum(held.values())} B are"
+        if set(pins.pinned()) != set(held) or pins.used_bytes != sum(held.values()):
+            yield f"{what}: {pins.used_bytes} B are counted as pinned, {sum(held.values())} B are"
 
 
 def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _space(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
     dram = [*(segment.memory for segment in known if segment.memory), *kept]
     recorded = {segment.durable for segment in known if segment.durable}
     ssd = [
-        *(recorded | below.stranded | below.quarantined),
+        *(recorded | below.stranded.keys() | below.quarantined),
         *(written.slot for written in cache.staging.written),
     ]
     for name, allocator, slots in (("DRAM", memory, dram), ("SSD", below, ssd)):

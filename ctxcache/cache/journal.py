@@ -152,7 +152,8 @@ class Journal:
     ) -> None:
         """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`: why none."""
         self.counts[by, HIT if facts["tokens"] else empty] += 1
-        self.did(call or _ASKED[by], session, **facts)
+        if self.listening is not None:
+            self._hear(self.listening, call or _ASKED[by], session, session.token_count, facts)
 
     def missed(
         self, by: str, tenant: str, session_id: str, error: CacheError, call: Call | None = None

@@ -24,6 +24,7 @@ from ctxcache.core.budget import Budget, Pinner
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView
+from ctxcache.core.limits import Bound
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -60,60 +61,66 @@ class ReadRequest:
     is_summed: bool = False
     is_rechecked: bool = False
 
-    @property
-    def owner(self) -> Pinner:
-        """In whose budget it is counted."""
-        return Pinner(self.tenant, self.client)
-
 
 class ReadPlan:
-    """What a request means for the session as it is now; `look` again after every await."""
+    """What a request means for the session as it is now; to be looked at again after every await."""
 
+    now_ns: int
+    """When it was looked at, in the store's time."""
     session: Session
     end: int
     pieces: tuple[Piece, ...]
     sizes_bytes: dict[int, int]
+    """Bytes to be pinned, by segment id."""
+    on_ssd: dict[int, Slot]
+    """Where the segments lie that are left on SSD, by segment id."""
+    dram_token_count: int
+    is_ready: bool
+    """Whether nothing is to be promoted or summed for it."""
 
     def __init__(self, state: State, request: ReadRequest) -> None:
-        self.request = request
-        self._state = state
+        self.request, self.owner = request, Pinner(request.tenant, request.client)
+        self._clock, self._ledger = state.clock, state.ledger
 
     def look(self) -> dict[int, int]:
-        """Bytes to be pinned, by segment id. Raises what is wrong with the request."""
+        """Find out; returns `sizes_bytes`. Raises what is wrong with the request."""
         request = self.request
-        session = self._state.ledger.find(request.tenant, request.session_id)
-        session.check_fingerprint(request.fingerprint)
-        session.check_generation(request.generation)
-        self.end = session.token_count if request.end is None else request.end
-        session.check_range(request.begin, self.end)
-        self.session, self.pieces = session, tuple(session.pieces(request.begin, self.end))
-        segment_ids = (p.segment.segment_id for p in self.pieces if not self._stays(p.segment))
-        self.sizes_bytes = dict.fromkeys(segment_ids, session.layout.size_bytes)
+        self.now_ns = self._clock.now_ns()
+        session = self.session = self._ledger.find_at(request.tenant, request.session_id, self.now_ns)
+        session.check_caller(request.fingerprint, request.generation)
+        end = self.end = session.token_count if request.end is None else request.end
+        if not 0 <= request.begin <= end <= session.token_count:
+            session.check_range(request.begin, end)
+        self.pieces = tuple(session.pieces(request.begin, end))
+        self.sizes_bytes, self.on_ssd = {}, {}
+        self.dram_token_count, self.is_ready = 0, True
+        size_bytes = session.layout.size_bytes
+        for piece in self.pieces:
+            segment = piece.segment
+            if segment.memory is not None:
+                self.dram_token_count += piece.row_end - piece.row_begin
+                if request.is_summed and not segment.is_settled(piece.row_end):
+                    self.is_ready = False
+            elif request.leaves_on_ssd and segment.durable is not None:
+                self.on_ssd[segment.segment_id] = segment.durable
+                continue
+            else:
+                self.is_ready = False
+            self.sizes_bytes[segment.segment_id] = size_bytes
         return self.sizes_bytes
-
-    def _stays(self, segment: Segment) -> bool:
-        return self.request.leaves_on_ssd and segment.memory is None and segment.durable is not None
-
-    def left_on_ssd(self) -> dict[int, Slot]:
-        """Where what stays on SSD lies, by segment id. Of the moment of the last `look`."""
-        if not self.request.leaves_on_ssd:
-            return {}
-        segments = (piece.segment for piece in self.pieces)
-        return {
-            s.segment_id: s.durable for s in segments if s.segment_id not in self.sizes_bytes and s.durable
-        }
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
         """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""
-        if not budget.has_room(self.request.owner, self.look()):
+        if not budget.fits(self.owner, self.look()):
             size_bytes = self.session.layout.size_bytes
             resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.memory)
-            kept = list(resident)[: budget.limit_of(self.request.owner) // size_bytes]
+            kept = list(resident)[: budget.limit_of(self.owner) // size_bytes]
             self.sizes_bytes = dict.fromkeys(kept, size_bytes)
         return self.sizes_bytes
 
 
-LEASE_LIFETIME_NS = 300 * 10**9
+SECOND_NS = 10**9
+LEASE_LIFETIME_NS = 300 * SECOND_NS
 NEVER_NS = 1 << 62
 
 
@@ -255,6 +262,9 @@ class Leases:
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
         CapacityExceeded, TooManyRequests, CorruptSegment, TierFailure.
         """
+        lease = self.acquire_at_once(request)
+        if lease is not None:
+            return lease
         lease = await self._hold(request)
         try:
             await self._promote(lease)
@@ -268,24 +278,24 @@ class Leases:
         self._found(lease)
         return lease
 
-    def acquire_resident(self, request: ReadRequest) -> Lease | None:
-        """`acquire` where nothing has to be waited for: all rows are in DRAM, and the answer needs no sums of them.
+    def acquire_at_once(self, request: ReadRequest) -> Lease | None:
+        """`acquire` where nothing has to be waited for: all rows are in DRAM, or left on SSD, and there is room.
 
-        None, and nothing is changed, where that is not so. Raises as `acquire`, except CorruptSegment and TierFailure.
+        None, and nothing is changed, where that is not so. Raises as `acquire`, but for CorruptSegment and TierFailure.
         """
-        if request.is_summed or request.is_rechecked:
+        if request.is_rechecked:
             return None
         try:
             self._check_count(request)
             plan = ReadPlan(self._state, request)
-            has_room = self.pins.has_room(request.owner, plan.look())
+            sizes_bytes = plan.look()
+            if not plan.is_ready or not self.pins.has_room(plan.owner, sizes_bytes):
+                return None
         except CacheError as error:
             self._missed(request, error)
             raise
-        if not has_room or not all(piece.segment.memory for piece in plan.pieces):
-            return None
         lease = self._begin(plan)
-        self._renew(lease)
+        lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
         self._found(lease)
         return lease
 
@@ -317,12 +327,17 @@ class Leases:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             raise LeaseNotFound(lease_id=lease_id)
-        self._count_down(lease.view.tenant)
-        self._ledger.read_ended(lease.view.uid)
-        self._let_go(lease)
-        self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
+        view, now_ns = lease.view, self._state.clock.monotonic_ns()
+        self._counts[view.tenant] -= 1
+        if not self._counts[view.tenant]:
+            del self._counts[view.tenant]
+        self._ledger.read_ended(view.uid, now_ns / SECOND_NS)
+        for piece in lease.pieces:
+            self._ledger.released(piece.segment, is_past=piece.segment.segment_id not in lease.pinned)
+        if self._state.journal.listening is not None:
+            self._state.journal.did(Call.RELEASE, view, lease=lease_id)
         self.pins.unpin(lease.client, lease.pinned)
-        self._state.seen.lease_s.observe(self.age_s(lease))
+        self._state.seen.lease_s.observe((now_ns - lease.begun_ns) / SECOND_NS)
 
     def expire_due(self) -> None:
         """End leases past their deadline."""
@@ -392,11 +407,6 @@ class Leases:
 
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _count_down(self, tenant: str) -> None:
-        self._counts[tenant] -= 1
-        if not self._counts[tenant]:
-            del self._counts[tenant]
-
     def _keep(self, lease: Lease) -> None:
         for piece in lease.pieces:
             self._ledger.held(piece.segment, is_past=lease.is_past(piece.segment))
@@ -424,21 +434,24 @@ class Leases:
     async def _hold_what_is_there(self, request: ReadRequest, *, is_stream: bool) -> Lease:
         self._check_count(request)
         plan = ReadPlan(self._state, request)
-        look = partial(plan.look_for_stream, self.pins.budget) if is_stream else plan.look
-        await self.pins.wait_for_room(request.owner, look)
+        look = partial(plan.look_for_stream, self.pins) if is_stream else plan.look
+        await self.pins.wait_for_room(plan.owner, look)
         return self._begin(plan)
 
     def _check_count(self, request: ReadRequest) -> None:
-        bound = self._state.limits.bound(self._state.limits.lease_count)
+        limits = self._state.limits
+        bound = Bound(limits.lease_count, limits.are_divided)
         if bound.is_reached(len(self._leases), self._counts[request.tenant]):
-            raise TooManyRequests(what="leases", limit=self._state.limits.lease_count)
+            raise TooManyRequests(what="leases", limit=limits.lease_count)
 
     def _begin(self, plan: ReadPlan) -> Lease:
         """Hold what is asked for, for which there is room."""
         session, request = plan.session, plan.request
-        self._ledger.touched(session)
-        dram_token_count = self._count(plan)
-        self.pins.pin(request.owner, plan.sizes_bytes)
+        now_ns = self._state.clock.monotonic_ns()
+        self._ledger.touched(session, plan.now_ns)
+        self._state.counters.read_token_count += plan.end - request.begin
+        self._state.counters.dram_hit_token_count += plan.dram_token_count
+        self.pins.pin(plan.owner, plan.sizes_bytes)
         self._last_id += 1
         lease = Lease(
             self._last_id,
@@ -446,27 +459,21 @@ class Leases:
             request.begin,
             plan.end,
             plan.pieces,
-            request.owner,
+            plan.owner,
             plan.sizes_bytes,
-            dram_token_count,
-            begun_ns=self._state.clock.monotonic_ns(),
-            on_ssd=plan.left_on_ssd(),
+            plan.dram_token_count,
+            begun_ns=now_ns,
+            on_ssd=plan.on_ssd,
         )
-        self._keep(lease)
+        for piece in plan.pieces:
+            self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in plan.sizes_bytes)
         self._leases[lease.lease_id] = lease
-        self._counts[lease.view.tenant] += 1
-        self._ledger.read_began(session, plan.pieces)
+        self._counts[session.tenant] += 1
+        self._ledger.read_began(session, plan.pieces, now_ns / SECOND_NS)
         return lease
 
     def _renew(self, lease: Lease) -> None:
         lease.deadline_ns = self._state.clock.monotonic_ns() + LEASE_LIFETIME_NS
-
-    def _count(self, plan: "ReadPlan") -> int:
-        """Return how many of the tokens are in DRAM."""
-        in_dram = sum(p.row_end - p.row_begin for p in plan.pieces if p.segment.memory)
-        self._state.counters.read_token_count += plan.end - plan.request.begin
-        self._state.counters.dram_hit_token_count += in_dram
-        return in_dram
 
     def _found(self, lease: Lease) -> None:
         took_ns = lease.deadline_ns - LEASE_LIFETIME_NS - lease.begun_ns

@@ -83,7 +83,7 @@ class Mending:
         self._state.counters.corrupt_segment_count += len(bad)
         cut, dead = self.cut(bad, Event.CORRUPT, FAILED)
         # Not its own any more: when the last hold of the segment ends, the slot may be another's.
-        slots = [slot for segment in bad if (slot := self._ledger.corrupt(segment))]
+        slots = [slot for segment in bad if (slot := self._ledger.disowned(segment, is_bad=True))]
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     def cut(

@@ -210,7 +210,9 @@ def _sums_of_part(part: memoryview, whole: memoryview) -> tuple[int, int]:
 
 def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
     """What is known of a segment's first rows, and of what goes on behind them. Raises CorruptSegment for a gap."""
-    known = tuple(sums for sums in segment.sums if sums.row_begin < row_count)
+    known = tuple(segment.sums)
+    if len(known) > 1:
+        known = tuple(sums for sums in known if sums.row_begin < row_count)
     if not covers(known, row_count):
         raise CorruptSegment(
             segment_id=segment.segment_id, problem="its writers did not say what its rows are"

@@ -19,7 +19,7 @@ from ctxcache.cache.state import State, record_of
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.kin import Count
+from ctxcache.core.ledger.segment import Count
 from ctxcache.core.ledger.session import Session, SessionView
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
@@ -147,7 +147,7 @@ class Sessions:
             session.expiration = expiration
         if is_pinned is not None:
             self._ledger.pinned(session, is_pinned=is_pinned)
-        self._ledger.touched(session)
+        self._ledger.touched(session, self._state.clock.now_ns())
         self._ledger.visited(session)
         self._state.journal.did(Call.TOUCH, session, **self._terms(session))
         await self._departures.write_down([session])
@@ -195,7 +195,7 @@ class Sessions:
         kept = ranges.subtract(session.live, ranges.select_all(session.live, indexes))
         self._check_fragments(session, kept, session.log_end)
         self._metadata.check(is_growing=False)
-        self._ledger.touched(session)
+        self._ledger.touched(session, self._state.clock.now_ns())
         if kept != session.live:
             lost_count = session.token_count - ranges.count(kept)
             dead = self._ledger.truncated(session, kept)
@@ -262,7 +262,7 @@ class Sessions:
         self._check_fragments(source, fork.live, fork.log_end)
         # What is shared grows no more: both logs go on behind it.
         self._ledger.closed(fork.segments)
-        self._ledger.touched(source)
+        self._ledger.touched(source, self._state.clock.now_ns())
         return await self._admit(fork, source)
 
     def _forkable(

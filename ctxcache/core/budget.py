@@ -8,7 +8,7 @@ and client.
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ctxcache.core.limits import Bound
 from ctxcache.core.placement.shares import Shares
@@ -16,7 +16,6 @@ from ctxcache.errors import TooManyRequests
 
 OWN_PER_FREE = 1
 """A tenant may pin at most so many times what it leaves free: its readers and writers together leave some."""
-K = TypeVar("K")
 
 
 class Pinner(NamedTuple):
@@ -52,9 +51,12 @@ class Budget:
         """Bytes that the client pins; for the server itself all that are pinned."""
         return self.used_bytes if client.number is None else self._client_bytes[client]
 
-    def has_room(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
+    def fits(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> bool:
         """Whether these may be pinned now, by segment id. What is pinned already needs no room."""
-        new_bytes = sum(size for segment_id, size in sizes_bytes.items() if segment_id not in self._pins)
+        new_bytes = 0
+        for segment_id, size_bytes in sizes_bytes.items():
+            if segment_id not in self._pins:
+                new_bytes += size_bytes
         free_bytes = self.limit_bytes - self.used_bytes - new_bytes
         if free_bytes < 0:
             return False
@@ -63,14 +65,18 @@ class Budget:
             return False
         if client.number is None:
             return True
-        own_bytes = sum(size for i, size in sizes_bytes.items() if (client, i) not in self._client_pins)
-        return self._client_bytes[client] + own_bytes <= self.client_limit_bytes
+        own_bytes = self._client_bytes[client]
+        for segment_id, size_bytes in sizes_bytes.items():
+            if (client, segment_id) not in self._client_pins:
+                own_bytes += size_bytes
+        return own_bytes <= self.client_limit_bytes
 
     def pin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Count these as pinned once more."""
         for segment_id, size_bytes in sizes_bytes.items():
             if segment_id not in self._pins:
-                self._count(client.tenant, size_bytes)
+                self.used_bytes += size_bytes
+                self._tenant_bytes[client.tenant] += size_bytes
             self._pins[segment_id] += 1
             if client.number is not None:
                 self._client_bytes[client] += 0 if (client, segment_id) in self._client_pins else size_bytes
@@ -79,31 +85,24 @@ class Budget:
     def unpin(self, client: Pinner, sizes_bytes: Mapping[int, int]) -> None:
         """Take back one `pin` of these."""
         for segment_id, size_bytes in sizes_bytes.items():
-            if _count_down(self._pins, segment_id):
-                self._count(client.tenant, -size_bytes)
-            if client.number is not None and _count_down(self._client_pins, (client, segment_id)):
-                self._client_bytes[client] -= size_bytes
+            self._pins[segment_id] -= 1
+            if not self._pins[segment_id]:
+                del self._pins[segment_id]
+                self.used_bytes -= size_bytes
+                self._tenant_bytes[client.tenant] -= size_bytes
+            if client.number is not None:
+                self._client_pins[client, segment_id] -= 1
+                if not self._client_pins[client, segment_id]:
+                    del self._client_pins[client, segment_id]
+                    self._client_bytes[client] -= size_bytes
+        if not self._tenant_bytes[client.tenant]:
+            del self._tenant_bytes[client.tenant]
         if not self._client_bytes[client]:
             del self._client_bytes[client]
-
-    def _count(self, tenant: str, size_bytes: int) -> None:
-        self.used_bytes += size_bytes
-        self._tenant_bytes[tenant] += size_bytes
-        if not self._tenant_bytes[tenant]:
-            del self._tenant_bytes[tenant]
 
     def pinned(self) -> Collection[int]:
         """Ids of what is pinned."""
         return self._pins.keys()
-
-
-def _count_down(counts: Counter[K], key: K) -> bool:
-    """Whether that was the last one."""
-    counts[key] -= 1
-    if counts[key]:
-        return False
-    del counts[key]
-    return True
 
 
 # The waiting line. Requests of one tenant are served in the order of coming: small requests never keep a

@@ -8,9 +8,11 @@ bytes has no more than sqrt(C / 2 KiB) different sizes of them (their sum is at 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from ctxcache.format.slot import Slot
 
+FREE_BYTES = attrgetter("free_bytes")
 SLACK = 64
 """Outdated begins of a size that are not worth a pass."""
 
@@ -132,7 +134,7 @@ class SlotAllocator:
     @property
     def free_bytes(self) -> int:
         """Bytes not taken, over all paths."""
-        return sum(path.free_bytes for path in self._paths)
+        return sum(map(FREE_BYTES, self._paths))
 
     def free_bytes_outside(self, closed: Collection[int]) -> int:
         """Bytes not taken, on paths that are not closed."""
@@ -170,6 +172,8 @@ class SlotAllocator:
 
         Never on a `closed` one.
         """
+        if len(self._paths) == 1:
+            on_path = 0
         if on_path is not None and on_path not in closed:
             offset = self._paths[on_path].take(size_bytes)
             if offset is not None:

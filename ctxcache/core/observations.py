@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 
 QUICK_S = (
     0.0001,
@@ -97,3 +98,31 @@ class Observations:
         self.regretted_session_count += 1
         self.regretted_token_count += token_count
         self.evict_to_reuse_s.observe(gone_s)
+
+
+BUSIEST_LIMIT = 1024
+
+
+class Busiest:
+    """Which sessions are accessed most, of late. Every access counts, in constant amortised time.
+
+    When too many are counted, the half with fewer accesses is forgotten and the others count half.
+    """
+
+    def __init__(self, limit: int = BUSIEST_LIMIT) -> None:
+        self._limit = limit
+        self._counts: dict[bytes, int] = {}
+
+    def count(self, uid: bytes) -> None:
+        """One more access."""
+        self._counts[uid] = self._counts.get(uid, 0) + 1
+        if len(self._counts) > self._limit:
+            self._counts = {uid: (count + 1) // 2 for uid, count in self.first(self._limit // 2)}
+
+    def forget(self, uid: bytes) -> None:
+        """The session is gone."""
+        self._counts.pop(uid, None)
+
+    def first(self, limit: int) -> list[tuple[bytes, int]]:
+        """The busiest and their accesses, most first."""
+        return nlargest(limit, self._counts.items(), key=lambda item: item[1])

@@ -77,8 +77,8 @@ def _tiers(cache: Cache) -> Iterator[Sample]:
     ):  # fmt: skip
         yield Sample("ctxcache_watermark_bytes", int(share * capacity_bytes), (mark,))
     for by, pins in (("leases", cache.leases.pins), ("reservations", cache.appends.pins)):
-        yield Sample("ctxcache_pinned_bytes", pins.budget.used_bytes, (by,))
-        yield Sample("ctxcache_pinned_limit_bytes", pins.budget.limit_bytes, (by,))
+        yield Sample("ctxcache_pinned_bytes", pins.used_bytes, (by,))
+        yield Sample("ctxcache_pinned_limit_bytes", pins.limit_bytes, (by,))
         yield Sample("ctxcache_pin_waiters", pins.waiting_count, (by,))
 
 

@@ -21,7 +21,7 @@ def activity(cache: Cache, admissions: Admissions, times: RpcTimes, limit: int) 
     state, reading = cache.state, cache.leases
     counts = state.journal.counts
     hit_count = sum(count for (_, result), count in counts.items() if result in (HIT, EMPTY))
-    budget, dirty_limit = reading.pins.budget, cache.ledger.watermarks.dirty_limit
+    budget, dirty_limit = reading.pins, cache.ledger.watermarks.dirty_limit
     found = Activity(
         time=convert.timestamp(state.clock.wall_ns()),
         is_ready=not admissions.calls.is_draining,

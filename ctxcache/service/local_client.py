@@ -240,7 +240,7 @@ class LocalClient:
 
         False where that is not so.
         """
-        lease = self._cache.leases.acquire_resident(self._asked(request)) if request.is_brief else None
+        lease = self._cache.leases.acquire_at_once(self._asked(request)) if request.is_brief else None
         if lease is None:
             return False
         self._grant(request, lease, result.lease)

@@ -122,7 +122,7 @@ async def test_slots_of_records_that_could_not_be_changed_stay_taken(rig: Memory
     with pytest.raises(TierFailure):
         await rig.cache.departures.remove([rig.cache.ledger.find(TENANT, "a")])
 
-    assert rig.cache.ledger.below.stranded >= named
+    assert rig.cache.ledger.below.stranded.keys() >= named
     assert rig.cache.ledger.below.used_bytes == used_bytes
 
 

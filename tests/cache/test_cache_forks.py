@@ -9,7 +9,7 @@ import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Token, Writer, counted_lines, expected
 
 from ctxcache.cache import sessions
-from ctxcache.core.ledger.evictable import Evictable, Verdict
+from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import SessionView
 from ctxcache.errors import (

@@ -177,11 +177,11 @@ async def test_a_refused_extension_pins_nothing_more(rig: MemoryRig) -> None:
     await limited(rig, SHARES)
     await rig.create("a")
     reservation = await rig.reserve("a", 2 * SEGMENT_TOKENS)
-    used_bytes = rig.cache.appends.pins.budget.used_bytes
+    used_bytes = rig.cache.appends.pins.used_bytes
     with pytest.raises(CapacityExceeded):
         await rig.cache.appends.extend(reservation, 2 * SEGMENT_TOKENS)
 
-    assert rig.cache.appends.pins.budget.used_bytes == used_bytes
+    assert rig.cache.appends.pins.used_bytes == used_bytes
     await rig.check()
 
 

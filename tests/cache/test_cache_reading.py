@@ -76,18 +76,18 @@ async def test_rows_in_dram_are_leased_at_once_and_others_are_waited_for(rig: Me
     """A lease that would have to wait is not begun, and counts as no access."""
     tokens = await filled(rig, "a", 2 * SEGMENT_TOKENS)
     reading, counters = rig.cache.leases, rig.cache.state.counters
-    lease = reading.acquire_resident(rig.request("a"))
+    lease = reading.acquire_at_once(rig.request("a"))
     assert lease is not None
     assert rig.leased(lease) == expected(tokens)
     reading.release(lease.lease_id)
     await rig.demote("a")
     counted = counters.read_token_count
 
-    assert reading.acquire_resident(rig.request("a")) is None
-    assert reading.acquire_resident(replace(rig.request("a"), is_summed=True)) is None
+    assert reading.acquire_at_once(rig.request("a")) is None
+    assert reading.acquire_at_once(replace(rig.request("a"), is_summed=True)) is None
     assert (reading.lease_count, counters.read_token_count) == (0, counted)
     with pytest.raises(SessionNotFound):
-        reading.acquire_resident(rig.request("b"))
+        reading.acquire_at_once(rig.request("b"))
     await rig.check()
 
 

@@ -464,5 +464,5 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
 
     assert left == (0, kept_count * SLOT_BYTES)
     placement = rig.cache.placement
-    for kept in ("_standings", "_uids", "_kin_in_memory", "_watchers", "_ahead"):
+    for kept in ("_standings", "_uids", "_kin_in_memory", "_watchers", "unread"):
         assert not getattr(placement, kept), kept

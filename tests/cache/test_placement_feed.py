@@ -7,8 +7,8 @@ import pytest
 from cache_rig import LAYOUT, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer
 
 from ctxcache.core.ledger import feed
-from ctxcache.core.ledger.evictable import Evictable, Verdict
 from ctxcache.core.ledger.expiry import Expiration
+from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policies import RANKED
@@ -280,7 +280,7 @@ async def test_nothing_is_kept_of_sessions_that_are_gone(name: str, tmp_path: Pa
         await rig.delete(session_id)
 
     kept = rig.cache.placement
-    assert not any((kept._standings, kept._uids, kept._kin_in_memory, kept._watchers, kept._ahead))
+    assert not any((kept._standings, kept._uids, kept._kin_in_memory, kept._watchers, kept.unread))
     assert policy.prefetch() is None
     assert not getattr(policy, "_queue", None)
     assert not getattr(policy, "_held", None)

@@ -248,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """An access that is over at once."""
         known = self._pick(pick)
         if known is not None:
-            self.ledger.touched(known.session)
+            self.ledger.touched(known.session, self.rig.clock.ns)
             self.ledger.visited(known.session)
             known.expire_ns = self.rig.clock.ns + TTL_NS
 
@@ -363,9 +363,11 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         segments = dict.fromkeys(segment for _, segment in self._shown(known))
         held = [(segment, is_past and self.rows[segment].memory is None) for segment in segments]
-        self.ledger.touched(known.session)
+        self.ledger.touched(known.session, self.rig.clock.ns)
         known.expire_ns = self.rig.clock.ns + TTL_NS
-        self.ledger.read_began(known.session, known.session.pieces(0, known.session.token_count))
+        self.ledger.read_began(
+            known.session, known.session.pieces(0, known.session.token_count), self.rig.clock.ns / 10**9
+        )
         known.read_count += 1
         for segment, is_past_it in held:
             self.ledger.held(segment, is_past=is_past_it)
@@ -378,7 +380,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """A reader is done."""
         if self.leases:
             known, held = self.leases.pop(pick % len(self.leases))
-            self.ledger.read_ended(known.session.uid)
+            self.ledger.read_ended(known.session.uid, self.rig.clock.ns / 10**9)
             known.read_count -= 1
             for segment, is_past in held:
                 self.ledger.released(segment, is_past=is_past)
@@ -695,7 +697,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.held(segment)
             self._hold(segment)
             self._cut(segment, rows.begin)
-            slot = self.ledger.corrupt(segment)
+            slot = self.ledger.disowned(segment, is_bad=True)
             assert slot == rows.below
             assert slot is not None
             self.quarantined.add(slot)
@@ -799,7 +801,10 @@ class LedgerMachine(RuleBasedStateMachine):
         below |= {slot for _, flush in self.flushes for slot in flush.replaced}
         assert below == self.rig.below.taken
         assert self.rig.below.used_bytes == len(below) * SIZE
-        assert (self.rig.below.stranded, self.rig.below.quarantined) == (self.stranded, self.quarantined)
+        assert (self.rig.below.stranded.keys(), self.rig.below.quarantined) == (
+            self.stranded,
+            self.quarantined,
+        )
         assert self.rig.memory.spoiled == self.spoiled
 
     def _staged(self) -> list[Flushed]:

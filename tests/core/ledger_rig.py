@@ -173,7 +173,7 @@ class LedgerRig:
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path = source.path
         self.ledger.closed(fork.segments)
-        self.ledger.touched(source)
+        self.ledger.touched(source, self.clock.ns)
         self.ledger.opened(fork)
         self.ledger.forked(source, fork)
         return fork
@@ -190,8 +190,8 @@ class LedgerRig:
 
     def write_began(self, session: Session) -> Writer:
         """A writer has the session, and no room yet."""
-        self.ledger.touched(session)
-        self.ledger.write_began(session)
+        self.ledger.touched(session, self.clock.ns)
+        self.ledger.write_began(session, self.clock.ns / 10**9)
         return Writer(session, session.token_count)
 
     def room(self, writer: Writer, token_count: int) -> bool:
@@ -231,8 +231,8 @@ class LedgerRig:
             left -= row_count - segment.row_count
             if row_count > segment.row_count:
                 segment.note(Sums(segment.row_count, row_count, SUM))
-                self.ledger.committed(session, segment, row_count)
-        self.ledger.appended(session, token_count - left)
+                self.ledger.committed(session, segment, row_count, self.clock.ns)
+        self.ledger.appended(session, token_count - left, self.clock.ns)
         writer.committed = session.token_count
         while len(writer.runs) > 1 and writer.runs[0][0].row_count == writer.runs[0][1]:
             segment, _ = writer.runs.pop(0)
@@ -249,7 +249,7 @@ class LedgerRig:
             if not segment.row_count:
                 self.ledger.abandoned(segment)
             self.ledger.released(segment)
-        self.ledger.write_ended(writer.session)
+        self.ledger.write_ended(writer.session, self.clock.ns / 10**9)
 
     def wrote(self, session: Session, token_count: int) -> None:
         """A whole append."""

@@ -32,7 +32,7 @@ def test_a_budget_is_what_is_held(steps: list[tuple[tuple[Pinner, set[int]], boo
         sizes = sizes_of(segment_ids)
         if is_release and held:
             budget.unpin(*held.pop(0))
-        elif budget.has_room(client, sizes):
+        elif budget.fits(client, sizes):
             budget.pin(client, sizes)
             held.append((client, sizes))
 
@@ -52,5 +52,5 @@ def test_room_is_refused_only_for_what_is_not_pinned_yet() -> None:
     budget = Budget(limit_bytes=25, client_limit_bytes=25)
     budget.pin(ONE, sizes_of({0, 1}))
 
-    assert budget.has_room(TWO, sizes_of({0, 1}))
-    assert not budget.has_room(TWO, sizes_of({0, 1, 2}))
+    assert budget.fits(TWO, sizes_of({0, 1}))
+    assert not budget.fits(TWO, sizes_of({0, 1, 2}))

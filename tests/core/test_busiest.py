@@ -1,6 +1,6 @@
 """Busiest: who is accessed most is known whatever else comes and goes."""
 
-from ctxcache.core.busiest import Busiest
+from ctxcache.core.observations import Busiest
 
 
 def test_the_busiest_come_first_and_are_found_in_a_crowd() -> None:

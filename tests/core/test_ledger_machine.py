@@ -59,7 +59,7 @@ def unstranded_gives_a_held_slot(patch: pytest.MonkeyPatch) -> None:
 
     def unstranded(ledger: Ledger, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            ledger.below.stranded.discard(slot)
+            ledger.below.stranded.pop(slot, None)
             ledger.below.give(slot)
 
     patch.setattr(Ledger, "unstranded", unstranded)

@@ -2,8 +2,8 @@
 
 import enum
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ def in_use(rig: LedgerRig, use: Use) -> Session:
     if use is Use.IDLE:
         rig.ledger.visited(found)
     elif use is Use.READ:
-        rig.ledger.read_began(found)
+        rig.ledger.read_began(found, (), rig.clock.ns / 10**9)
     elif use is Use.WRITTEN:
         rig.write_began(found)
     elif use is Use.GONE:
@@ -224,17 +224,17 @@ def use_together() -> None:
     rig = LedgerRig()
     found = rig.opened("s")
     ledger = rig.ledger
-    ledger.read_began(found)
-    ledger.read_began(found)
-    ledger.read_ended(found.uid)
+    ledger.read_began(found, (), rig.clock.ns / 10**9)
+    ledger.read_began(found, (), rig.clock.ns / 10**9)
+    ledger.read_ended(found.uid, rig.clock.ns / 10**9)
     writer = rig.write_began(found)
-    ledger.read_began(found)
-    ledger.read_ended(found.uid)
+    ledger.read_began(found, (), rig.clock.ns / 10**9)
+    ledger.read_ended(found.uid, rig.clock.ns / 10**9)
     rig.write_ended(writer)
-    ledger.read_ended(found.uid)
+    ledger.read_ended(found.uid, rig.clock.ns / 10**9)
     rig.write_ended(rig.write_began(found))
-    ledger.read_began(found)
-    ledger.read_ended(found.uid)
+    ledger.read_began(found, (), rig.clock.ns / 10**9)
+    ledger.read_ended(found.uid, rig.clock.ns / 10**9)
     fresh = rig.opened("fresh")
     rig.write_ended(rig.write_began(fresh))
     ledger.recalled(rig.blank("from records"), 1.0)
@@ -274,27 +274,35 @@ DRIVES: tuple[Callable[[], None], ...] = (
 )
 
 
+class Watched(dict[Any, Any]):
+    """A table that notes which of its steps are taken."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        self.taken: set[Step] = set()
+
+    def get(self, step: Any, default: Any = None) -> Any:
+        """Note the step."""
+        self.taken.add(step)
+        return super().get(step, default)
+
+
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[Step]]:
-    """The steps that were taken of each table, by the table's identity."""
-    steps: dict[int, set[Step]] = defaultdict(set)
-
-    def step(table: Table, state: enum.Enum, event: enum.Enum, what: str) -> enum.Enum:
-        after: enum.Enum = places.step(table, state, event, what)
-        steps[id(table)].add((state, event))
-        return after
-
-    for module in (segment, session):
-        monkeypatch.setattr(module, "step", step)
-    return steps
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Step]]:
+    """The steps that were taken of each table, by the table's name."""
+    watched = {name: Watched(table) for name, table in TABLES.items()}
+    monkeypatch.setattr(segment, "SEGMENT_TABLE", watched["segment"])
+    monkeypatch.setattr(session, "USE_TABLE", watched["use"])
+    monkeypatch.setattr(session, "BACKLOG_TABLE", watched["backlog"])
+    return {name: table.taken for name, table in watched.items()}
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_step_is_taken_by_an_event(name: str, taken: dict[int, set[Step]]) -> None:
+def test_every_step_is_taken_by_an_event(name: str, taken: dict[str, set[Step]]) -> None:
     """A row that no event of the ledger leads to does not belong there."""
     for drive in DRIVES:
         drive()
-    assert taken[id(TABLES[name])] == set(TABLES[name])
+    assert taken[name] == set(TABLES[name])
 
 
 @pytest.mark.parametrize("drive", DRIVES)
@@ -378,7 +386,9 @@ def _flushed(row_count: Callable[[Segment], int]) -> Callable[[LedgerRig, Sessio
 
 
 TOLD: dict[SegmentEvent, Callable[[LedgerRig, Session, Segment], object]] = {
-    SegmentEvent.COMMITTED: lambda rig, of, listed: rig.ledger.committed(of, listed, listed.row_count + 1),
+    SegmentEvent.COMMITTED: lambda rig, of, listed: rig.ledger.committed(
+        of, listed, listed.row_count + 1, rig.clock.ns
+    ),
     SegmentEvent.FLUSHED: _flushed(lambda listed: listed.row_count),
     SegmentEvent.OUTGROWN: _flushed(lambda listed: listed.row_count - 1),
     SegmentEvent.MOVED: lambda rig, _, listed: rig.ledger.moved(
@@ -413,7 +423,10 @@ def test_the_ledger_refuses_uses_of_a_session_that_is_gone(use: Use) -> None:
     rig = LedgerRig()
     gone = in_use(rig, use)
     before = facts(rig, gone)
-    for tell in (rig.ledger.read_began, rig.ledger.write_began, rig.ledger.visited, rig.ledger.ended):
+    ledger = rig.ledger
+    read_began = partial(ledger.read_began, pieces=(), now_s=0.0)
+    write_began = partial(ledger.write_began, now_s=0.0)
+    for tell in (read_began, write_began, ledger.visited, ledger.ended):
         with pytest.raises(IllegalStepError):
             tell(gone)
         assert facts(rig, gone) == before
@@ -425,7 +438,7 @@ def test_the_ledger_refuses_a_second_writer() -> None:
     found = in_use(rig, Use.WRITTEN)
     before = facts(rig, found)
     with pytest.raises(IllegalStepError):
-        rig.ledger.write_began(found)
+        rig.ledger.write_began(found, rig.clock.ns / 10**9)
     assert facts(rig, found) == before
 
 

@@ -19,7 +19,7 @@ def test_an_hour_without_a_call_is_caught_up_with_some_sessions_at_a_time() -> N
     uids = [number.to_bytes(2, "big") for number in range(COUNT)]
     for number, uid in enumerate(uids):
         returns.advance(number / COUNT)
-        returns.idle(uid, Facts(1000, 1, 1000))
+        returns.idle(uid, Facts(1000, 1, 1000), returns.now_s)
     aged.clear()
     for call in range(1, COUNT // AGED_AT_ONCE + 3):
         returns.advance(3000.0)
@@ -36,7 +36,7 @@ def test_those_that_are_away_for_too_long_are_forgotten_some_at_a_time() -> None
     returns = ReturnTimes(lambda _: None)
     uids = [number.to_bytes(2, "big") for number in range(2 * AGED_AT_ONCE)]
     for uid in uids:
-        returns.idle(uid, Facts(1000, 1, 1000))
+        returns.idle(uid, Facts(1000, 1, 1000), returns.now_s)
     watched = [len(uids)]
     for call in range(7):
         returns.advance(10_000.0 + call)
@@ -46,7 +46,7 @@ def test_those_that_are_away_for_too_long_are_forgotten_some_at_a_time() -> None
 
 
 def _rest(returns: ReturnTimes, uid: bytes, turn_count: int = 1) -> None:
-    returns.idle(uid, Facts(1000, turn_count, 1000))
+    returns.idle(uid, Facts(1000, turn_count, 1000), returns.now_s)
 
 
 def _learn(returns: ReturnTimes, count: int = 1024, away_s: float = 8.0) -> None:
@@ -55,7 +55,7 @@ def _learn(returns: ReturnTimes, count: int = 1024, away_s: float = 8.0) -> None
         now_s = returns.now_s
         _rest(returns, b"before %d" % number)
         returns.advance(now_s + away_s)
-        returns.began(b"before %d" % number)
+        returns.began(b"before %d" % number, returns.now_s)
 
 
 def test_an_age_that_nobody_has_reached_promises_no_more_than_the_last_that_somebody_has() -> None:
@@ -85,7 +85,7 @@ def _index_after(then: Callable[[ReturnTimes, bytes], None]) -> float:
 def test_a_job_that_waits_is_a_return_before_its_turn_begins() -> None:
     """Waits may be as long as the load is old. A job that was taken back was no return."""
     waiting = _index_after(lambda _returns, _uid: None)
-    served = _index_after(ReturnTimes.began)
+    served = _index_after(lambda returns, uid: returns.began(uid, returns.now_s))
     withdrawn = _index_after(ReturnTimes.unqueued)
 
     assert served / 3 < waiting <= served
@@ -104,7 +104,7 @@ def test_what_clients_say_is_over_promises_what_others_of_which_they_said_so_did
         _rest(returns, b"liar %d" % number)
         returns.said(b"liar %d" % number, is_over=True)
         returns.advance(returns.now_s + 8)
-        returns.began(b"liar %d" % number)
+        returns.began(b"liar %d" % number, returns.now_s)
     for number in range(512):
         _rest(returns, b"fresh %d" % number)
         returns.said(b"fresh %d" % number, is_over=True)
@@ -125,7 +125,7 @@ def test_who_returns_leaves_nothing_to_be_walked_by_later_calls() -> None:
             returns.queued(b"often")
             returns.unqueued(b"often")
             returns.queued(b"often")
-        returns.began(b"often")
+        returns.began(b"often", returns.now_s)
     _rest(returns, b"often")
 
     assert sum(map(len, returns._bins)) == 1
@@ -170,7 +170,7 @@ def test_sessions_that_were_counted_before_a_restart_are_not_counted_again() -> 
     for returns, now_s in ((whole, 119.0), (second, 7.0)):
         for _ in range(10):
             returns.advance(now_s + 300)
-        returns.began(b"50")
+        returns.began(b"50", returns.now_s)
 
     (away, came), (whole_away, whole_came) = _root(second), _root(whole)
     assert came == whole_came

@@ -106,9 +106,9 @@ async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, s
     await hint("demote")
     cache = server._cache
     session = cache.ledger.find("default", "a")
-    cache.ledger.read_began(session)
+    cache.ledger.read_began(session, (), 0.0)
     prefetched = await hint("prefetch")
-    cache.ledger.read_ended(session.uid)
+    cache.ledger.read_ended(session.uid, 0.0)
     await hint("prefetch")
     for segment in session.segments:
         cache.ledger.held(segment)

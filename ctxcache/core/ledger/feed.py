@@ -8,14 +8,13 @@ moves anything. Memory: an entry per session, and GHOSTS names of evicted ones.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ctxcache.core.ledger.kin import Kin
 from ctxcache.core.ledger.places import Use
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Kin, Segment
 from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.order import Key
@@ -86,6 +85,8 @@ class Standing:
     """Something of it has left memory since it was last used: half of it hastens no turn that waits for all."""
     has_fallen: bool = False
     """Its rank may be lower than at the last look, once it rests, and the rankings were not told."""
+    is_queued: bool = False
+    """Whether the policy takes a job of it to be waiting."""
     is_set_aside: bool = False
     """Not to be promoted ahead of need before its next hint or rest: that failed."""
     tier: Tier | None = None
@@ -120,7 +121,7 @@ class Standing:
     def _facts(self, appended_count: int) -> Facts:
         layout = self.session.layout
         appended_bytes = appended_count * layout.size_bytes // layout.segment_tokens
-        return Facts(self.session.size_bytes, self.turn_count, appended_bytes)
+        return Facts(len(self.session.segments) * layout.size_bytes, self.turn_count, appended_bytes)
 
 
 class Feed:
@@ -153,8 +154,8 @@ class Feed:
         self._kin_in_memory: dict[bytes, set[bytes]] = {}
         """Sessions that share segments and are all in memory, by their kin's uid."""
         self._watchers: dict[bytes, list[Watcher]] = {}
-        self._ahead: set[Segment] = set()
-        """Segments promoted ahead of need, or being so, and not read since."""
+        self.unread: set[Segment] = set()
+        """Segments promoted ahead of need, or being so, and not read since. To be looked at, not changed."""
         self.prefetched = Prefetched()
         self._looks_left = LOOKS
         policy.watch(self._fell_by_name)
@@ -164,6 +165,10 @@ class Feed:
 
     def rank(self, uid: bytes) -> Key | None:
         """Where the session stands: the lowest leaves the store first. None for a session that is gone."""
+        standing = self._standings.get(uid)
+        if standing is not None and standing.session.use is not Use.IDLE:
+            standing.has_fallen = True
+            return IN_USE
         return self.ranks(uid)[0]
 
     def memory_rank(self, uid: bytes) -> Key | None:
@@ -175,11 +180,14 @@ class Feed:
         standing = self._standings.get(uid)
         if standing is None:
             return None, None
-        rank = None if standing.is_in_use else self._policy_rank(standing)
+        is_in_use = standing.session.use is not Use.IDLE or standing.coming_count
+        rank = None if is_in_use else self._policy_rank(standing)
         if rank is None:
             standing.has_fallen = True
             return IN_USE, IN_USE
         retaining = self.retaining
+        if uid not in retaining.retained and uid not in retaining.pinned:
+            return (0, *rank), (0, not standing.is_leaving, *rank)
         return (
             (retaining.store_level(uid), *rank),
             (retaining.memory_level(uid), not standing.is_leaving, *rank),
@@ -197,11 +205,6 @@ class Feed:
         self.retaining.passed()
         self.policy.passed(self._now_s())
 
-    @property
-    def unread(self) -> Collection[Segment]:
-        """Segments promoted ahead of need, or being so, and not read since."""
-        return self._ahead
-
     # -- what happens to sessions ------------------------------------------------------------------
 
     def appeared(self, session: Session) -> None:
@@ -215,14 +218,16 @@ class Feed:
         self.policy.recalled(standing.name, standing.recall(), idle_s)
         self.settled(session)
 
-    def accessed(self, session: Session, *, is_first: bool) -> None:
+    def accessed(self, session: Session, now_s: float, *, is_first: bool) -> None:
         """An access begins; `is_first`: the session was idle until now."""
         standing = self._standings[session.uid]
         standing.is_leaving, standing.rank = False, None
         if not is_first:
             return
-        self.policy.arrived(standing.name, self._now_s())
-        self.policy.withdrawn(standing.name)
+        self.policy.arrived(standing.name, now_s)
+        if standing.is_queued:
+            standing.is_queued = False
+            self.policy.withdrawn(standing.name)
         standing.is_order_used = True
         kin = session.residence.kin
         if kin:
@@ -230,14 +235,16 @@ class Feed:
             # What they share ranks as this one from now on, and may have ranked higher.
             standing.has_fallen = True
 
-    def resting(self, session: Session) -> None:
+    def resting(self, session: Session, now_s: float) -> None:
         """The last access is about to end: the policy hears of it while the session still ranks as in use."""
         standing = self._standings[session.uid]
         facts = standing.rest()
-        self.retaining.rested(session)
-        self.policy.idle(standing.name, facts, self._now_s())
+        if self.retaining.retained or self.retaining.pinned:
+            self.retaining.rested(session)
+        self.policy.idle(standing.name, facts, now_s)
         if standing.order is not None:
             # Not the job that waits has used it, but the turn before, or another engine's.
+            standing.is_queued = True
             self.policy.hinted(standing.name, standing.order)
         self.settled(session)
 
@@ -255,12 +262,14 @@ class Feed:
         standing = self._standings.get(session.uid)
         if standing is None or not standing.has_rested or not (session.segments or standing.tier):
             return
-        self._place(standing, Tier.MEMORY if session.is_in_memory else Tier.BELOW)
+        tier = Tier.MEMORY if session.is_in_memory else Tier.BELOW
+        if tier is not standing.tier or session.residence.kin:
+            self._place(standing, tier)
 
     def dropped(self, segment: Segment) -> None:
         """The segment left memory."""
-        if segment in self._ahead:
-            self._ahead.discard(segment)
+        if segment in self.unread:
+            self.unread.discard(segment)
             self.prefetched.prefetch_unused_segment_count += 1
         home = segment.home
         if isinstance(home, Kin):
@@ -300,6 +309,7 @@ class Feed:
         if standing is not None:
             standing.is_order_used = standing.is_order_used and standing.order is not None
             standing.is_set_aside, standing.order, standing.rank = False, order, None
+            standing.is_queued = True
             self.policy.passed(self._now_s())
             self.policy.hinted(standing.name, order)
             self._wanted()
@@ -309,6 +319,7 @@ class Feed:
         standing = self._standings.get(session.uid)
         if standing is not None:
             standing.order = standing.rank = None
+            standing.is_queued = False
             self.policy.withdrawn(standing.name)
 
     def starting(self, session: Session) -> None:
@@ -367,23 +378,22 @@ class Feed:
 
     def promoting(self, segment: Segment) -> None:
         """The segment is being promoted ahead of need."""
-        self._ahead.add(segment)
+        self.unread.add(segment)
 
     def promoted(self, segment: Segment) -> None:
         """Its promotion ahead of need is over; it may have failed."""
         if segment.memory is None:
-            self._ahead.discard(segment)
+            self.unread.discard(segment)
         else:
             self.prefetched.prefetched_segment_count += 1
 
     def read(self, pieces: Iterable[Piece]) -> None:
         """These are read."""
-        if self._ahead:
-            for piece in pieces:
-                if piece.segment in self._ahead:
-                    self._ahead.discard(piece.segment)
-                    self.prefetched.prefetch_used_segment_count += 1
-                    self.prefetched.prefetch_late_segment_count += piece.segment.memory is None
+        for piece in pieces:
+            if piece.segment in self.unread:
+                self.unread.discard(piece.segment)
+                self.prefetched.prefetch_used_segment_count += 1
+                self.prefetched.prefetch_late_segment_count += piece.segment.memory is None
 
     def is_in_memory(self, session: Session) -> bool:
         """Whether all of it was in memory at the last look."""

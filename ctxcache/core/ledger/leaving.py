@@ -9,10 +9,10 @@ facts of now, and changes nothing but who is spared. Worst case: one look at all
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 
-from ctxcache.core.ledger.evictable import Evictable, Verdict
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.quotas import Quotas
+from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.unwritten import Unwritten

@@ -16,23 +16,20 @@ from itertools import islice
 from typing import Protocol
 
 from ctxcache.core import ranges
-from ctxcache.core.busiest import Busiest
-from ctxcache.core.ledger.evictable import Evictable
 from ctxcache.core.ledger.expiry import ExpiryQueue
 from ctxcache.core.ledger.feed import Feed
-from ctxcache.core.ledger.kin import Kin, Residence
 from ctxcache.core.ledger.leaving import Leaving
-from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, UseEvent
+from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.quotas import Quotas
-from ctxcache.core.ledger.resident import Resident
+from ctxcache.core.ledger.rankings import Evictable, Resident
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Kin, Residence, Segment
 from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.core.ledger.shelf import Shelf
 from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.limits import Limits, Watermarks
-from ctxcache.core.observations import Observations
+from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.shares import EVERYONE, Shares
 from ctxcache.core.ranges import Ranges
@@ -145,8 +142,6 @@ class Ledger:
         self._expiry = ExpiryQueue()
         self._touched: dict[bytes, Session] = {}
         """Sessions whose last access no record has."""
-        self._stranded_with: dict[Slot, Segment] = {}
-        """Segments that had stranded slots when their records were to go."""
         self._spoiling: set[Segment] = set()
         """Segments that leave a spoiled slot as soon as nothing uses it."""
         self.lost: Mapping[int, str] = {}
@@ -184,10 +179,13 @@ class Ledger:
 
     def find(self, tenant: str, session_id: str) -> Session:
         """A tenant's session that has not expired. Raises SessionNotFound."""
+        return self.find_at(tenant, session_id, self._clock.now_ns())
+
+    def find_at(self, tenant: str, session_id: str, now_ns: int) -> Session:
+        """As `find`, for a caller that has looked at the clock: `now_ns` in the store's time."""
         session = self._sessions.get((tenant, session_id))
-        if session is None:
+        if session is None or session.expire_time_ns <= now_ns:
             raise SessionNotFound(session=f"sessions/{session_id}")
-        self.check_expiry(session)
         if session.reckoned != self._reckoning:
             self.reckon(session)
         return session
@@ -313,35 +311,37 @@ class Ledger:
 
     # -- sessions are used -------------------------------------------------------------------------
 
-    def touched(self, session: Session) -> None:
-        """Count an access."""
-        session.touch(self._clock.now_ns())
+    def touched(self, session: Session, now_ns: int) -> None:
+        """Count an access at that time of the store."""
+        session.touch(now_ns)
         self.busiest.count(session.uid)
         self.accesses_by_tenant[session.tenant] += 1
         # Earlier than before where an expiry was shortened.
         self._expiry.schedule(session.uid, session.expire_time_ns)
         self._touched[session.uid] = session
 
-    def read_began(self, session: Session, pieces: Iterable[Piece] = ()) -> None:
-        """A lease or stream of these pieces begins."""
-        self._begin(session, UseEvent.READ_BEGAN)
-        self._feed.read(pieces)
+    def read_began(self, session: Session, pieces: Iterable[Piece], now_s: float) -> None:
+        """A lease or stream of these pieces begins, `now_s` of the monotonic clock."""
+        self._begin(session, UseEvent.READ_BEGAN, now_s)
+        if self._feed.unread:
+            self._feed.read(pieces)
 
-    def read_ended(self, uid: bytes) -> None:
+    def read_ended(self, uid: bytes, now_s: float) -> None:
         """A lease or stream of a session ended. Does nothing where the session is gone."""
         session = self._by_uid.get(uid)
         if session is not None:
-            self._end(session, UseEvent.READ_ENDED)
+            self._end(session, UseEvent.READ_ENDED, now_s)
 
-    def write_began(self, session: Session) -> None:
-        """A writer has the session."""
-        self._begin(session, UseEvent.WRITE_BEGAN)
-        self._unwritten.recall(session)
+    def write_began(self, session: Session, now_s: float) -> None:
+        """A writer has the session, `now_s` of the monotonic clock."""
+        self._begin(session, UseEvent.WRITE_BEGAN, now_s)
+        if session.backlog is Backlog.SPARED:
+            self._unwritten.recall(session)
 
-    def write_ended(self, session: Session) -> None:
+    def write_ended(self, session: Session, now_s: float) -> None:
         """The writer is done. Does nothing where the session is gone."""
-        if not session.is_gone:
-            self._end(session, UseEvent.WRITE_ENDED)
+        if session.use is not Use.GONE:
+            self._end(session, UseEvent.WRITE_ENDED, now_s)
             self._evictable.add(session.uid)
 
     def visited(self, session: Session) -> None:
@@ -428,9 +428,7 @@ class Ledger:
 
     def claimed(self, segment: Segment) -> int:
         """A writer has room in the segment; returns the bytes that this adds to what is claimed."""
-        taken_bytes = self._unwritten.new_bytes(segment)
-        self._unwritten.reserve(segment)
-        return taken_bytes
+        return self._unwritten.reserve(segment)
 
     def unclaimed(self, segment: Segment) -> None:
         """No writer has room in the segment any more."""
@@ -444,8 +442,8 @@ class Ledger:
         """What a reservation of the segment would add to what is claimed."""
         return self._unwritten.new_bytes(segment)
 
-    def committed(self, session: Session, segment: Segment, row_count: int) -> None:
-        """The segment's first `row_count` rows are visible in the session."""
+    def committed(self, session: Session, segment: Segment, row_count: int, now_ns: int) -> None:
+        """The segment's first `row_count` rows are visible in the session, at `now_ns` of the monotonic clock."""
         if segment.place is Place.RESERVED:
             session.is_tail_apart = segment.begin == session.log_end
             session.segments.append(segment)
@@ -454,15 +452,15 @@ class Ledger:
         if row_count > segment.row_count:
             segment.happened(SegmentEvent.COMMITTED)
             segment.row_count = row_count
-            self._unwritten.committed(session, segment, self._clock.monotonic_ns())
-            if self.watermarks.excess_dirty_bytes(self.due_bytes, self.memory.capacity_bytes) > 0:
-                self._wishes.write_wanted()
+            self._unwritten.committed(session, segment, now_ns)
 
-    def appended(self, session: Session, token_count: int) -> None:
-        """So many committed tokens more are live, and the session was accessed."""
+    def appended(self, session: Session, token_count: int, now_ns: int) -> None:
+        """So many committed tokens more are live, and the session was accessed at that time of the store."""
         if token_count:
             session.append_rows(session.log_end + token_count)
-        self.touched(session)
+            if self.watermarks.excess_dirty_bytes(self._unwritten.due_bytes, self.memory.capacity_bytes) > 0:
+                self._wishes.write_wanted()
+        self.touched(session, now_ns)
 
     def staged(self, segment: Segment, slot: Slot, *, is_there: bool) -> None:
         """A slot below was taken for the segment's rows, or is given up again; no record names it."""
@@ -518,10 +516,15 @@ class Ledger:
             self.spoiled(segment)
         if segment.place is Place.HELD:
             self._empty(segment)
-        elif self.is_clean(segment) or self._is_spared(segment) or self.is_on_lost_path(segment):
+            return
+        home = segment.home
+        session = self._by_uid.get(home.uid) if home is not None else None
+        is_spared = session is not None and session.backlog is Backlog.SPARED
+        if self.is_clean(segment) or is_spared or (self.lost and self.is_on_lost_path(segment)):
             self._resident.add(segment)
-        if not segment.hold_count and isinstance(segment.home, Residence):
-            self._evictable.add(segment.home.uid)
+        # A session that is written is added when its writer is done.
+        if not segment.hold_count and session is not None and session.use is not Use.WRITTEN:
+            self._evictable.add(session.uid)
 
     def forgotten(self, segment: Segment) -> None:
         """The segment's record is gone: its slots are free as soon as nothing holds them."""
@@ -530,20 +533,19 @@ class Ledger:
 
     def stranded(self, slots: Iterable[Slot]) -> None:
         """A commit failed: records may still name these slots below."""
-        self.below.stranded.update(slots)
+        for slot in slots:
+            self.below.stranded.setdefault(slot, None)
 
     def stranded_with(self, segments: Iterable[Segment]) -> None:
         """As `stranded`, of segments whose records were to go."""
         for segment in segments:
             if segment.durable:
-                self.below.stranded.add(segment.durable)
-                self._stranded_with[segment.durable] = segment
+                self.below.stranded[segment.durable] = segment
 
     def unstranded(self, slots: Iterable[Slot]) -> None:
         """No record names these slots: they may be taken, those of held segments when the holds end."""
         for slot in slots:
-            self.below.stranded.discard(slot)
-            segment = self._stranded_with.pop(slot, None)
+            segment = self.below.stranded.pop(slot, None)
             is_bad = slot in self.below.quarantined
             if not is_bad and (segment is None or segment.place is Place.GONE):
                 self.below.give(slot)
@@ -576,25 +578,26 @@ class Ledger:
         segment.promoted(slot)
         segment.settle(segment.row_count, values)
 
-    def corrupt(self, segment: Segment) -> Slot | None:
-        """What lies below of the segment is bad: the slot, which is returned, is kept from use."""
-        slot = segment.disowned()
-        if slot:
-            self.below.quarantined.add(slot)
-            # The segment's end does not give it back any more.
-            self._stranded_with.pop(slot, None)
-        return slot
+    def disowned(self, segment: Segment, *, is_bad: bool) -> Slot | None:
+        """The segment's slot below, which is returned, is not its own any more: another one has it, as records tell.
 
-    def misplaced(self, segment: Segment) -> None:
-        """The slot below that a record gives the segment is another one's, as the store is opened."""
-        segment.disowned()
+        `is_bad`: what lies there is not what was written, and the slot is kept from use.
+        """
+        slot = segment.disowned()
+        if slot and is_bad:
+            self.below.quarantined.add(slot)
+            if slot in self.below.stranded:
+                # The segment's end does not give it back any more.
+                self.below.stranded[slot] = None
+        return slot
 
     def is_clean(self, segment: Segment) -> bool:
         """Whether the segment may leave memory at once."""
-        if segment.memory is None or segment.is_unwritten or segment.memory_hold_count:
+        is_unwritten = segment.durable_row_count < segment.row_count
+        if segment.memory is None or is_unwritten or segment.hold_count > segment.past_hold_count:
             return False
         # What lies on a lost path leaves memory only where there is nowhere else to write it.
-        return not self.is_on_lost_path(segment) or not self._devices.has_open_path
+        return not self.lost or not self.is_on_lost_path(segment) or not self._devices.has_open_path
 
     # -- moves out: what is to leave memory ----------------------------------------------------------
 
@@ -821,24 +824,27 @@ class Ledger:
         session.reckoned = -1 if self.lost else self._reckoning
         self.reckon(session)
 
-    def _begin(self, session: Session, event: UseEvent) -> None:
+    def _begin(self, session: Session, event: UseEvent, now_s: float) -> None:
         session.used(event)
         session.use_count += 1
-        self._feed.accessed(session, is_first=session.use_count == 1)
+        self._feed.accessed(session, now_s, is_first=session.use_count == 1)
 
-    def _end(self, session: Session, event: UseEvent) -> None:
+    def _end(self, session: Session, event: UseEvent, now_s: float) -> None:
         is_last = session.use_count == 1
         if is_last:
-            self._feed.resting(session)
+            self._feed.resting(session, now_s)
         session.used(UseEvent.LAST_ENDED if is_last else event)
         session.use_count -= 1
         if is_last:
             self._feed.rested(session)
-        self._unwritten.tail_changed(session)
+        if session.backlog is not Backlog.DURABLE:
+            # A session in use is passed over by write-behind, and is looked at again from here on.
+            self._unwritten.tail_changed(session)
 
     def _visit(self, session: Session) -> None:
-        self._begin(session, UseEvent.READ_BEGAN)
-        self._end(session, UseEvent.READ_ENDED)
+        now_s = self._now_s()
+        self._begin(session, UseEvent.READ_BEGAN, now_s)
+        self._end(session, UseEvent.READ_ENDED, now_s)
 
     def _unlist(self, session: Session, segments: Iterable[Segment]) -> list[Segment]:
         """The session lists these no more; returns those that no session lists."""
@@ -907,7 +913,8 @@ class Ledger:
         return may_leave
 
     def _is_spared(self, segment: Segment) -> bool:
-        session = self._by_uid.get(segment.home.uid) if segment.home else None
+        home = segment.home
+        session = self._by_uid.get(home.uid) if home else None
         return session is not None and session.backlog is Backlog.SPARED
 
     def _note_withheld(self, session: Session) -> None:

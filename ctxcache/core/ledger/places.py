@@ -32,7 +32,6 @@ A session's backlog: whether rows of its log are in memory alone. A spared sessi
 
 import enum
 from collections.abc import Mapping
-from typing import TypeVar
 
 
 class Place(enum.Enum):
@@ -204,17 +203,11 @@ BACKLOG_TABLE: Mapping[tuple[Backlog, BacklogEvent], Backlog] = {
 }
 """Every step of a session's backlog. A pair that is not here is refused."""
 
-S = TypeVar("S", bound=enum.Enum)
-E = TypeVar("E", bound=enum.Enum)
-
 
 class IllegalStepError(RuntimeError):
     """An event came that cannot happen in that state: a fault of the program, never of a caller."""
 
 
-def step(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
-    """The state after the event. Raises IllegalStepError where the table has no such step."""
-    after = table.get((state, event))
-    if after is None:
-        raise IllegalStepError(f"{what} is {state.value}, and cannot be {event.value}")
-    return after
+def illegal(what: str, state: enum.Enum, event: enum.Enum) -> IllegalStepError:
+    """The error for a pair of state and event that no table has."""
+    return IllegalStepError(f"{what} is {state.value}, and cannot be {event.value}")

@@ -1,12 +1,21 @@
-"""Rankings: which of some sessions leaves first, by ranks that change between looks; one order for each account.
+"""Rankings: which session leaves first, by ranks that change between looks; one order for each account.
 
-Callers name the accounts in the order in which they are to be asked, so that sessions of other accounts are not
-looked at. Memory: an entry per session. Worst case: every account is looked at, where none is named.
+    Ranking, Rankings   some sessions in order, of all accounts or by account
+    Evictable           the sessions that may leave the store
+    Resident            the segments that may leave memory: of the coldest session the newest first
+
+None of these looks at sessions or segments that may not leave. One that comes up and may not leave is passed over once:
+for good where only a change of its own can alter that, after which it is added again. Callers name the accounts in the
+order in which they are to be asked. Memory: an entry per session. Worst case: one look at all that are held.
 """
 
-from collections.abc import Callable, Sequence
+import enum
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
+from ctxcache.core.ledger.segment import Kin, Segment
+from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.order import Key
 
 RankOf = Callable[[bytes], Key | None]
@@ -39,7 +48,10 @@ class Ranking:
     def add(self, uid: bytes) -> None:
         """Add a session, unless it has no rank."""
         if uid not in self._entered and (rank := self._rank(uid)) is not None:
-            self._enter(rank, uid)
+            self._entered[uid] = rank
+            heappush(self._heap, (rank, uid))
+            if len(self._heap) > 2 * len(self._entered) + SLACK:
+                self._tidy()
 
     def fell(self, uid: bytes, rank: Key | None) -> None:
         """The session's rank, which is this now, may be lower than it was."""
@@ -50,7 +62,8 @@ class Ranking:
     def discard(self, uid: bytes) -> None:
         """Take a session out."""
         self._entered.pop(uid, None)
-        self._tidy()
+        if len(self._heap) > 2 * len(self._entered) + SLACK:
+            self._tidy()
 
     def first(
         self,
@@ -90,13 +103,13 @@ class Ranking:
     def _enter(self, rank: Key, uid: bytes) -> None:
         self._entered[uid] = rank
         heappush(self._heap, (rank, uid))
-        self._tidy()
+        if len(self._heap) > 2 * len(self._entered) + SLACK:
+            self._tidy()
 
     def _tidy(self) -> None:
-        """Drop outdated entries once they are the larger part."""
-        if len(self._heap) > 2 * len(self._entered) + SLACK:
-            self._heap = [(rank, uid) for uid, rank in self._entered.items()]
-            heapify(self._heap)
+        """Drop outdated entries, which have become the larger part."""
+        self._heap = [(rank, uid) for uid, rank in self._entered.items()]
+        heapify(self._heap)
 
 
 class Rankings:
@@ -163,3 +176,206 @@ AnyRanking = Ranking | Rankings
 def ranking(rank: RankOf, account: AccountOf | None) -> AnyRanking:
     """One order for all sessions where accounts are not told apart."""
     return Ranking(rank) if account is None else Rankings(rank, account)
+
+
+class Verdict(enum.Enum):
+    """What is found of a session that comes up."""
+
+    LEAVES = enum.auto()
+    NOT_NOW = enum.auto()
+    NOT_BEFORE_ITS_NEXT_CHANGE = enum.auto()
+
+
+class Evictable:
+    """Sessions that may have something below that may leave. Owned by the ledger."""
+
+    def __init__(self, rank: RankOf, account: AccountOf | None = None) -> None:
+        self._ranking = ranking(rank, account)
+        self._aside: set[bytes] = set()
+
+    def add(self, uid: bytes) -> None:
+        """It may leave: something of it was written, unpinned or let go."""
+        self._aside.discard(uid)
+        self._ranking.add(uid)
+
+    def fell(self, uid: bytes, rank: Key | None) -> None:
+        """Its rank, which is this now, may be lower than it was; who was passed over may leave by now."""
+        if uid in self._aside:
+            self.add(uid)
+        else:
+            self._ranking.fell(uid, rank)
+
+    def overtaken(self) -> list[bytes]:
+        """See Ranking."""
+        return self._ranking.overtaken()
+
+    def discard(self, uid: bytes) -> None:
+        """It is gone."""
+        self._aside.discard(uid)
+        self._ranking.discard(uid)
+
+    def first(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None) -> bytes | None:
+        """The one that leaves first, of these accounts one after the other; None when none does."""
+        found = self._look(judge, among)
+        if found is None:
+            aside, self._aside = self._aside, set()
+            for uid in aside:
+                self._ranking.add(uid)
+            found = self._look(judge, among)
+        return found
+
+    def in_order(
+        self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None
+    ) -> Generator[bytes]:
+        """Those that leave, one after the other. To be closed: who was shown is back only then."""
+        shown = []
+        try:
+            while (uid := self.first(judge, among)) is not None:
+                shown.append(uid)
+                self._ranking.discard(uid)
+                yield uid
+        finally:
+            for uid in shown:
+                self._ranking.add(uid)
+
+    def _look(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None) -> bytes | None:
+        while (uid := self._ranking.first(among=among)) is not None:
+            verdict = judge(uid)
+            if verdict is Verdict.LEAVES:
+                return uid
+            self._ranking.discard(uid)
+            if verdict is Verdict.NOT_NOW:
+                self._aside.add(uid)
+        return None
+
+
+class Resident:
+    """Sessions, and kin, that may have segments that may leave memory. Owned by the ledger."""
+
+    def __init__(
+        self, rank: RankOf, by_uid: Mapping[bytes, Session], account: AccountOf | None = None
+    ) -> None:
+        self._by_uid = by_uid
+        self._rank = rank
+        self._ranking = ranking(self._rank_of, account and (lambda uid: account(self._member(uid))))
+        self._ends: dict[bytes, int] = {}
+        self._kin: dict[bytes, Kin] = {}
+        self._shared: dict[bytes, dict[Segment, None]] = {}
+        """What may leave of what is shared, by the kin's uid."""
+
+    def knows(self, segment: Segment) -> bool:
+        """Whether `take` would come to the segment."""
+        home = segment.home
+        if isinstance(home, Kin):
+            return segment in self._shared.get(home.uid, {})
+        return home is not None and segment.begin < self._ends.get(home.uid, 0)
+
+    def add(self, segment: Segment) -> None:
+        """The segment may leave."""
+        home = segment.home
+        if isinstance(home, Kin):
+            self._kin[home.uid] = home
+            self._shared.setdefault(home.uid, {})[segment] = None
+            self._ranking.add(home.uid)
+        elif home is not None:
+            # Whatever has an end here is in the ranking.
+            end = segment.begin + segment.row_count
+            if end > self._ends.get(home.uid, 0):
+                self._ends[home.uid] = end
+                self._ranking.add(home.uid)
+
+    def fell(self, session: Session, rank: Key | None) -> None:
+        """Its rank, which is this now, may be lower than it was, and so may that of its kin."""
+        if session.uid in self._ends:
+            self._ranking.fell(session.uid, rank)
+        kin = session.residence.kin
+        if kin and kin.last_uid == session.uid:
+            self._ranking.fell(kin.uid, rank)
+
+    def overtaken(self) -> list[bytes]:
+        """See Ranking."""
+        return self._ranking.overtaken()
+
+    def discard(self, segment: Segment, session: Session) -> None:
+        """The session was the last to list the segment."""
+        kin = session.residence.kin
+        if kin:
+            self._shared.get(kin.uid, {}).pop(segment, None)
+
+    def forget_session(self, session: Session) -> None:
+        """The session is gone."""
+        self._forget(session.uid)
+        kin = session.residence.kin
+        if kin:
+            kin.uids.pop(session.uid, None)
+            if kin.uids:
+                self._ranking.fell(kin.uid, self._rank(kin.last_uid))
+            else:
+                self._forget(kin.uid)
+
+    def take(
+        self,
+        may_leave: Callable[[Segment], bool],
+        may_give: Callable[[bytes], bool] = lambda _: True,
+        among: Sequence[str] | None = None,
+    ) -> Segment | None:
+        """The segment that leaves first: of the coldest session the newest. None when none may.
+
+        Of the accounts in `among` one after the other. `may_give` is asked for the session of an account
+        that comes first, and decides: whoever stands behind it is worth no less. It is not found again
+        before it is added again.
+        """
+        for asked in [None] if among is None else [[account] for account in among]:
+            segment = self._take(may_leave, may_give, asked)
+            if segment is not None:
+                return segment
+        return None
+
+    def _take(
+        self,
+        may_leave: Callable[[Segment], bool],
+        may_give: Callable[[bytes], bool],
+        among: Sequence[str] | None,
+    ) -> Segment | None:
+        while (uid := self._ranking.first(among=among)) is not None:
+            if not may_give(self._member(uid)):
+                return None
+            found = self._take_shared if uid in self._shared else self._take_own
+            segment = found(uid, may_leave)
+            if segment is not None:
+                return segment
+            self._forget(uid)
+        return None
+
+    def _take_shared(self, uid: bytes, may_leave: Callable[[Segment], bool]) -> Segment | None:
+        shared = self._shared[uid]
+        while shared:
+            segment, _ = shared.popitem()
+            if may_leave(segment):
+                return segment
+        return None
+
+    def _take_own(self, uid: bytes, may_leave: Callable[[Segment], bool]) -> Segment | None:
+        session = self._by_uid[uid]
+        segments = session.segments
+        i = bisect_left(segments, self._ends[uid], key=lambda segment: segment.begin)
+        while i and not (segments[i - 1].home is session.residence and may_leave(segments[i - 1])):
+            i -= 1
+        if not i:
+            return None
+        self._ends[uid] = segments[i - 1].begin
+        return segments[i - 1]
+
+    def _rank_of(self, uid: bytes) -> Key | None:
+        return self._rank(self._member(uid))
+
+    def _member(self, uid: bytes) -> bytes:
+        """Of kin the one accessed last, for whom all of it ranks."""
+        kin = self._kin.get(uid)
+        return kin.root().last_uid if kin else uid
+
+    def _forget(self, uid: bytes) -> None:
+        """Nothing of the session or the kin may leave."""
+        for by_uid in (self._ends, self._kin, self._shared):
+            by_uid.pop(uid, None)
+        self._ranking.discard(uid)

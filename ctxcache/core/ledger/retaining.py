@@ -39,6 +39,9 @@ class Retaining:
             grants(int(limits.pin_share * capacities.memory_bytes)),
             longest_s=limits.retention_ns / SECOND_NS,
         )
+        self.retained = self._retention.retained.granted
+        self.pinned = self._retention.pinned.granted
+        """Sessions that have grants, by uid. To be looked at, not changed."""
         self.store_level = self._retention.store_level
         self.memory_level = self._retention.memory_level
         self.release = self._retention.release
@@ -58,7 +61,7 @@ class Retaining:
 
     def rested(self, session: Session) -> None:
         """The session may have grown."""
-        if not self._retention.is_empty and self._retention.store_level(session.uid):
+        if self._retention.store_level(session.uid):
             self._retention.resized(session.uid, session.size_bytes, self._now_s())
 
     def passed(self) -> None:

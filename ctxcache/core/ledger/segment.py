@@ -1,4 +1,4 @@
-"""Segment: up to 64 tokens of every stream a session stores; the unit of placement.
+"""Segment: up to 64 tokens of every stream a session stores; the unit of placement. And where it is counted.
 
 Rows are only ever added, never changed. The copy in a tier below covers its first `durable_row_count` rows.
 Several sessions list one segment after a fork.
@@ -7,15 +7,194 @@ Several sessions list one segment after a fork.
            durable               committed in memory   reserved or free
 
 `places.py` has the steps of its life. Only the ledger takes them, by the methods under "events" here.
+
+A segment that one session lists is counted in that session's residence. A segment that forks share is counted in no
+residence: its kin notes that something changed, and counting again is left to the next look. So a move costs the
+same however many sessions list the segment. Worst case: a session's segments are counted anew at every look, while
+what it shares keeps moving.
 """
 
-from ctxcache.core.ledger.kin import Kin, Residence
-from ctxcache.core.ledger.places import SEGMENT_TABLE, Place, SegmentEvent, step
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from ctxcache.core.ledger.places import SEGMENT_TABLE, Place, SegmentEvent, illegal
 from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.format.identity import SegmentIdentity
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.slot import Slot
 from ctxcache.format.sums import Sums
+
+
+class Amounts(NamedTuple):
+    """How much lies where."""
+
+    memory_count: int = 0
+    """Segments in memory."""
+    memory_bytes: int = 0
+    durable_bytes: int = 0
+
+
+class Counted(Protocol):
+    """What is counted: a segment."""
+
+    @property
+    def home(self) -> "Residence | Kin | None":
+        """Where it is counted."""
+
+    @property
+    def memory(self) -> Slot | None:
+        """Where it lies in memory."""
+
+    @property
+    def durable(self) -> Slot | None:
+        """Where it lies below."""
+
+
+class Kin:
+    """A session, its forks and theirs: the sessions that may share segments. Owned by the ledger.
+
+    `uid` is no session's. `uids` are the sessions', in the order of their last accesses.
+    """
+
+    __slots__ = ("change_count", "into", "uid", "uids")
+
+    def __init__(self, uid: bytes) -> None:
+        self.uid = uid + b"+"
+        self.uids = OrderedDict({uid: None})
+        self.change_count = 0
+        self.into: Kin | None = None
+        """The kin that it has become a part of."""
+
+    def root(self) -> "Kin":
+        """The kin that it has become a part of, or itself."""
+        kin = self
+        while kin.into is not None:
+            kin = kin.into
+        return kin
+
+    @property
+    def last_uid(self) -> bytes:
+        """The session accessed last."""
+        return next(reversed(self.uids))
+
+    def accessed(self, uid: bytes) -> None:
+        """One of the sessions is accessed."""
+        self.uids.move_to_end(uid)
+
+    def add(self, *_: int) -> None:
+        """A shared segment came, moved or went."""
+        self.root().change_count += 1
+
+    def merge(self, other: "Kin") -> "Kin":
+        """Make one of two, which is what records may turn out to be when they are read; returns it."""
+        smaller, larger = sorted((self, other), key=lambda kin: len(kin.uids))
+        if smaller is not larger:
+            smaller.into = larger
+            larger.uids.update(smaller.uids)
+            larger.change_count += smaller.change_count + 1
+        return larger
+
+
+class Count:
+    """How much of some shared segments lies where, counted a part at a time; true while their kin does not change."""
+
+    def __init__(self, kin: Kin, besides: "Residence | None" = None) -> None:
+        """`besides`: what is counted there already is left out."""
+        self._besides = besides
+        self.change_count = kin.change_count
+        self._memory_count = self._memory_bytes = self._durable_bytes = 0
+
+    def add(self, segments: Iterable[Counted]) -> None:
+        """Count these. Forks of long sessions have thousands."""
+        for segment in segments:
+            if self._besides is not None and segment.home is self._besides:
+                continue
+            if memory := segment.memory:
+                self._memory_count += 1
+                self._memory_bytes += memory.size_bytes
+            if durable := segment.durable:
+                self._durable_bytes += durable.size_bytes
+
+    def amounts(self) -> Amounts:
+        """What was counted."""
+        return Amounts(self._memory_count, self._memory_bytes, self._durable_bytes)
+
+
+class Residence:
+    """How much of one session lies where."""
+
+    __slots__ = (
+        "_counted", "_durable_bytes", "_kin", "_memory_bytes", "_memory_count", "_shared", "uid",
+    )  # fmt: skip
+
+    def __init__(self, uid: bytes) -> None:
+        self.uid = uid
+        self._kin: Kin | None = None
+        self._memory_count = self._memory_bytes = self._durable_bytes = 0
+        self._shared = Amounts()
+        self._counted = -1
+        """The number of the kin's changes at which the shared segments were counted."""
+
+    @property
+    def kin(self) -> Kin | None:
+        """The sessions that may share segments with this one; None before its first fork."""
+        return self._kin and self._kin.root()
+
+    def add(self, memory_count: int, memory_bytes: int, durable_bytes: int) -> None:
+        """Count what a segment takes that no other session lists; negative when it leaves there."""
+        self._memory_count += memory_count
+        self._memory_bytes += memory_bytes
+        self._durable_bytes += durable_bytes
+
+    def found_kin(self) -> None:
+        """Let there be kin for its forks to join."""
+        if self._kin is None:
+            self._kin = Kin(self.uid)
+
+    def is_kin(self, home: "Residence | Kin | None") -> bool:
+        """Whether what is counted there is counted with the session's kin."""
+        return self._kin is not None and home is self._kin and self._kin.into is None
+
+    def count_anew(self) -> None:
+        """The session lists other shared segments than before."""
+        self._counted = -1
+
+    def take_count(self, counted: "Count") -> None:
+        """All that it shares was counted; of no matter if something of it has moved since."""
+        self._shared, self._counted = counted.amounts(), counted.change_count
+
+    def share_with(self, home: "Residence | Kin") -> Kin:
+        """Become kin to the sessions that list a segment; returns the kin of all."""
+        theirs = home.root() if isinstance(home, Kin) else home.kin or self.kin or Kin(home.uid)
+        mine = self.kin
+        kin = theirs if mine is None else mine.merge(theirs)
+        self.join(kin)
+        if isinstance(home, Residence):
+            home.join(kin)
+        return kin
+
+    def join(self, kin: Kin) -> None:
+        """Become one of the sessions that may share segments."""
+        self._kin = kin
+        kin.uids[self.uid] = None
+
+    def memory_count(self, segments: Iterable[Counted]) -> int:
+        """How many of the session's segments, which these are, are in memory."""
+        return self._memory_count if self._kin is None else self.amounts(segments).memory_count
+
+    def amounts(self, segments: Iterable[Counted]) -> Amounts:
+        """How much of the session, whose segments these are, lies where."""
+        own = Amounts(self._memory_count, self._memory_bytes, self._durable_bytes)
+        if self._kin is None:
+            return own
+        kin = self._kin.root()
+        if self._counted != kin.change_count:
+            counted = Count(kin, self)
+            counted.add(segments)
+            self.take_count(counted)
+        return Amounts(*(a + b for a, b in zip(own, self._shared, strict=True)))
+
 
 LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 """Places of segments that sessions list."""
@@ -32,9 +211,27 @@ class Segment:
     """
 
     __slots__ = (
-        "_durable", "_home", "_memory", "_use", "begin", "bound_checksums", "durable_row_count", "generation",
-        "header_checksum", "hold_count", "is_growing", "layout", "model_fingerprint", "past_hold_count", "place",
-        "reference_count", "row_count", "segment_id", "sums", "tenant", "writer_uid",
+        "_home",
+        "_use",
+        "begin",
+        "bound_checksums",
+        "durable",
+        "durable_row_count",
+        "generation",
+        "header_checksum",
+        "hold_count",
+        "is_growing",
+        "layout",
+        "memory",
+        "model_fingerprint",
+        "past_hold_count",
+        "place",
+        "reference_count",
+        "row_count",
+        "segment_id",
+        "sums",
+        "tenant",
+        "writer_uid",
     )  # fmt: skip
 
     def __init__(
@@ -68,8 +265,8 @@ class Segment:
         self.reference_count = 0
         self.hold_count = self.past_hold_count = 0
         self._home: Residence | Kin | None = None
-        self._memory: Slot | None = None
-        self._durable: Slot | None = None
+        self.memory: Slot | None = None
+        self.durable: Slot | None = None
         self._use = use
 
     # -- what it is --------------------------------------------------------------------------------
@@ -78,16 +275,6 @@ class Segment:
     def home(self) -> Residence | Kin | None:
         """Where it is counted: with the one session that lists it or, once forks shared it, with their kin."""
         return self._home.root() if isinstance(self._home, Kin) else self._home
-
-    @property
-    def memory(self) -> Slot | None:
-        """Where its rows lie in memory."""
-        return self._memory
-
-    @property
-    def durable(self) -> Slot | None:
-        """Where its first `durable_row_count` rows lie in a tier below."""
-        return self._durable
 
     @property
     def size_bytes(self) -> int:
@@ -129,9 +316,10 @@ class Segment:
 
     def is_settled(self, row_count: int) -> bool:
         """Whether so many of its rows have one sum per stream."""
-        return (
-            bool(self.sums) and self.sums[0].row_end >= row_count and not self.sums[0].is_joint(self.layout)
-        )
+        if not self.sums:
+            return False
+        first = self.sums[0]
+        return first.row_end >= row_count and len(first.values) == len(self.layout.specs)
 
     @property
     def settled(self) -> Sums:
@@ -140,7 +328,8 @@ class Segment:
 
     def note(self, sums: Sums) -> None:
         """Rows were written behind those that are committed; these sums take the place of earlier ones."""
-        self.forget_sums(sums.row_begin)
+        if self.sums:
+            self.forget_sums(sums.row_begin)
         self.sums.append(sums)
 
     def forget_sums(self, row_begin: int) -> None:
@@ -158,11 +347,14 @@ class Segment:
 
     def happened(self, event: SegmentEvent) -> None:
         """Take a step. Raises IllegalStepError."""
-        self.place = step(SEGMENT_TABLE, self.place, event, f"segment {self.segment_id}")
+        place = SEGMENT_TABLE.get((self.place, event))
+        if place is None:
+            raise illegal(f"segment {self.segment_id}", self.place, event)
+        self.place = place
 
     def reserved(self, slot: Slot) -> None:
         """A writer gets room for its rows."""
-        self._move(slot, self._durable)
+        self._move(slot, self.durable)
 
     def recorded(self, slot: Slot | None, row_count: int, header_checksum: int) -> None:
         """Records name it: all its rows lie below, or nowhere where its slot is not its own."""
@@ -176,7 +368,7 @@ class Segment:
     ) -> None:
         """Its first rows lie in that slot below, whose record is about to be written."""
         self.happened(event)
-        self._move(self._memory, slot)
+        self._move(self.memory, slot)
         self.durable_row_count = row_count
         self.bound_checksums, self.header_checksum = (), header_checksum
         self.settle(row_count, values)
@@ -184,15 +376,15 @@ class Segment:
     def promoted(self, slot: Slot) -> None:
         """Memory has it again."""
         self.happened(SegmentEvent.PROMOTED)
-        self._move(slot, self._durable)
+        self._move(slot, self.durable)
 
     def dropped(self) -> Slot | None:
         """It leaves memory; returns the slot that it had there."""
         self.happened(SegmentEvent.DROPPED)
         # What was appended later would have to be read back first.
         self.is_growing = False
-        slot = self._memory
-        self._move(None, self._durable)
+        slot = self.memory
+        self._move(None, self.durable)
         return slot
 
     def shortened(self, durable: Sums) -> None:
@@ -203,14 +395,14 @@ class Segment:
 
     def disowned(self) -> Slot | None:
         """Its slot below is not its own any more; returns that slot."""
-        slot = self._durable
-        self._move(self._memory, None)
+        slot = self.durable
+        self._move(self.memory, None)
         return slot
 
     def emptied(self) -> tuple[Slot | None, Slot | None]:
         """Nothing uses its slots any more; returns those that it had in memory and below."""
         self.happened(SegmentEvent.RELEASED)
-        slots = self._memory, self._durable
+        slots = self.memory, self.durable
         self._move(None, None)
         return slots
 
@@ -250,20 +442,23 @@ class Segment:
     # -- parts -------------------------------------------------------------------------------------
 
     def _move(self, memory: Slot | None, durable: Slot | None) -> None:
-        kept = bool(memory or durable) - bool(self._memory or self._durable)
-        memory_count = bool(memory) - bool(self._memory)
-        memory_bytes = _size(memory) - _size(self._memory)
-        durable_bytes = _size(durable) - _size(self._durable)
-        self._memory, self._durable = memory, durable
+        memory_bytes = durable_bytes = memory_count = 0
+        if self.memory is not None:
+            memory_bytes, memory_count = -self.memory.size_bytes, -1
+        if self.durable is not None:
+            durable_bytes = -self.durable.size_bytes
+        was_kept, is_kept = bool(self.memory or self.durable), bool(memory or durable)
+        if memory is not None:
+            memory_bytes, memory_count = memory_bytes + memory.size_bytes, memory_count + 1
+        if durable is not None:
+            durable_bytes += durable.size_bytes
+        self.memory, self.durable = memory, durable
         if self._home is not None:
             self._home.add(memory_count, memory_bytes, durable_bytes)
-        self._use.add(memory_bytes, durable_bytes, kept * self.layout.size_bytes)
+        self._use.add(memory_bytes, durable_bytes, (is_kept - was_kept) * self.layout.size_bytes)
 
     def _count(self, sign: int) -> None:
         if self._home is not None:
-            memory_bytes, durable_bytes = _size(self._memory), _size(self._durable)
-            self._home.add(sign * bool(self._memory), sign * memory_bytes, sign * durable_bytes)
-
-
-def _size(slot: Slot | None) -> int:
-    return slot.size_bytes if slot else 0
+            memory_bytes = self.memory.size_bytes if self.memory else 0
+            durable_bytes = self.durable.size_bytes if self.durable else 0
+            self._home.add(sign * bool(self.memory), sign * memory_bytes, sign * durable_bytes)

@@ -11,12 +11,12 @@ rows:
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ctxcache.core import ranges
 from ctxcache.core.ledger.expiry import Expiration
-from ctxcache.core.ledger.kin import Amounts, Residence
 from ctxcache.core.ledger.places import (
     BACKLOG_TABLE,
     USE_TABLE,
@@ -24,9 +24,9 @@ from ctxcache.core.ledger.places import (
     BacklogEvent,
     Use,
     UseEvent,
-    step,
+    illegal,
 )
-from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.segment import Amounts, Residence, Segment
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
     GenerationMismatch,
@@ -36,6 +36,7 @@ from ctxcache.errors import (
 from ctxcache.format.layout import SegmentLayout
 
 HEAT_HALF_LIFE_NS = 600 * 10**9
+BEGIN = attrgetter("begin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,13 @@ class Session:
     residence: Residence = field(init=False)
     """What its segments count themselves in."""
 
+    name: str = field(init=False)
+    """Resource name."""
+
     def __post_init__(self) -> None:
+        self.name = f"sessions/{self.session_id}"
         self.token_count = ranges.count(self.live)
         self.residence = Residence(self.uid)
-
-    @property
-    def name(self) -> str:
-        """Resource name."""
-        return f"sessions/{self.session_id}"
 
     @property
     def is_writing(self) -> bool:
@@ -121,15 +121,23 @@ class Session:
 
     def used(self, event: UseEvent) -> None:
         """Take a step of its use. The ledger's alone. Raises IllegalStepError."""
-        self.use = step(USE_TABLE, self.use, event, self.name)
+        use = USE_TABLE.get((self.use, event))
+        if use is None:
+            raise illegal(self.name, self.use, event)
+        self.use = use
 
     def owed(self, event: BacklogEvent) -> None:
         """Take a step of its backlog. The ledger's alone. Raises IllegalStepError."""
-        self.backlog = step(BACKLOG_TABLE, self.backlog, event, self.name)
+        backlog = BACKLOG_TABLE.get((self.backlog, event))
+        if backlog is None:
+            raise illegal(self.name, self.backlog, event)
+        self.backlog = backlog
 
     @property
     def durable_token_count(self) -> int:
         """Live tokens that are below and recorded."""
+        if self.exposed_begin is None and self.durable_end >= self.log_end:
+            return self.token_count
         end = self.durable_end if self.exposed_begin is None else min(self.durable_end, self.exposed_begin)
         return self.token_count - ranges.count_from(self.live, end) if end else 0
 
@@ -169,18 +177,29 @@ class Session:
 
     def lists(self, segment: Segment) -> bool:
         """Whether the segment is one of its own."""
-        i = bisect_left(self.segments, segment.begin, key=lambda other: other.begin)
+        i = bisect_left(self.segments, segment.begin, key=BEGIN)
         return i < len(self.segments) and self.segments[i] is segment
 
     def touch(self, now_ns: int) -> None:
         """Count an access."""
-        self.heat = self.heat_at(now_ns) + 1
+        idle_ns = now_ns - self.access_time_ns
+        self.heat = 1 + (self.heat * math.exp2(-idle_ns / HEAT_HALF_LIFE_NS) if idle_ns > 0 else self.heat)
         self.access_time_ns = now_ns
-        self.expire_time_ns = self.expiration.after_access(now_ns)
+        if self.expiration.ttl_ns is None:
+            self.expire_time_ns = self.expiration.expire_time_ns
+        else:
+            self.expire_time_ns = now_ns + self.expiration.ttl_ns
 
     def heat_at(self, now_ns: int) -> float:
         """How much it is used these minutes."""
         return self.heat * math.exp2(-max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
+
+    def check_caller(self, fingerprint: bytes, generation: int | None) -> None:
+        """Raise as `check_fingerprint` and `check_generation` do: what every caller that moves rows is asked."""
+        if fingerprint != self.model_fingerprint:
+            self.check_fingerprint(fingerprint)
+        if generation is not None and generation != self.generation:
+            self.check_generation(generation)
 
     def check_generation(self, expected: int | None) -> None:
         """Raise GenerationMismatch unless `expected` is None or holds."""
@@ -199,21 +218,31 @@ class Session:
         if not 0 <= begin <= end <= self.token_count:
             raise TokenRangeOutOfBounds(begin=begin, end=end, token_count=self.token_count)
 
-    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+    def pieces(self, begin: int, end: int) -> list[Piece]:
         """Where the tokens `[begin, end)` lie, in order."""
         index = begin
-        starts = [segment.begin for segment in self.segments]
-        for low, high in ranges.select(self.live, begin, end):
+        found: list[Piece] = []
+        segments = self.segments
+        if len(self.live) == 1 and begin < end:
+            # Nothing was dropped but from the front, as in most sessions: indexes are positions from there.
+            first = self.live[0][0]
+            positions: Ranges = ((first + begin, first + end),)
+        else:
+            positions = ranges.select(self.live, begin, end)
+        for low, high in positions:
             position = low
-            i = bisect_right(starts, position) - 1
+            i = bisect_right(segments, position, key=BEGIN) - 1
             while position < high:
-                segment = self.segments[i]
+                segment = segments[i]
                 i += 1
                 # Up to the next segment, whatever else this one holds: a position is its last writer's.
-                stop = min(high, segment.end, starts[i] if i < len(starts) else high)
-                yield Piece(segment, position - segment.begin, stop - segment.begin, index)
+                stop = min(high, segment.begin + segment.row_count)
+                if i < len(segments) and segments[i].begin < stop:
+                    stop = segments[i].begin
+                found.append(Piece(segment, position - segment.begin, stop - segment.begin, index))
                 index += stop - position
                 position = stop
+        return found
 
     def first_gap(self) -> int | None:
         """The first live position that no segment holds; None when there is none."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.format.slot import Slot
 
 
@@ -11,8 +12,11 @@ class Shelf(SlotAllocator):
 
     def __init__(self, capacities_bytes: Sequence[int], *, first_offset: int = 0) -> None:
         super().__init__(capacities_bytes, first_offset=first_offset)
-        self.stranded: set[Slot] = set()
-        """Slots of records that may or may not be gone: a commit failed. Taken until changes are taken again."""
+        self.stranded: dict[Slot, Segment | None] = {}
+        """Slots of records that may or may not be gone, since a commit failed. Taken until changes are taken again.
+
+        With each the segment whose record was to go, which may still be held; None for a slot that was replaced.
+        """
         self.quarantined: set[Slot] = set()
         """Slots that gave back other bytes than were written there. Taken until they are released."""
         self.spoiled: set[Slot] = set()

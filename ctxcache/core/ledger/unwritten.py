@@ -69,7 +69,8 @@ class Unwritten:
         """Slots of unwritten segments."""
         self.claimed_by: dict[str, int] = {}
         """Claimed bytes of each tenant that has some. To be looked at, not changed."""
-        self._claimed_bytes = 0
+        self.claimed_bytes = 0
+        """Slots of segments that are to be written or reserved, and slots promised to reservations."""
         self._spared_bytes: dict[bytes, int] = {}
         self._all_spared_bytes = 0
         self._segments: dict[bytes, dict[Segment, int]] = {}
@@ -84,11 +85,6 @@ class Unwritten:
     def uids(self) -> Iterable[bytes]:
         """The sessions, in no order."""
         return self._segments.keys()
-
-    @property
-    def claimed_bytes(self) -> int:
-        """Slots of segments that are to be written or reserved, and slots promised to reservations."""
-        return self._claimed_bytes
 
     @property
     def due_bytes(self) -> int:
@@ -127,7 +123,8 @@ class Unwritten:
     def committed(self, session: Session, segment: Segment, now_ns: int) -> None:
         """Rows of the segment were committed."""
         uid = session.uid
-        self.recall(session)
+        if session.backlog is Backlog.SPARED:
+            self.recall(session)
         session.owed(BacklogEvent.COMMITTED)
         segments = self._segments.get(uid)
         if segments is None:
@@ -137,8 +134,12 @@ class Unwritten:
         self.changed[uid] = session
         if segment not in segments:
             segments[segment] = now_ns
-            self._count(segment, 1, self._dirty)
-            self.dirty_bytes += segment.size_bytes
+            self.dirty_bytes += segment.layout.size_bytes
+            # What its writer reserved is claimed already.
+            if segment in self._reserved:
+                self._dirty.add(segment)
+            else:
+                self._count(segment, 1, self._dirty)
 
     def settled(self, session: Session, written: Iterable[Segment], begun_ns: int) -> None:
         """These were written as they were at `begun_ns`; the session's record may be durable too."""
@@ -146,7 +147,8 @@ class Unwritten:
         segments = self._segments.get(uid)
         if segments is None:
             return
-        self.recall(session)
+        if session.backlog is Backlog.SPARED:
+            self.recall(session)
         for segment in written:
             if not segment.is_unwritten:
                 self._remove(segments, segment)
@@ -181,9 +183,11 @@ class Unwritten:
         """Count slots of segments that are still to be made; negative when they are made, or will not be."""
         self._claim(tenant, size_bytes)
 
-    def reserve(self, segment: Segment) -> None:
-        """A writer has room in the segment."""
+    def reserve(self, segment: Segment) -> int:
+        """A writer has room in the segment; returns the bytes that this adds to what is claimed."""
+        before_bytes = self.claimed_bytes
         self._count(segment, 1, self._reserved)
+        return self.claimed_bytes - before_bytes
 
     def release(self, segment: Segment) -> None:
         """No writer has room in the segment any more."""
@@ -191,7 +195,7 @@ class Unwritten:
 
     def new_bytes(self, segment: Segment) -> int:
         """What a reservation of the segment would add to what is claimed."""
-        return 0 if segment in self._dirty or segment in self._reserved else segment.size_bytes
+        return 0 if segment in self._dirty or segment in self._reserved else segment.layout.size_bytes
 
     # -- age ---------------------------------------------------------------------------------------
 
@@ -262,6 +266,8 @@ class Unwritten:
 
     def fell(self, uid: bytes, rank: Key | None) -> None:
         """The session's rank, which is this now, may be lower than it was."""
+        if uid not in self._segments:
+            return
         self.ranking.fell(uid, rank)
         self.spared.fell(uid, rank)
 
@@ -282,7 +288,7 @@ class Unwritten:
         self._ages.put(uid, since_ns)
 
     def _claim(self, tenant: str, size_bytes: int) -> None:
-        self._claimed_bytes += size_bytes
+        self.claimed_bytes += size_bytes
         own_bytes = self.claimed_by.get(tenant, 0) + size_bytes
         if own_bytes:
             self.claimed_by[tenant] = own_bytes
@@ -300,7 +306,7 @@ class Unwritten:
             return
         other = self._reserved if among is self._dirty else self._dirty
         if segment not in other:
-            self._claim(segment.tenant, change * segment.size_bytes)
+            self._claim(segment.tenant, change * segment.layout.size_bytes)
         if change > 0:
             among.add(segment)
         else:

@@ -152,7 +152,9 @@ class Windowed(Ranked):
 
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """See Policy."""
-        return self._fetchable.first(accepts) if self.follows_order else None
+        if not self._fetchable or not self.follows_order:
+            return None
+        return self._fetchable.first(accepts)
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """See Policy. The session whose job starts later gives way: memory may hold fewer than the window."""
@@ -190,8 +192,8 @@ class Windowed(Ranked):
         tier = self._held.get(uid)
         if tier is None:
             return
-        before, key = self._all.key(uid), self._key(uid)
-        self._all.put(uid, key)
+        key = self._key(uid)
+        before = self._all.put(uid, key)
         if tier is Tier.MEMORY:
             self._dram.put(uid, key)
         else:

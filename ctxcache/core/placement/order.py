@@ -32,19 +32,22 @@ class Keyed:
         """The session's key; None for one that is not in here."""
         return self._keys.get(uid)
 
-    def put(self, uid: bytes, key: Key) -> None:
-        """Add the session, or give it another key."""
-        if self._keys.get(uid) == key:
-            return
-        self._keys[uid] = key
-        if self._heap is not None:
-            heappush(self._heap, (key, uid))
-            self._tidy(self._heap)
+    def put(self, uid: bytes, key: Key) -> Key | None:
+        """Add the session, or give it another key; returns the key that it had."""
+        before = self._keys.get(uid)
+        if before != key:
+            self._keys[uid] = key
+            if self._heap is not None:
+                heappush(self._heap, (key, uid))
+                if len(self._heap) > 2 * len(self._keys) + SLACK:
+                    self._in_order()
+        return before
 
     def discard(self, uid: bytes) -> None:
         """It is none of them any more."""
-        if self._keys.pop(uid, None) is not None and self._heap is not None:
-            self._tidy(self._heap)
+        known = self._keys.pop(uid, None)
+        if known is not None and self._heap is not None and len(self._heap) > 2 * len(self._keys) + SLACK:
+            self._in_order()
 
     def first(self, accepts: Accepts = lambda _: True) -> bytes | None:
         """The lowest that `accepts` takes; None when it takes none. It stays in here."""
@@ -59,10 +62,6 @@ class Keyed:
         for entry in passed:
             heappush(heap, entry)
         return found
-
-    def _tidy(self, heap: list[tuple[Key, bytes]]) -> None:
-        if len(heap) > 2 * len(self._keys) + SLACK:
-            self._in_order()
 
     def _in_order(self) -> list[tuple[Key, bytes]]:
         self._heap = [(key, uid) for uid, key in self._keys.items()]

@@ -29,7 +29,9 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Granted:
+class Granted:
+    """A grant that holds: whose it is, and what it may be displaced by."""
+
     account: str
     size_bytes: int
     until_s: float
@@ -51,7 +53,8 @@ class Grants:
         self._shares = shares
         self._account = account
         self._fallen = fallen
-        self._granted: dict[bytes, _Granted] = {}
+        self.granted: dict[bytes, Granted] = {}
+        """By session. To be looked at, not changed."""
         self._used: dict[str, int] = {}
         """Of each account that was granted anything."""
         self._all_used_bytes = 0
@@ -60,10 +63,10 @@ class Grants:
         self._due = Keyed()
 
     def __len__(self) -> int:
-        return len(self._granted)
+        return len(self.granted)
 
     def __contains__(self, uid: bytes) -> bool:
-        return uid in self._granted
+        return uid in self.granted
 
     def used_bytes(self, account: str) -> int:
         """Bytes granted to the account's sessions."""
@@ -71,7 +74,7 @@ class Grants:
 
     def level(self, uid: bytes) -> int:
         """The session's class: 0 without a grant, else higher with its priority."""
-        granted = self._granted.get(uid)
+        granted = self.granted.get(uid)
         return granted.priority + 1 if granted else 0
 
     def ask(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
@@ -83,8 +86,8 @@ class Grants:
         if until_s <= now_s:
             return None
         priority = min(max(priority, 0), TOP_PRIORITY)
-        asked = _Granted(self._account(uid), max(size_bytes, 0), until_s, priority)
-        before = self._granted.get(uid)
+        asked = Granted(self._account(uid), max(size_bytes, 0), until_s, priority)
+        before = self.granted.get(uid)
         if asked.size_bytes > self._room_bytes(asked, before):
             return None
         if before:
@@ -103,7 +106,7 @@ class Grants:
 
     def resized(self, uid: bytes, size_bytes: int, now_s: float) -> None:
         """The session has that size now. What it grew by is granted too, or it loses its class."""
-        granted = self._granted.get(uid)
+        granted = self.granted.get(uid)
         if granted is None or size_bytes <= granted.size_bytes:
             return
         if self.ask(uid, size_bytes, granted.until_s, granted.priority, now_s) is None:
@@ -111,17 +114,17 @@ class Grants:
 
     def release(self, uid: bytes) -> None:
         """Take a grant back, or the session is gone; nothing where there is none."""
-        granted = self._granted.get(uid)
+        granted = self.granted.get(uid)
         if granted:
             self._remove(uid, granted)
             self._fallen(uid)
 
     def expire(self, now_s: float) -> None:
         """Take back what was granted until now, or earlier."""
-        while (uid := self._due.first()) is not None and self._granted[uid].until_s <= now_s:
+        while (uid := self._due.first()) is not None and self.granted[uid].until_s <= now_s:
             self.release(uid)
 
-    def _room_bytes(self, asked: _Granted, before: _Granted | None) -> int:
+    def _room_bytes(self, asked: Granted, before: Granted | None) -> int:
         """What the session could be granted: what is free, its own, and what is granted to lower ones."""
         account = asked.account
         lower_bytes = sum(self._by_priority[account, priority] for priority in range(asked.priority))
@@ -131,7 +134,7 @@ class Grants:
     def _limit_bytes(self, account: str) -> int:
         return self._shares.guaranteed_bytes(account, self._used, self._budget_bytes)
 
-    def _used_beside(self, asked: _Granted) -> dict[str, int]:
+    def _used_beside(self, asked: Granted) -> dict[str, int]:
         return self._used | {asked.account: self.used_bytes(asked.account) + asked.size_bytes}
 
     def _release_lowest(self, account: str) -> None:
@@ -139,15 +142,15 @@ class Grants:
         if lowest is not None:
             self.release(lowest)
 
-    def _add(self, uid: bytes, granted: _Granted) -> None:
-        self._granted[uid] = granted
+    def _add(self, uid: bytes, granted: Granted) -> None:
+        self.granted[uid] = granted
         self._count(granted.account, granted.size_bytes)
         self._by_priority[granted.account, granted.priority] += granted.size_bytes
         self._lowest.setdefault(granted.account, Keyed()).put(uid, (granted.priority, granted.until_s))
         self._due.put(uid, (granted.until_s,))
 
-    def _remove(self, uid: bytes, granted: _Granted) -> None:
-        del self._granted[uid]
+    def _remove(self, uid: bytes, granted: Granted) -> None:
+        del self.granted[uid]
         self._count(granted.account, -granted.size_bytes)
         self._by_priority[granted.account, granted.priority] -= granted.size_bytes
         self._lowest[granted.account].discard(uid)
@@ -178,11 +181,6 @@ class Retention:
     def pin(self, uid: bytes, size_bytes: int, until_s: float, priority: int, now_s: float) -> Grant | None:
         """Let the session leave memory, and the store, after all that are not pinned. See `Grants.ask`."""
         return self.pinned.ask(uid, size_bytes, min(until_s, now_s + self._longest_s), priority, now_s)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is granted."""
-        return not (self.retained or self.pinned)
 
     def release(self, uid: bytes) -> None:
         """Neither retained nor pinned any more, or gone."""

@@ -282,10 +282,15 @@ class ReturnTimes:
         self._bins[last][watch.uid] = watch
         self._aged(watch.uid)
 
-    def began(self, uid: bytes) -> None:
+    def began(self, uid: bytes, now_s: float) -> None:
         """A turn of the session begins."""
-        watch = self._unwatch(uid)
+        if now_s >= self._due_s:
+            self.advance(now_s)
+        elif now_s > self.now_s:
+            self.now_s = now_s
+        watch = self._watches.pop(uid, None)
         if watch is not None:
+            self._bins[watch.bin].pop(uid, None)
             watch.came()
             if watch.before is not None:
                 watch.before.came()
@@ -296,9 +301,14 @@ class ReturnTimes:
         """The session is gone for good; that it stayed away has been counted."""
         self._unwatch(uid)
 
-    def idle(self, uid: bytes, facts: Facts) -> None:
+    def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """A turn of the session is over."""
-        self._unwatch(uid)
+        if now_s >= self._due_s:
+            self.advance(now_s)
+        elif now_s > self.now_s:
+            self.now_s = now_s
+        if uid in self._watches:
+            self._unwatch(uid)
         name = (IDLE, *class_of(facts))
         self._watch(_Watch(uid, self.now_s, name, self._classes.of(name)))
         self._turn_count += 1

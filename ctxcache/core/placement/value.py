@@ -136,7 +136,8 @@ class Forecast:
         self._said, self._line = _Order(), _Order()
         self._come_count = 0
         self._uids: list[bytes] = []
-        self._numbers: dict[bytes, int] = {}
+        self.waiting: dict[bytes, int] = {}
+        """Sessions whose jobs wait, with their places in `_uids`. To be looked at, not changed."""
         self._pick = 0
         self._started_s: float | None = None
         self._interval_s = 0.0
@@ -145,7 +146,7 @@ class Forecast:
         return len(self._uids)
 
     def __contains__(self, uid: bytes) -> bool:
-        return uid in self._numbers
+        return uid in self.waiting
 
     @property
     def said_share(self) -> float:
@@ -159,18 +160,18 @@ class Forecast:
 
     def put(self, uid: bytes, order: float) -> None:
         """A job waits at `order`, wherever it waited before; it has come when it first did."""
-        if uid in self._numbers:
+        if uid in self.waiting:
             self._said.discard(uid)
         else:
             self._come_count += 1
             self._line.put(uid, self._come_count)
-            self._numbers[uid] = len(self._uids)
+            self.waiting[uid] = len(self._uids)
             self._uids.append(uid)
         self._said.put(uid, order)
 
     def discard(self, uid: bytes) -> bool:
         """The job waits no longer. Whether it did."""
-        number = self._numbers.pop(uid, None)
+        number = self.waiting.pop(uid, None)
         if number is None:
             return False
         self._said.discard(uid)
@@ -178,7 +179,7 @@ class Forecast:
         last = self._uids.pop()
         if last != uid:
             self._uids[number] = last
-            self._numbers[last] = number
+            self.waiting[last] = number
         return True
 
     def started(self, uid: bytes, now_s: float) -> None:
@@ -243,19 +244,17 @@ class ReturnValue(Windowed):
 
     def arrived(self, uid: bytes, now_s: float) -> None:
         """See Policy."""
-        self._returns.advance(now_s)
-        self._returns.began(uid)
+        self._returns.began(uid, now_s)
         if self._expected:
             self._judge_promise(uid, now_s)
-        if uid in self._queue:
+        if uid in self._queue.waiting:
             self._queue.started(uid, now_s)
             share = self._queue.said_share
             self._follows_order = share > (PREFETCHED_BELOW if self._follows_order else PREFETCHED_ABOVE)
 
     def idle(self, uid: bytes, facts: Facts, now_s: float) -> None:
         """See Policy."""
-        self._returns.advance(now_s)
-        self._returns.idle(uid, facts)
+        self._returns.idle(uid, facts, now_s)
         self._weigh(uid, facts.size_bytes)
 
     def recalled(self, uid: bytes, facts: Facts, idle_s: float) -> None:
@@ -326,12 +325,16 @@ class ReturnValue(Windowed):
         self._rank(uid)
 
     def _key(self, uid: bytes) -> Key:
+        if self._expected or uid in self._queue.waiting:
+            index_per_s = self._index_per_s(uid)
+        else:
+            index_per_s = self._returns.index_per_s(uid)
         # Of equals the least recently used leaves first, not the one whose name comes first.
-        return (self._index_per_s(uid) * self._worth[uid], self._last_use[uid])
+        return (index_per_s * self._worth[uid], self._last_use[uid])
 
     def _index_per_s(self, uid: bytes) -> float:
         learned = self._returns.index_per_s(uid)
-        if uid in self._queue:
+        if uid in self._queue.waiting:
             return self._queued_index_per_s(uid, learned)
         promise = self._expected.get(uid) if self._expected else None
         if promise is None:

@@ -60,7 +60,7 @@ class PathHealth:
             return Refusal(HELD, is_final=False)
         if self._displacement:
             return Refusal(self._displacement, is_final=False)
-        if self._clock.monotonic_ns() < self._rest_ends_ns:
+        if self._rest_ends_ns and self._clock.monotonic_ns() < self._rest_ends_ns:
             return Refusal(self._lack, is_final=False)
         return None
 

@@ -127,7 +127,12 @@ class SsdFiles:
     @property
     def refusals(self) -> dict[int, Refusal]:
         """See Tier."""
-        return {i: refusal for i, file in enumerate(self._files) if (refusal := file.health.refusal)}
+        found: dict[int, Refusal] = {}
+        for i, file in enumerate(self._files):
+            refusal = file.health.refusal
+            if refusal is not None:
+                found[i] = refusal
+        return found
 
     @property
     def emptied(self) -> Collection[int]:
