@@ -801,7 +801,7 @@ class LedgerMachine(RuleBasedStateMachine):
         below |= {slot for _, flush in self.flushes for slot in flush.replaced}
         assert below == self.rig.below.taken
         assert self.rig.below.used_bytes == len(below) * SIZE
-        assert (self.rig.below.stranded.keys(), self.rig.below.quarantined) == (
+        assert (set(self.rig.below.stranded), self.rig.below.quarantined) == (
             self.stranded,
             self.quarantined,
         )
