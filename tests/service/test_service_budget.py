@@ -62,8 +62,17 @@ class _Grants:
         self._passed_count: int | None = None
         writing, ledger = server._cache.appends, server._cache.ledger
         self._admit, self._promise = writing._admit, ledger.promised
+        self._reserve_at_once = writing.reserve_at_once
         setattr(writing, "_admit", self._asked)  # noqa: B010  # mypy would have it typed
+        setattr(writing, "reserve_at_once", self._taken_at_once)  # noqa: B010
         setattr(ledger, "promised", self._promised)  # noqa: B010
+
+    def _taken_at_once(self, tenant: str, session_id: str, **named: Any) -> Reservation | None:
+        """An append that waits for nothing: none of the flood passes it."""
+        reservation = self._reserve_at_once(tenant, session_id, **named)
+        if reservation is not None and tenant == QUIET and named["token_count"]:
+            self.passed_counts.append(0)
+        return reservation
 
     async def _asked(self, reservation: Reservation, token_count: int) -> None:
         if reservation.session.tenant == QUIET and token_count:
