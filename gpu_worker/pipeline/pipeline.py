@@ -31,6 +31,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -331,8 +332,8 @@ class Restoration:
         for layer in range(schedule.recomputed_layers, self.target.layer_count):
             for part, most_tokens in batches[layer]:
                 for begin, end in part.batches(most_tokens):
-                    self._submit(self._lanes.read, self._feeding(part, begin, end))
-            self._submit(self._lanes.read, self._checking(layer))
+                    self._submit(self._lanes.read, partial(self._feed, part, begin, end))
+            self._submit(self._lanes.read, partial(self._end_reading, layer))
 
     def _batch(self, part: LayerPart) -> int:
         """Tokens that one buffer takes."""
@@ -347,16 +348,16 @@ class Restoration:
         return tokens
 
     def _submit(self, lane: Lane, work: Work, *after: LaneEvent) -> LaneEvent:
-        def if_it_goes_on() -> None:
-            self._go_on()
-            work()
+        return lane.submit(
+            partial(self._do, work), after=after, deadline=self.deadline, on_error=self._states.fail
+        )
 
-        return lane.submit(if_it_goes_on, after=after, deadline=self.deadline, on_error=self._states.fail)
-
-    def _go_on(self) -> None:
+    def _do(self, work: Work) -> None:
+        """Do a piece of work on its lane, unless the restore has failed or is late."""
         if self._states.error is not None:
             raise self._states.error
         self.deadline.check("the restore")
+        work()
 
     def _recompute(self) -> None:
         if self._token_ids is None:
@@ -364,9 +365,6 @@ class Restoration:
         for layer in range(self.schedule.recomputed_layers):
             self._states.fill(layer)
         self._compute.recompute(self.schedule, self._token_ids, self.target)
-
-    def _feeding(self, part: LayerPart, begin: int, end: int) -> Work:
-        return lambda: self._feed(part, begin, end)
 
     def _feed(self, part: LayerPart, begin: int, end: int) -> None:
         """Read rows [begin, end) and hand them on. On the reading lane."""
@@ -426,7 +424,7 @@ class Restoration:
             return
         place = landing.take(self.deadline)
         landed = place[: rows.nbytes].view(rows.shape)
-        copied = self._submit(self._lanes.copy, lambda: _copy(rows, landed))
+        copied = self._submit(self._lanes.copy, partial(_copy, rows, landed))
         self._events.append((Stage.COPY, copied))
         self._rings.staging.bind(slot, copied)
         landing.bind(place, self._project(part, tokens, landed, copied))
@@ -442,18 +440,14 @@ class Restoration:
         self._events.append((Stage.of(part.method), event))
         return event
 
-    def _checking(self, layer: int) -> Work:
-        def work() -> None:
-            # Behind the layer's last read: what was read was the session's, or the layer never becomes
-            # usable.
-            self._source.check()
-            self._close_layer(layer)
-
-        return work
+    def _end_reading(self, layer: int) -> None:
+        """Behind a layer's last read: its rows were the session's, or the layer never becomes usable."""
+        self._source.check()
+        self._close_layer(layer)
 
     def _close_layer(self, layer: int) -> None:
-        finished = self._submit(self._lanes.compute, lambda: self.target.finish(layer))
-        self._submit(self._lanes.announce, lambda: self._announce(layer), finished)
+        finished = self._submit(self._lanes.compute, partial(self.target.finish, layer))
+        self._submit(self._lanes.announce, partial(self._announce, layer), finished)
 
     def _announce(self, layer: int) -> None:
         self._restored_ns = time.perf_counter_ns()

@@ -95,13 +95,13 @@ def announced_early(patch: pytest.MonkeyPatch) -> None:
 @_register
 def lease_not_checked(patch: pytest.MonkeyPatch) -> None:
     """R7: nobody asks whether the rows were still the session's."""
-    patch.setattr(Restoration, "_checking", lambda self, layer: lambda: self._close_layer(layer))
+    patch.setattr(Restoration, "_end_reading", lambda self, layer: self._close_layer(layer))
 
 
 @_register
 def failure_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """R9: work goes on after the restore was cancelled."""
-    patch.setattr(Restoration, "_go_on", lambda _self: None)
+    patch.setattr(Restoration, "_do", lambda _self, work: work())
 
 
 @_register
