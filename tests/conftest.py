@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from server_process import ServerProcess
+
+# The same examples in every run, and no example fails for being slow on a busy machine.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
 
 # Without a GPU kernels run in Triton's interpreter, which must be chosen before anybody imports Triton, as torch does.
 if not Path("/dev/nvidiactl").exists():

@@ -13,7 +13,8 @@ from typing import Any, Self
 from ctxcache.cli.examples import TITLE
 from gpu_worker.cli.app import app
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
+"""What a start may take where torch is imported on a busy machine; nothing is promised about it."""
 COMMAND_LINE = (sys.executable, "-c", "from gpu_worker.cli.app import app; app()", "serve")
 
 
