@@ -145,17 +145,27 @@ class AdminCalls:
                 call.cancel()
 
     def inject_fault(
-        self, kind: InjectedFaultKind, *, count: int, duration: timedelta, path: str = "", delay: timedelta | None = None,
+        self,
+        kind: InjectedFaultKind,
+        *,
+        count: int,
+        duration: timedelta,
+        path: str = "",
+        delay: timedelta | None = None,
         error_number: int = 0,
-    ) -> InjectedFault:  # fmt: skip
+    ) -> InjectedFault:
         """Let a device fail `count` times within `duration`. `delay` is how much longer a slow device takes.
 
         Raises FaultsNotEnabled, InvalidArgument, TooManyRequests.
         """
         request = faults_pb2.InjectFaultRequest(
-            kind=faults_pb2.FaultKind.ValueType(kind), path=path, delay=duration_to_wire(delay),
-            error_number=error_number, count=count, duration=duration_to_wire(duration),
-        )  # fmt: skip
+            kind=faults_pb2.FaultKind.ValueType(kind),
+            path=path,
+            delay=duration_to_wire(delay),
+            error_number=error_number,
+            count=count,
+            duration=duration_to_wire(duration),
+        )
         return from_wire(InjectedFault, self._wire.call(self._wire.admin.InjectFault, request))
 
     def list_faults(self) -> Iterator[InjectedFault]:

@@ -137,8 +137,11 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 def _populate(mapping: Bytes, arena: arena_pb2.Arena, *, is_for_writing: bool) -> Populate:
     populate = Populate(
-        mapping.ctypes.data, mapping.size, is_for_writing=is_for_writing, keeps=mapping,
+        mapping.ctypes.data,
+        mapping.size,
+        is_for_writing=is_for_writing,
+        keeps=mapping,
         page_bytes=arena.page_bytes,
-    )  # fmt: skip
+    )
     populate.start()
     return populate

@@ -1,6 +1,7 @@
 """A channel whose every call says by a token who calls.
 
-The token's file is looked at before each call, and read again when it was changed: whoever exchanges tokens need not restart
+The token's file is looked at before each call, and read again when it was changed: whoever exchanges tokens
+need not restart
 clients. Worst case: the file is gone or empty, which raises InvalidConfiguration where the call is made.
 """
 

@@ -1,6 +1,7 @@
 """A ReadSession stream: rows as they arrive, verified, in order, and taken up once where it breaks.
 
-Rows that are not what their checksums say are asked for once more, verified by the server before it sends them: memory
+Rows that are not what their checksums say are asked for once more, verified by the server before it sends
+them: memory
 may be at fault, and not the way.
 
 Keeps nothing it has handed out. Not thread-safe. Worst case: rows that are damaged, out of order or

@@ -57,10 +57,13 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     rows travel: through shared memory only (`local`; `local-socket` and `local-grpc` also say what carries
     the leases), over sockets only (`remote`), or as it is possible. Over sockets means the server's bulk
     channel where it has one and it can be reached, and streams of gRPC otherwise; `bulk` and `grpc` allow
-    only the one or the other. `verify`: rows under a lease are verified against what their writer said of them, copies
-    as they are copied; `never` is for a caller that does so itself, and for measuring what it costs. Rows that come over
+    only the one or the other. `verify`: rows under a lease are verified against what their writer said of
+    them, copies
+    as they are copied; `never` is for a caller that does so itself, and for measuring what it costs. Rows
+    that come over
     a socket always are. `tls`: for a server whose TCP port has it.
-    `token_file`: where the token is that says whose tenant's sessions this client works with; it is read again when it changes.
+    `token_file`: where the token is that says whose tenant's sessions this client works with; it is read
+    again when it changes.
     `tenant`: of an operator, whose sessions the calls that move no rows are about.
     Where a session is asked for, its name does; a SessionInfo that an earlier call returned saves a call.
     Every call that moves rows takes the caller's own `model`; a session of another one is refused.
@@ -101,7 +104,8 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     ) -> SessionInfo:
         """Append T tokens that `model` computed: for every stream of the layout a C-contiguous array of T rows.
 
-        Its elements are the stream's, or uint8 [T, row_bytes]. Returns the session. All becomes visible or nothing
+        Its elements are the stream's, or uint8 [T, row_bytes]. Returns the session. All becomes visible or
+        nothing
         does. Raises ModelFingerprintMismatch, InvalidArgument, IncompleteAppend, GenerationMismatch,
         WriteInProgress, WriteOffsetMismatch, CapacityExceeded.
         """
@@ -143,7 +147,8 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
         """Open B sessions of `model`, all of one layout, for appending a token each per step, in place.
 
         Room is reserved for `room_tokens` steps at a time. What fails for one session is in the batch's
-        `failures`. Use it as a context manager. Raises ModelFingerprintMismatch, InvalidArgument, Unavailable (not on
+        `failures`. Use it as a context manager. Raises ModelFingerprintMismatch, InvalidArgument, Unavailable
+        (not on
         the server's host).
         """
         snapshots = [self._snapshot(session, model) for session in sessions]
@@ -166,8 +171,10 @@ class Client(ModelCalls, SessionCalls, HintCalls, AdminCalls):
     ) -> SessionRows:
         """Read rows of tokens `[begin, end)` for `model`, by default all of all streams. Use it as a context manager.
 
-        `leave_on_ssd`: what lies only on SSD is not brought into the arena, but read from the files of the SSD tier, where
-        this process can open them (`ssd_files`); the rows are FiledRows then. Raises ModelFingerprintMismatch,
+        `leave_on_ssd`: what lies only on SSD is not brought into the arena, but read from the files of the
+        SSD tier, where
+        this process can open them (`ssd_files`); the rows are FiledRows then. Raises
+        ModelFingerprintMismatch,
         TokenRangeOutOfBounds, GenerationMismatch, CorruptSegment, CapacityExceeded (only with access `local`;
         otherwise rows that the arena cannot hold come by stream).
         """

@@ -40,7 +40,8 @@ class Control:
 def connect_control(path: str, target: str, timeout_s: float, token: str = "") -> Control | None:
     """Connect and greet; None where no socket of a trusted server is.
 
-    `token`: as whom, empty for this process' user. Raises what the server refuses with (TooManyRequests, Draining,
+    `token`: as whom, empty for this process' user. Raises what the server refuses with (TooManyRequests,
+    Draining,
     Unauthenticated, PermissionDenied), DeadlineExceeded, Unavailable.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

@@ -129,7 +129,8 @@ def to_wire(plain: object) -> Message:
 def document(plain: object) -> dict[str, Any]:
     """A plain type as what `json.dumps` takes: the contract's own field names, every field always there.
 
-    int64 is a number, an enumeration its name, bytes are hexadecimal, times and durations as protobuf's own JSON
+    int64 is a number, an enumeration its name, bytes are hexadecimal, times and durations as protobuf's own
+    JSON
     writes them (`2030-01-31T12:00:00Z`, `3600s`). What the server has not told is null.
     """
     return _document(to_wire(plain))

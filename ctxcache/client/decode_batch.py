@@ -97,7 +97,8 @@ class DecodeBatch:
     def write(self, stream: Stream, rows: npt.NDArray[np.generic]) -> None:
         """Write this step's row of every lane, [B, row_bytes] or any C-contiguous array of B rows.
 
-        May be repeated before the commit. Raises InvalidArgument, ReservationNotFound when the room was taken back.
+        May be repeated before the commit. Raises InvalidArgument, ReservationNotFound when the room was taken
+        back.
         """
         view = view_rows(stream, rows, self._specs)
         if len(view) != self.session_count:

@@ -1,7 +1,9 @@
 """Reading beside the server: a lease that leaves on SSD what lies only there, and its rows out of the tier's files.
 
-Each file's rows are verified against their segment's identity when they are read, in the memory they are returned in or
-copied from. Worst case: a lease that ended raises LeaseNotFound, and bytes that are not the session's CorruptSegment, before
+Each file's rows are verified against their segment's identity when they are read, in the memory they are
+returned in or
+copied from. Worst case: a lease that ended raises LeaseNotFound, and bytes that are not the session's
+CorruptSegment, before
 rows are returned as good.
 """
 
@@ -60,9 +62,15 @@ class FiledRows(SessionRows):
     is_local = True
 
     def __init__(
-        self, arena: Bytes, files: SsdFiles, layout: SlotLayout, hold: Hold, lease: Lease,
-        streams: Iterable[Stream], verifier: Verifier | None,
-    ) -> None:  # fmt: skip
+        self,
+        arena: Bytes,
+        files: SsdFiles,
+        layout: SlotLayout,
+        hold: Hold,
+        lease: Lease,
+        streams: Iterable[Stream],
+        verifier: Verifier | None,
+    ) -> None:
         """`verifier` for what is in the arena. Raises InvalidArgument, CorruptSegment, TierFailure."""
         wanted = frozenset(streams)
         if not wanted <= layout.chunks.keys():
@@ -92,7 +100,8 @@ class FiledRows(SessionRows):
     def copy(self, stream: Stream, run: Run, into: Bytes) -> None:
         """Copy a run's rows into [n, row_bytes], contiguous, and verify those that come from a file.
 
-        Straight into it where it begins on a page, and is a whole chunk of whole pages. Raises CorruptSegment, TierFailure,
+        Straight into it where it begins on a page, and is a whole chunk of whole pages. Raises
+        CorruptSegment, TierFailure,
         LeaseNotFound, InvalidArgument for a stream that is not read.
         """
         self._check_stream(stream)

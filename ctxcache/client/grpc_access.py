@@ -25,7 +25,8 @@ from ctxcache.wire.status import from_rpc_error
 _JOIN_TIMEOUT_S = 5.0
 SURE_FOR_NS = 250_000_000
 """How long an answer proves that the server still knows us, from when it was asked for. A server gives up a
-client that answers no ping for half of its `keepalive_s`, half a second at the least; the client itself, if it
+client that answers no ping for half of its `keepalive_s`, half a second at the least; the client itself, if
+it
 was frozen meanwhile, may not have noticed yet."""
 
 

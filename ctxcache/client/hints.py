@@ -79,7 +79,8 @@ class HintCalls:
     ) -> EngineQueue:
         """Publish the waiting queue of the engine of that name, empty at first. Waits for nothing.
 
-        `grace`: how long the server keeps it when the connection breaks; by default as long as it does for any.
+        `grace`: how long the server keeps it when the connection breaks; by default as long as it does for
+        any.
         """
         return EngineQueue(self._wire, engine, grace=grace, model_fingerprint=model_fingerprint)
 

@@ -1,7 +1,9 @@
 """Reading in place: a lease on the arena, and views of the rows under it.
 
-Copies nothing unless asked to. Rows are verified against what their writer said of them: copies in the copy, views
-before they are handed out. Worst case: a lease that ended raises LeaseNotFound before rows are returned as good.
+Copies nothing unless asked to. Rows are verified against what their writer said of them: copies in the copy,
+views
+before they are handed out. Worst case: a lease that ended raises LeaseNotFound before rows are returned as
+good.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -87,7 +89,8 @@ class LeasedRows(SessionRows):
     def copy_verified(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
         """Copy the rows of tokens [begin, end) into [end - begin, row_bytes], contiguous, and verify the copy.
 
-        Costs less than verifying first and copying then. Raises as `pieces` does, InvalidArgument where nothing is.
+        Costs less than verifying first and copying then. Raises as `pieces` does, InvalidArgument where
+        nothing is.
         """
         if stream not in self._chunks:
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")

@@ -18,7 +18,8 @@ from ctxcache.v1 import model_pb2
 class CallerModel:
     """The model with which a caller computes rows, or for which it restores them.
 
-    Made once, from a spec or by `register_model`, since the fingerprint is a hash of the whole spec. Every call
+    Made once, from a spec or by `register_model`, since the fingerprint is a hash of the whole spec. Every
+    call
     that moves rows takes one: the fingerprint of the session is compared with it and never stands in for it.
     """
 
@@ -56,7 +57,8 @@ class ModelCalls:
     def register_model(self, spec: ModelSpec, probe: ModelProbe | None = None) -> CallerModel:
         """Register a model, or find it registered already; what is returned names it in calls that move rows.
 
-        `probe`: what it makes of a few tokens. The first one that is sent is kept, all others are compared with it.
+        `probe`: what it makes of a few tokens. The first one that is sent is kept, all others are compared
+        with it.
         Raises ModelFingerprintMismatch where another model has its id, ModelProbeMismatch.
         """
         own = CallerModel(spec)

@@ -31,7 +31,8 @@ _SESSION = re.compile(r"sessions/[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 class QueuedJob:
     """A job that waits. Either `position`, its place among the engine's jobs, or `start_in_s`, when it starts.
 
-    `session` is a resource name. Spans are seconds from when the job is put. `priority` 0 to 100, more is sooner.
+    `session` is a resource name. Spans are seconds from when the job is put. `priority` 0 to 100, more is
+    sooner.
     """
 
     job_id: str

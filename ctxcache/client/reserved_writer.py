@@ -1,7 +1,9 @@
 """Writing in place: a reservation in the arena, filled where its bytes will stay.
 
-Copies each row once, and adds it up in the same pass: the checksums go with the commit, and stay with the rows. Worst
-case: the reservation ends while rows are copied; the commit then finds no reservation, and nothing of them becomes
+Copies each row once, and adds it up in the same pass: the checksums go with the commit, and stay with the
+rows. Worst
+case: the reservation ends while rows are copied; the commit then finds no reservation, and nothing of them
+becomes
 visible.
 """
 
@@ -57,7 +59,8 @@ class ReservedWriter(SessionWriter):
     def write_all(self, rows: Mapping[Stream, Bytes], *, is_marked: bool) -> None:
         """Write all rows of every stream, [T, row_bytes] each.
 
-        `is_marked`: some tokens at a time, and the server may take them to disk while the next ones are copied.
+        `is_marked`: some tokens at a time, and the server may take them to disk while the next ones are
+        copied.
         """
         for begin, end in self._batches() if is_marked else [(0, self.token_count)]:
             for stream, view in rows.items():

@@ -50,7 +50,8 @@ class SessionRows(ABC):
     def pieces(self, stream: Stream) -> Sequence[Bytes]:
         """Return a stream's rows in token order as read-only arrays [n, row_bytes], copying nothing.
 
-        What came by stream is verified as it arrives, local rows when their stream is first asked for; a view shows what
+        What came by stream is verified as it arrives, local rows when their stream is first asked for; a view
+        shows what
         memory has later as well, `array` does not. Raises CorruptSegment (local), ChecksumMismatch (remote),
         InvalidArgument for a stream that is not read.
         """

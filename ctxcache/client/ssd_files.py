@@ -1,6 +1,7 @@
 """The files of a server's SSD tier, read beside the server: around the page cache where that can be.
 
-Knows bytes and places, no segment: whoever reads verifies, for nothing here says whose bytes they are. Thread-safe.
+Knows bytes and places, no segment: whoever reads verifies, for nothing here says whose bytes they are.
+Thread-safe.
 Worst case: a device that does not answer, which holds up the thread that reads.
 """
 

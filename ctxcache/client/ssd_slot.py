@@ -1,7 +1,9 @@
 """A segment's slot in a file: what its header must say, and its chunks, verified.
 
-A reader beside the server trusts nothing that it reads: a slot whose lease has ended may be another segment's by now. The
-header is compared with what the lease said of it, and binds the chunks' checksums. Thread-safe. Worst case: bytes that are
+A reader beside the server trusts nothing that it reads: a slot whose lease has ended may be another segment's
+by now. The
+header is compared with what the lease said of it, and binds the chunks' checksums. Thread-safe. Worst case:
+bytes that are
 others' or damaged, which raise before they are returned.
 """
 
@@ -35,9 +37,13 @@ class SsdSlot:
     """One segment that was left on SSD."""
 
     def __init__(
-        self, files: SsdFiles, layout: SlotLayout, identity: SegmentIdentity, location: SegmentLocation,
+        self,
+        files: SsdFiles,
+        layout: SlotLayout,
+        identity: SegmentIdentity,
+        location: SegmentLocation,
         check: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`check` raises when the lease has ended. Raises TierFailure for a place that no file has."""
         self._files, self._layout, self._location, self._check = files, layout, location, check
         self.token_count = location.token_count

@@ -1,6 +1,7 @@
 """TLS of a client: whom it trusts and who it is, for gRPC and for the bulk channel alike.
 
-gRPC says of a handshake that failed what its last address said, if that. So one is tried beside it, to have words for
+gRPC says of a handshake that failed what its last address said, if that. So one is tried beside it, to have
+words for
 it. Worst case: a file that cannot be used raises InvalidConfiguration when the client is made.
 """
 
@@ -101,7 +102,8 @@ def _handshake_problem(
     problem = ""
     try:
         with context.wrap_socket(connected, server_hostname=host) as spoken:
-            # A server that takes this client begins to speak; one that does not ends it, mostly without a word.
+            # A server that takes this client begins to speak; one that does not ends it, mostly without a
+            # word.
             if is_wanted and not spoken.recv(1):
                 problem = _UNWANTED
     except ConnectionResetError:

@@ -1,6 +1,7 @@
 """The plain types of the client: all that a caller passes to it and gets from it.
 
-Frozen facts and enumerations. Nothing here knows the wire, and no message of the wire leaves the client. A time is
+Frozen facts and enumerations. Nothing here knows the wire, and no message of the wire leaves the client. A
+time is
 nanoseconds since 1970 in UTC (`create_time_ns`), a span is nanoseconds (`ttl_ns`). None says that the server
 told none. Sizes are bytes.
 """
@@ -274,7 +275,8 @@ class StoredStreams:
 class ModelInfo:
     """A registered model.
 
-    Everything but `name`, `create_time_ns` and `probe` goes into the fingerprint: state saved under one fingerprint
+    Everything but `name`, `create_time_ns` and `probe` goes into the fingerprint: state saved under one
+    fingerprint
     is never returned for another.
     """
 

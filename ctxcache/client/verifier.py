@@ -1,8 +1,11 @@
 """Verifying leased rows against what their writers said of them.
 
-Rows that are copied are verified in the copy, while it is at hand: what changes in the arena afterwards is of no
-matter. Views are verified where they lie, whole chunks, each stream once. Rows that differ are shown to the server,
-which verifies them itself and puts right what it can; then they are taken once more. Worst case: rows that nobody has
+Rows that are copied are verified in the copy, while it is at hand: what changes in the arena afterwards is of
+no
+matter. Views are verified where they lie, whole chunks, each stream once. Rows that differ are shown to the
+server,
+which verifies them itself and puts right what it can; then they are taken once more. Worst case: rows that
+nobody has
 any more, which raise CorruptSegment before any of them is returned.
 """
 
@@ -34,7 +37,8 @@ class _Run(NamedTuple):
 class Verifier:
     """Verifies chunks of one lease. Used by several threads, `verify` by one.
 
-    `check` raises when the lease has ended; `recheck` has the server verify what it holds, and raises what it finds.
+    `check` raises when the lease has ended; `recheck` has the server verify what it holds, and raises what it
+    finds.
     """
 
     def __init__(

@@ -112,9 +112,13 @@ class Wire:
     """A channel to `target` and the services behind it. Thread-safe."""
 
     def __init__(
-        self, target: str, timeout_s: float, tls: ClientTls | None = None, token: TokenFile | None = None,
+        self,
+        target: str,
+        timeout_s: float,
+        tls: ClientTls | None = None,
+        token: TokenFile | None = None,
         tenant: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`tenant`: whose sessions an operator's calls are about; empty for its own."""
         self.target = target
         self._metadata = ((TENANT_HEADER, tenant),) if tenant else ()
