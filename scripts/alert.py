@@ -7,10 +7,12 @@ Series = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule. In tests `series` fire it at `fires_at`, in minutes, and `quiet`, which are close to them, do not.
+    """One rule.
 
-    Both are what a process would show, a value per minute. `labels` are those of the alert that fires, besides its
-    severity.
+    In tests `series` fire it at `fires_at`, in minutes, and `quiet`, which are close to them, do not.
+
+    Both are what a process would show, a value per minute. `labels` are those of the alert that fires,
+    besides its severity.
     """
 
     name: str

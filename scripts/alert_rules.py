@@ -16,18 +16,23 @@ def rules() -> str:
 
 
 def _rule(alert: Alert) -> str:
-    return "\n".join((
-        f"      - alert: {alert.name}",
-        f"        expr: {_text(alert.expression)}",
-        f"        for: {alert.for_minutes}m",
-        f"        labels: {{severity: {alert.severity}}}",
-        "        annotations:",
-        *(f"          {name}: {_text(text)}" for name, text in _annotations(alert)),
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f"      - alert: {alert.name}",
+            f"        expr: {_text(alert.expression)}",
+            f"        for: {alert.for_minutes}m",
+            f"        labels: {{severity: {alert.severity}}}",
+            "        annotations:",
+            *(f"          {name}: {_text(text)}" for name, text in _annotations(alert)),
+        )
+    )
 
 
 def rule_tests(rule_file: str, alerts: Sequence[Alert] = ALERTS) -> str:
-    """What `promtool test rules` runs: each alert silent at first and where it should be, and firing when it should."""
+    """What `promtool test rules` runs.
+
+    Each alert silent at first and where it should be, and firing when it should.
+    """
     return "\n".join(
         [
             f"# {MADE}",
@@ -45,18 +50,26 @@ def _test(alert: Alert) -> str:
         f"{name}: {_text(value)}" for name, value in (*alert.labels, ("severity", alert.severity))
     )
     annotations = ", ".join(f"{name}: {_text(text)}" for name, text in _annotations(alert))
-    return "\n".join((
-        f"  - name: {alert.name}",
-        *_given(alert.series),
-        # A minute before anything was seen.
-        f"      - {{eval_time: 0m, alertname: {alert.name}, exp_alerts: {_at_once(alert, labels, annotations)}}}",
-        f"      - eval_time: {alert.fires_at}m",
-        f"        alertname: {alert.name}",
-        f"        exp_alerts: [{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]",
-        f"  - name: {alert.name} stays silent",
-        *_given(alert.quiet),
-        *(f"      - {{eval_time: {minute}m, alertname: {alert.name}, exp_alerts: []}}" for minute in (alert.fires_at, 2 * alert.fires_at)),
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f"  - name: {alert.name}",
+            *_given(alert.series),
+            # A minute before anything was seen.
+            (
+                f"      - {{eval_time: 0m, alertname: {alert.name}, exp_alerts: "
+                f"{_at_once(alert, labels, annotations)}}}"
+            ),
+            f"      - eval_time: {alert.fires_at}m",
+            f"        alertname: {alert.name}",
+            f"        exp_alerts: [{{exp_labels: {{{labels}}}, exp_annotations: {{{annotations}}}}}]",
+            f"  - name: {alert.name} stays silent",
+            *_given(alert.quiet),
+            *(
+                f"      - {{eval_time: {minute}m, alertname: {alert.name}, exp_alerts: []}}"
+                for minute in (alert.fires_at, 2 * alert.fires_at)
+            ),
+        )
+    )
 
 
 def _given(given: Series) -> list[str]:
@@ -93,7 +106,16 @@ def runbook(head: str) -> str:
 
 def _entry(alert: Alert) -> str:
     wait = f" for {alert.for_minutes} min" if alert.for_minutes else ""
-    return "\n".join((
-        f"## {alert.name}", "", f"*{alert.severity}*: {alert.summary}. `{alert.expression}`{wait}", "",
-        f"**Meaning.** {alert.means}", "", f"**Look at.** {alert.look}", "", f"**Do.** {alert.do}",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f"## {alert.name}",
+            "",
+            f"*{alert.severity}*: {alert.summary}. `{alert.expression}`{wait}",
+            "",
+            f"**Meaning.** {alert.means}",
+            "",
+            f"**Look at.** {alert.look}",
+            "",
+            f"**Do.** {alert.do}",
+        )
+    )

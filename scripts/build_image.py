@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Build the Dockerfile's images where no container engine runs, and unpack them for scripts/run_pod.py.
 
-The Dockerfile is built as it is, by buildah without namespaces (`--isolation chroot`), over a base that mmdebstrap makes
-of Debian's own packages in the place of docker.io's. It runs as root on Debian:
+The Dockerfile is built as it is, by buildah without namespaces (`--isolation chroot`), over a base that
+mmdebstrap makes of Debian's own packages in the place of docker.io's. It runs as root on Debian:
 
     apt-get install buildah mmdebstrap bubblewrap
     scripts/build_image.py store worker
 
-Everything lands in .images: `store.json` is the image's configuration, `store/` its root file system. pip is configured
-as for this user, by a secret of the build and by read-only mounts of the local directories that it names.
+Everything lands in .images: `store.json` is the image's configuration, `store/` its root file system. pip is
+configured as for this user, by a secret of the build and by read-only mounts of the local directories that it
+names.
 """
 
 import argparse
@@ -31,8 +32,10 @@ BASE = "localhost/ctxcache-base:latest"
 TARGETS = ("store", "worker")
 PACKAGES = ("python3", "python3-venv", "ca-certificates")
 STORAGE = (
-    "--storage-driver=vfs", f"--root={IMAGES / 'storage'}", f"--runroot={IMAGES / 'run'}",
-)  # fmt: skip
+    "--storage-driver=vfs",
+    f"--root={IMAGES / 'storage'}",
+    f"--runroot={IMAGES / 'run'}",
+)
 """vfs needs neither overlay nor fuse."""
 
 
@@ -105,12 +108,19 @@ def _build(target: str, build_args: Sequence[str]) -> None:
         )
         arguments = [f"PYTHON_IMAGE={BASE}", f"REVISION={revision.stdout.strip() or 'unknown'}", *build_args]
         command = [
-            "buildah", *STORAGE, "build", "--isolation=chroot", "--format=docker", "--pull=never",
-            f"--target={target}", f"--tag={image_of(target)}", f"--secret=id=pip,src={secret}",
+            "buildah",
+            *STORAGE,
+            "build",
+            "--isolation=chroot",
+            "--format=docker",
+            "--pull=never",
+            f"--target={target}",
+            f"--tag={image_of(target)}",
+            f"--secret=id=pip,src={secret}",
             *(f"--build-arg={text}" for text in arguments),
             *(f"--volume={path}:{path}:ro" for path in local_paths(secret.read_text())),
             str(ROOT),
-        ]  # fmt: skip
+        ]
         subprocess.run(command, check=True)
 
 
@@ -132,9 +142,11 @@ def local_paths(configuration: str) -> Iterator[str]:
     parser = configparser.RawConfigParser()
     parser.read_string(configuration)
     found = {
-        word.removeprefix("file://") for value in parser["global"].values() for word in value.split()
+        word.removeprefix("file://")
+        for value in parser["global"].values()
+        for word in value.split()
         if word.startswith(("/", "file:///")) and Path(word.removeprefix("file://")).exists()
-    }  # fmt: skip
+    }
     # An index beside its files names them relative to itself.
     parents = {str(Path(path).parent) if path.endswith("/simple") else path for path in found}
     yield from sorted(parents)

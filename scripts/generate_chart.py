@@ -26,10 +26,26 @@ PACKAGED = {
     "worker_dashboard.json": ROOT / "observability" / "worker_dashboard.json",
 }
 SET_BY_CHART = {
-    "data_directory", "listen", "bulk_listen", "metrics_listen", "unix_socket", "control_socket", "arena_directory",
-    "arena_size_bytes", "arena_huge_pages", "ssd_size_bytes", "ssd_directories", "insecure_listen", "token_hashes",
-    "tls_certificate", "tls_key", "tls_client_ca", "metrics_tls_certificate", "metrics_tls_key", "metrics_token_file",
-}  # fmt: skip
+    "data_directory",
+    "listen",
+    "bulk_listen",
+    "metrics_listen",
+    "unix_socket",
+    "control_socket",
+    "arena_directory",
+    "arena_size_bytes",
+    "arena_huge_pages",
+    "ssd_size_bytes",
+    "ssd_directories",
+    "insecure_listen",
+    "token_hashes",
+    "tls_certificate",
+    "tls_key",
+    "tls_client_ca",
+    "metrics_tls_certificate",
+    "metrics_tls_key",
+    "metrics_token_file",
+}
 NEVER_IN_A_CLUSTER = {"fault_injection"}
 QUANTITY = r"^[0-9.]+([KMGTPE]i?)?$"
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -193,9 +209,15 @@ def _property(value: Value) -> dict[str, Any]:
 
 def _setting(knob: Knob) -> dict[str, Any]:
     kinds: dict[Kind, Any] = {
-        Kind.SIZE: ["integer", "string"], Kind.SHARE: "number", Kind.SECONDS: "number", Kind.COUNT: "integer",
-        Kind.SWITCH: "boolean", Kind.SHARES: ["object", "string"], Kind.IDENTITIES: ["array", "string"], Kind.DIRECTORIES: "array",
-    }  # fmt: skip
+        Kind.SIZE: ["integer", "string"],
+        Kind.SHARE: "number",
+        Kind.SECONDS: "number",
+        Kind.COUNT: "integer",
+        Kind.SWITCH: "boolean",
+        Kind.SHARES: ["object", "string"],
+        Kind.IDENTITIES: ["array", "string"],
+        Kind.DIRECTORIES: "array",
+    }
     found: dict[str, Any] = {"description": knob.help, "type": kinds.get(knob.kind, "string")}
     if knob.choices:
         found["enum"] = list(knob.choices)

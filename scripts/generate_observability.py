@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Write what is derived from the tables of metrics, alerts and panels.
 
-The tables in docs/metrics.md and docs/sidecar.md, the entries of docs/runbook.md, observability/alerts.yaml with
-its tests, and the dashboards beside them.
+The tables in docs/metrics.md and docs/sidecar.md, the entries of docs/runbook.md, observability/alerts.yaml
+with its tests, and the dashboards beside them.
 
-`generate_observability.py` writes into the tree; `--check` fails when the tree differs from what would be written.
+`generate_observability.py` writes into the tree; `--check` fails when the tree differs from what would be
+written.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""What a pod's manifest means on one machine: who a container is, how its volumes look, its sandbox, its probes.
+"""What a pod's manifest means on one machine.
+
+Who a container is, how its volumes look, its sandbox, its probes.
 
 The parts of scripts/run_pod.py that run nothing but probes.
 """
@@ -84,10 +86,12 @@ def identity(pod: Spec, container: Spec, image: Image) -> Identity:
         raise PodRefusedError(f"{container['name']}: runAsNonRoot, and its user is root")
     groups = [of_pod["fsGroup"]] if of_pod.get("fsGroup") is not None else []
     return Identity(
-        user, group, tuple(groups + list(of_pod.get("supplementalGroups") or ())),
+        user,
+        group,
+        tuple(groups + list(of_pod.get("supplementalGroups") or ())),
         bool(security.get("readOnlyRootFilesystem")),
         "ALL" in ((security.get("capabilities") or {}).get("drop") or ()),
-    )  # fmt: skip
+    )
 
 
 def become(who: Identity) -> list[str]:
@@ -95,9 +99,15 @@ def become(who: Identity) -> list[str]:
     groups = ",".join(str(group) for group in dict.fromkeys((who.group, *who.more_groups)))
     bounds = ["--bounding-set=-all"] if who.drops_capabilities else []
     return [
-        "setpriv", f"--reuid={who.user}", f"--regid={who.group}", f"--groups={groups}", "--no-new-privs",
-        "--inh-caps=-all", *bounds, "--",
-    ]  # fmt: skip
+        "setpriv",
+        f"--reuid={who.user}",
+        f"--regid={who.group}",
+        f"--groups={groups}",
+        "--no-new-privs",
+        "--inh-caps=-all",
+        *bounds,
+        "--",
+    ]
 
 
 def arguments_of(container: Spec, image: Image, environment: Mapping[str, str]) -> list[str]:
@@ -139,7 +149,10 @@ def give_to_group(path: Path, group: int, *, is_read_only: bool, only_on_mismatc
 def write_keys(
     place: Path, content: Mapping[str, bytes], *, default_mode: int, items: Sequence[Spec] = ()
 ) -> None:
-    """Lay keys out as a kubelet does: files behind `..data`, a link to what holds now, which is replaced at once."""
+    """Lay keys out as a kubelet does.
+
+    Files behind `..data`, a link to what holds now, which is replaced at once.
+    """
     chosen = [(item["key"], item["path"], item.get("mode", default_mode)) for item in items]
     version = place / f"..{time.time_ns()}"
     version.mkdir(mode=0o755)
@@ -174,19 +187,44 @@ class Mount:
 def sandbox(root: Path, mounts: Iterable[Mount], who: Identity, *, hostname: str) -> list[str]:
     """Bubblewrap's arguments: namespaces, mounts, and the capabilities that becoming another user takes."""
     arguments = [
-        "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--as-pid-1", "--die-with-parent",
-        "--hostname", hostname, "--bind", str(root), "/", "--dev", "/dev", "--proc", "/proc",
-        "--ro-bind", "/sys", "/sys",
-        "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm",  # noqa: S108  # its place in the sandbox
-    ]  # fmt: skip
+        "bwrap",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--as-pid-1",
+        "--die-with-parent",
+        "--hostname",
+        hostname,
+        "--bind",
+        str(root),
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--ro-bind",
+        "/sys",
+        "/sys",
+        "--perms",
+        "1777",
+        "--size",
+        str(SHM_BYTES),
+        "--tmpfs",
+        "/dev/shm",  # noqa: S108  # its place in the sandbox
+    ]
     for mount in mounts:
         arguments += ["--ro-bind" if mount.is_read_only else "--bind", str(mount.source), mount.target]
     if who.is_root_read_only:
         arguments += ["--remount-ro", "/"]
     kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
     return [
-        *arguments, "--chdir", "/", "--cap-drop", "ALL", *(word for name in kept for word in ("--cap-add", name)),
-    ]  # fmt: skip
+        *arguments,
+        "--chdir",
+        "/",
+        "--cap-drop",
+        "ALL",
+        *(word for name in kept for word in ("--cap-add", name)),
+    ]
 
 
 def bytes_of(quantity: str | int) -> int:

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Run the whole test command many times, some runs beside busy loops: a test that fails now and then is a defect.
+"""Run the whole test command many times, some runs beside busy loops.
 
-    python scripts/repeat_tests.py [--runs 20] [--busy-runs 10] [--logs DIRECTORY] [--output json] [-- COMMAND ...]
+A test that fails now and then is a defect.
+
+    python scripts/repeat_tests.py [--runs 20] [--busy-runs 10] [--logs DIRECTORY] [--output json]
+                                   [-- COMMAND ...]
 
 The command is `make test` unless one is given. Every run's output is kept. Exit codes: 0 when every run ended
 with 0, 1 otherwise. Worst case: a run that hangs, which is ended after --timeout-s and counts as failed.

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Run a pod as its manifest says where no cluster runs: by bubblewrap, over an image of scripts/build_image.py.
+"""Run a pod as its manifest says where no cluster runs.
+
+By bubblewrap, over an image of scripts/build_image.py.
 
     helm template cache helm/ctxcache | scripts/run_pod.py statefulset/cache-ctxcache --state /tmp/node
 
-It does what a kubelet does: user, groups, environment, arguments, memory limit, no capabilities and no new privileges, a
-read-only root, volumes with the owners and modes that `fsGroup` gives them, probes, preStop, SIGTERM and the grace period.
-The network namespace is the machine's: a pod listens at its ports there, and services are names of 127.0.0.1. It lacks the
-seccomp profile and whatever needs a scheduler; a pod that asks for privileges is refused. Needs root, bubblewrap, util-linux.
+It does what a kubelet does: user, groups, environment, arguments, memory limit, no capabilities and no new
+privileges, a read-only root, volumes with the owners and modes that `fsGroup` gives them, probes, preStop,
+SIGTERM and the grace period. The network namespace is the machine's: a pod listens at its ports there, and
+services are names of 127.0.0.1. It lacks the seccomp profile and whatever needs a scheduler; a pod that asks
+for privileges is refused. Needs root, bubblewrap, util-linux.
 """
 
 import argparse
@@ -105,9 +108,12 @@ class Cluster:
             spec = spec["jobTemplate"]["spec"]
         # A StatefulSet's pods have a claim of each of its templates.
         claims = [
-            {"name": of["metadata"]["name"], "persistentVolumeClaim": {"claimName": f"{of['metadata']['name']}-{name}-0"}}
+            {
+                "name": of["metadata"]["name"],
+                "persistentVolumeClaim": {"claimName": f"{of['metadata']['name']}-{name}-0"},
+            }
             for of in spec.get("volumeClaimTemplates") or ()
-        ]  # fmt: skip
+        ]
         template = json.loads(json.dumps(spec["template"]))
         template["spec"].setdefault("volumes", []).extend(claims)
         template.setdefault("metadata", {})["name"] = (
@@ -172,7 +178,10 @@ class Pod:
         self.containers: dict[str, Running] = {}
 
     def start(self) -> None:
-        """Lay out the volumes, run the init containers to their ends, start the others. Raises PodRefusedError."""
+        """Lay out the volumes, run the init containers to their ends, start the others.
+
+        Raises PodRefusedError.
+        """
         self.place.mkdir(parents=True)
         for volume in self.spec.get("volumes") or ():
             self._volumes[volume["name"]] = self._lay_out(volume)
@@ -215,9 +224,13 @@ class Pod:
         running = self.containers[container]
         enter = ["nsenter", f"--target={running.pid}", "--mount", "--uts", "--ipc", "--pid", "--"]
         return subprocess.run(
-            [*enter, *become(running.who), *command], env=running.environment, timeout=timeout_s, check=False,
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [*enter, *become(running.who), *command],
+            env=running.environment,
+            timeout=timeout_s,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
 
     def wait(self, timeout_s: float) -> dict[str, int]:
         """Exit codes of the containers of a pod that ends by itself."""
@@ -354,9 +367,13 @@ class Pod:
         with os.fdopen(reading) as said, log.open("ab") as output:
             started = subprocess.Popen(
                 [*groups, *command, "--info-fd", str(writing), "--", *arguments],
-                env=environment, pass_fds=(writing,), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment,
+                pass_fds=(writing,),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             os.close(writing)
             try:
                 pid = int(json.load(said)["child-pid"])
@@ -383,9 +400,10 @@ class Pod:
             yield Mount(file, f"/etc/{name}", is_read_only=True)
         yield Mount(Path("/etc/resolv.conf"), "/etc/resolv.conf", is_read_only=True)
         always_read = {
-            volume["name"] for volume in self.spec.get("volumes") or ()
+            volume["name"]
+            for volume in self.spec.get("volumes") or ()
             if {"configMap", "secret", "projected"} & volume.keys()
-        }  # fmt: skip
+        }
         for mount in sorted(container.get("volumeMounts") or (), key=lambda one: str(one["mountPath"])):
             if mount["name"] not in self._volumes:
                 raise PodRefusedError(f"{container['name']}: there is no volume {mount['name']}")
@@ -421,9 +439,12 @@ class Pod:
                 return self._cluster.content(kind, source[key]["name"])[source[key]["key"]].decode()
         if "fieldRef" in source:
             facts = {
-                "metadata.name": self.metadata["name"], "metadata.namespace": self._cluster.namespace,
-                "status.podIP": "127.0.0.1", "status.hostIP": "127.0.0.1", "spec.nodeName": socket.gethostname(),
-            }  # fmt: skip
+                "metadata.name": self.metadata["name"],
+                "metadata.namespace": self._cluster.namespace,
+                "status.podIP": "127.0.0.1",
+                "status.hostIP": "127.0.0.1",
+                "spec.nodeName": socket.gethostname(),
+            }
             return str(facts[source["fieldRef"]["fieldPath"]])
         return str(one.get("value", ""))
 

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Make a virtual environment that `make` uses; needs only CPython with venv and pip's way to an index.
 
-`setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), and `setup.py docs`
-makes `.venv-docs` (what builds the documentation site, without the project).
-The second time it reads one stamp file and asks no network. Settings in the environment:
-TORCH_SPEC (a requirement, as torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and
-whatever uv itself reads, as UV_TORCH_BACKEND=cpu.
-Worst case: several GB of GPU libraries where torch's CPU build cannot be found.
+`setup.py worker` makes `.venv` (everything), `setup.py store` makes `.venv-store` (no torch), and `setup.py
+docs` makes `.venv-docs` (what builds the documentation site, without the project). The second time it reads
+one stamp file and asks no network. Settings in the environment: TORCH_SPEC (a requirement, as
+torch==2.13.0+cpu), TORCH_INDEX_URL (an index to find it on), and whatever uv itself reads, as
+UV_TORCH_BACKEND=cpu. Worst case: several GB of GPU libraries where torch's CPU build cannot be found.
 """
 
 import ast
@@ -27,7 +26,10 @@ FILES = ("pyproject.toml", "lab/pyproject.toml", "scripts/setup.py")
 
 @dataclass(frozen=True)
 class Environment:
-    """What one virtual environment holds: extras of the project and of its lab, dependency groups, torch or not."""
+    """What one virtual environment holds.
+
+    Extras of the project and of its lab, dependency groups, torch or not.
+    """
 
     directory: str
     extras: tuple[str, ...]

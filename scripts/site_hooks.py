@@ -1,7 +1,10 @@
-"""What the documentation site does with links that leave docs/: files of the repository that are no page of it.
+"""What the documentation site does with links that leave docs/.
 
-The site is built without a known address of the repository. A link such as `[notes](../lab/notes/truncation.md)` therefore
-becomes its text and the path. Everything else is left to mkdocs, which refuses links that lead nowhere.
+Files of the repository that are no page of it.
+
+The site is built without a known address of the repository. A link such as
+`[notes](../lab/notes/truncation.md)` therefore becomes its text and the path. Everything else is left to
+mkdocs, which refuses links that lead nowhere.
 """
 
 import re

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Take docs/status_page.png: the status page of a server under load, whose minutes pass in a fifth of a second.
+"""Take docs/status_page.png.
 
-`status_picture.py DIRECTORY` writes light.png, dark.png and phone.png there; docs/status_page.png is the light one.
+The status page of a server under load, whose minutes pass in a fifth of a second.
+
+`status_picture.py DIRECTORY` writes light.png, dark.png and phone.png there; docs/status_page.png is the
+light one.
 """
 
 import asyncio
@@ -26,7 +29,7 @@ from ctxcache.format.model import ModelSpec  # noqa: E402
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec  # noqa: E402
 from ctxcache.identity.grants import Grant  # noqa: E402
 from ctxcache.identity.tokens import Token, digest_of, new_secret  # noqa: E402
-from ctxcache.observe import recording  # noqa: E402
+from ctxcache.observe import moment  # noqa: E402
 from ctxcache.server.server import Server  # noqa: E402
 from ctxcache.settings.config import Settings  # noqa: E402
 
@@ -41,17 +44,28 @@ LOOKS = {
 }
 STREAMS = [Stream(layer, StateKind.HIDDEN) for layer in range(LAYERS)]
 MODEL = ModelSpec(
-    model_id="llama-3.1-8b", architecture="Llama", revision="", weights_digest="w", tokenizer_digest="t",
-    dtype=DType.FLOAT16, layer_count=LAYERS, hidden_size=ROW_BYTES // 2, kv_head_count=1, head_size=64, rope="", norm="",
-    is_relocatable=True, streams=tuple(StreamSpec(stream, ROW_BYTES, DType.FLOAT16) for stream in STREAMS),
-)  # fmt: skip
+    model_id="llama-3.1-8b",
+    architecture="Llama",
+    revision="",
+    weights_digest="w",
+    tokenizer_digest="t",
+    dtype=DType.FLOAT16,
+    layer_count=LAYERS,
+    hidden_size=ROW_BYTES // 2,
+    kv_head_count=1,
+    head_size=64,
+    rope="",
+    norm="",
+    is_relocatable=True,
+    streams=tuple(StreamSpec(stream, ROW_BYTES, DType.FLOAT16) for stream in STREAMS),
+)
 
 
 def main() -> None:
     """Load a server and take the pictures."""
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    recording.INTERVAL_S = LOAD_S / 50
+    moment.INTERVAL_S = LOAD_S / 50
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(_run(Path(directory), out))
 
@@ -63,10 +77,17 @@ async def _run(directory: Path, out: Path) -> None:
     hashes.touch(0o600)
     hashes.write_text("\n".join(lines) + "\n")
     settings = Settings(
-        data_directory=directory / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=64 * MIB,
-        ssd_size_bytes=256 * MIB, arena_huge_pages="off", token_hashes=hashes, status_names="on", tail_age_s=5,
+        data_directory=directory / "data",
+        listen="127.0.0.1:0",
+        unix_socket="",
+        arena_size_bytes=64 * MIB,
+        ssd_size_bytes=256 * MIB,
+        arena_huge_pages="off",
+        token_hashes=hashes,
+        status_names="on",
+        tail_age_s=5,
         tenant_shares={"chat": Share(0.4, 1), "batch": Share(0.1, 0.5)},
-    )  # fmt: skip
+    )
     server = await Server.start(settings)
     with contextlib.ExitStack() as stack:
         clients = {}
@@ -132,9 +153,16 @@ def _load(client: Client, tenant: str, ended: threading.Event) -> None:
 def _picture(address: str, out: Path, width: int, height: int, option: str) -> None:
     chromium = shutil.which("chromium") or sys.exit("chromium is not installed")
     command = [
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--screenshot={out}",
-        f"--window-size={width},{height}", *([option] if option else []), f"http://{address}/",
-    ]  # fmt: skip
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--screenshot={out}",
+        f"--window-size={width},{height}",
+        *([option] if option else []),
+        f"http://{address}/",
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=60)  # noqa: S603
 
 

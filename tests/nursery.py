@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 _REQUEST_BYTES = 1 << 20
 _FILES = 4
 """Standard input, output and error, and where the exit code goes."""
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 """Longest wait for a fork, imports of the nursery included."""
 STORE = (
     "ctxcache.cli",

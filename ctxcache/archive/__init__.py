@@ -1,1 +1,4 @@
-"""Archives: sessions in a file, written by `ctxcache export` and read by `ctxcache import`. docs/archive_format.md."""
+"""Archives.
+
+Sessions in a file, written by `ctxcache export` and read by `ctxcache import`. docs/archive_format.md.
+"""

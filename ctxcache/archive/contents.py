@@ -1,6 +1,7 @@
 """What an archive says of its origin, of models and of sessions: as facts, as bytes and back.
 
-Knows no file and no store. Worst case: bytes that describe nothing of the kind, which is a ValueError that says why.
+Knows no file and no store. Worst case: bytes that describe nothing of the kind, which is a ValueError that
+says why.
 """
 
 import re
@@ -71,7 +72,8 @@ class ArchivedModel:
 class ArchivedSession:
     """A session as it was exported.
 
-    `live` are the positions of its tokens in its log, which ends at `log_end`. `ttl_ns` is 0 where the expiry is absolute.
+    `live` are the positions of its tokens in its log, which ends at `log_end`. `ttl_ns` is 0 where the expiry
+    is absolute.
     """
 
     session_id: str
@@ -91,9 +93,19 @@ class ArchivedSession:
         """The payload of SESS. `model_number` counts the MODL of the file from 0."""
         session_id = self.session_id.encode()
         fixed = _SESSION.pack(
-            self.uid, self.generation, self.log_end, self.create_time_ns, self.access_time_ns, self.expire_time_ns,
-            self.ttl_ns, model_number, _PINNED * self.is_pinned, len(session_id), len(self.layout), len(self.live),
-        )  # fmt: skip
+            self.uid,
+            self.generation,
+            self.log_end,
+            self.create_time_ns,
+            self.access_time_ns,
+            self.expire_time_ns,
+            self.ttl_ns,
+            model_number,
+            _PINNED * self.is_pinned,
+            len(session_id),
+            len(self.layout),
+            len(self.live),
+        )
         streams = (_STREAM.pack(*stream) for stream in self.layout)
         live = (_RANGE.pack(*found) for found in self.live)
         return b"".join((fixed, session_id, *streams, *live))
@@ -155,12 +167,19 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     sizes = [name_bytes, stream_count * _STREAM.size, range_count * _RANGE.size]
     name, streams, live = _split(payload, _SESSION.size, sizes)
     found = ArchivedSession(
-        session_id=_matching(_SESSION_ID, name), model=models[model_number],
+        session_id=_matching(_SESSION_ID, name),
+        model=models[model_number],
         layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),
-        uid=uid, generation=generation, live=tuple(_RANGE.iter_unpack(live)), log_end=log_end,
-        create_time_ns=create_ns, access_time_ns=access_ns, expire_time_ns=expire_ns, ttl_ns=ttl_ns,
+        uid=uid,
+        generation=generation,
+        live=tuple(_RANGE.iter_unpack(live)),
+        log_end=log_end,
+        create_time_ns=create_ns,
+        access_time_ns=access_ns,
+        expire_time_ns=expire_ns,
+        ttl_ns=ttl_ns,
         is_pinned=bool(flags),
-    )  # fmt: skip
+    )
     if min(generation, log_end, create_ns, access_ns, expire_ns, ttl_ns) < 0:
         raise ValueError("a count or a time is negative")
     _check_live(found)

@@ -1,7 +1,10 @@
-"""Sessions out of a store and into a file: some by the client's reads, or all of them as the server sends them.
+"""Sessions out of a store and into a file.
 
-An `Exporter` reads each session at one generation of one uid, so that a session that changes meanwhile is begun anew and
-never mixed. Worst case: the session changes each time, or goes; then its rows are void in the file, and that is told.
+Some by the client's reads, or all of them as the server sends them.
+
+An `Exporter` reads each session at one generation of one uid, so that a session that changes meanwhile is
+begun anew and never mixed. Worst case: the session changes each time, or goes; then its rows are void in the
+file, and that is told.
 """
 
 import os
@@ -53,7 +56,10 @@ def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
 
 
 class Exporter:
-    """Writes sessions as they come. `skips_gone`: a session that is not there is no failure. Not thread-safe."""
+    """Writes sessions as they come. `skips_gone`: a session that is not there is no failure.
+
+    Not thread-safe.
+    """
 
     def __init__(self, client: Client, writer: FrameWriter, step: Step, *, skips_gone: bool) -> None:
         self._client, self._writer, self._step = client, writer, step

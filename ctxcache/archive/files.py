@@ -1,7 +1,7 @@
 """The file that an export goes to and the one that an import comes from, or a pipe in its place: `-`.
 
-A new file is filled under another name, synced, and gets its own when it is whole. Worst case: a process that is killed
-leaves .FILE.ctxcache-partial, which the next export to FILE uses up.
+A new file is filled under another name, synced, and gets its own when it is whole. Worst case: a process that
+is killed leaves .FILE.ctxcache-partial, which the next export to FILE uses up.
 """
 
 import errno
@@ -61,7 +61,8 @@ def source(path: str) -> Iterator[Source]:
 def destination(path: str, *, is_forced: bool) -> Iterator[int]:
     """A descriptor to fill and read back; the file has its name, mode 0600, once the block has ended well.
 
-    `-` is standard output. Raises FileAlreadyExists (not where it may be replaced: `is_forced`), FileFull, FileUnusable.
+    `-` is standard output. Raises FileAlreadyExists (not where it may be replaced: `is_forced`), FileFull,
+    FileUnusable.
     """
     if path == PIPE:
         yield sys.stdout.fileno()

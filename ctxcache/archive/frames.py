@@ -1,7 +1,7 @@
 """The frames of an archive: made, and read back, each verified before anything in it is used.
 
-Knows no session and no store. Worst case: a file that is cut short, changed or of another kind, which is FileDamaged
-with the byte. A length that the file cannot have is refused before room is made for it.
+Knows no session and no store. Worst case: a file that is cut short, changed or of another kind, which is
+FileDamaged with the byte. A length that the file cannot have is refused before room is made for it.
 
     | header 48 | tag 4 | size 4 | payload | checksum 8 | tag 4 | size 4 | ...
 """
@@ -25,16 +25,28 @@ FRAME_HEAD = struct.Struct("<4sI")
 """Tag, and bytes of the payload; the payload and a checksum follow."""
 CHECKSUM = struct.Struct("<Q")
 MADE, MODEL, SESSION, ROWS, SAME, VOID, END = (
-    b"MADE", b"MODL", b"SESS", b"ROWS", b"SAME", b"VOID", b"END ",
-)  # fmt: skip
+    b"MADE",
+    b"MODL",
+    b"SESS",
+    b"ROWS",
+    b"SAME",
+    b"VOID",
+    b"END ",
+)
 PAYLOAD_LIMIT_BYTES = 1 << 30
-"""Of a frame of rows: 64 tokens of 16 MiB, a segment of the widest models, and the numbers before them fit."""
+"""Of a frame of rows.
+
+64 tokens of 16 MiB, a segment of the widest models, and the numbers before them fit.
+"""
 DESCRIPTION_LIMIT_BYTES = 4 << 20
 """Of every other frame: 65,536 streams of a model and of a session, and their texts, fit."""
 
 
 class Frame(NamedTuple):
-    """One verified frame. `number` counts from 0; `begin` is the byte of the file at which the frame begins."""
+    """One verified frame. `number` counts from 0.
+
+    `begin` is the byte of the file at which the frame begins.
+    """
 
     number: int
     begin: int
@@ -97,7 +109,10 @@ class FrameWriter:
 
 
 def write_all(fd: int, path: str, part: bytes | memoryview) -> None:
-    """Write all of it: a descriptor takes what it can, and says how much that was. Raises FileFull, FileUnusable."""
+    """Write all of it: a descriptor takes what it can, and says how much that was.
+
+    Raises FileFull, FileUnusable.
+    """
     rest = memoryview(part)
     with refusals_of_file(path):
         while rest:

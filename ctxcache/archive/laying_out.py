@@ -1,8 +1,11 @@
-"""An archive laid out as a new store: a data directory, and SSD directories, such that a server starts on them.
+"""An archive laid out as a new store.
 
-FORMAT is written last: before that no server takes any of it, and the same command begins it anew in the same place. All
-that was written is read back before. The new store continues no other: it has an id of its own, and generations that the
-store it comes from will not reach. Worst case: there is no room, or the archive is damaged; nothing that starts is left.
+A data directory, and SSD directories, such that a server starts on them.
+
+FORMAT is written last: before that no server takes any of it, and the same command begins it anew in the same
+place. All that was written is read back before. The new store continues no other: it has an id of its own,
+and generations that the store it comes from will not reach. Worst case: there is no room, or the archive is
+damaged; nothing that starts is left.
 """
 
 import fcntl
@@ -39,7 +42,10 @@ from ctxcache.storage.ssd_directories import DEVICE, PATHS, SEGMENTS, in_order, 
 Step = Callable[[str, int, int], None]
 """Called with what is being done, how many bytes of it are done, and of how many."""
 LEAST_JUMP, JUMPS = 1 << 16, 1 << 20
-"""Crashes that a restored store seems to have had more than its source: two of the same backup differ as well."""
+"""Crashes that a restored store seems to have had more than its source.
+
+Two of the same backup differ as well.
+"""
 _MADE_HERE = {DEVICE, SEGMENTS, f"{DEVICE}.partial"}
 _MAY_PRECEDE = {"lost+found"}
 
@@ -60,7 +66,10 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """A segment that is to be made: rows `[row_begin, row_begin + row_count)` of a frame, written by `session`."""
+    """A segment that is to be made.
+
+    Rows `[row_begin, row_begin + row_count)` of a frame, written by `session`.
+    """
 
     segment_id: int
     session: ArchivedSession
@@ -85,7 +94,7 @@ class _Laid:
 
 @dataclass(slots=True)
 class _Plan:
-    """The sessions that have not expired, and the segments that they need, by the frame of their rows and their place there."""
+    """The sessions that have not expired, and the segments they need, by their rows' frame and place in it."""
 
     sessions: list[SessionRecord] = field(default_factory=list)
     segments: dict[int, dict[int, _Laid]] = field(default_factory=dict)
@@ -97,16 +106,28 @@ class _Plan:
         listed = [one.segment_id for stretch in stretches for one in self._segments(session, stretch, layout)]
         self.sessions.append(
             SessionRecord(
-                uid=session.uid, tenant=session.model.tenant, session_id=session.session_id,
-                model_id=session.model.spec.model_id, layout=session.layout, generation=session.generation,
-                segment_ids=tuple(listed), live=session.live, log_end=session.log_end,
-                create_time_ns=session.create_time_ns, access_time_ns=session.access_time_ns,
-                expire_time_ns=session.expire_time_ns, ttl_ns=session.ttl_ns or None, is_pinned=session.is_pinned,
+                uid=session.uid,
+                tenant=session.model.tenant,
+                session_id=session.session_id,
+                model_id=session.model.spec.model_id,
+                layout=session.layout,
+                generation=session.generation,
+                segment_ids=tuple(listed),
+                live=session.live,
+                log_end=session.log_end,
+                create_time_ns=session.create_time_ns,
+                access_time_ns=session.access_time_ns,
+                expire_time_ns=session.expire_time_ns,
+                ttl_ns=session.ttl_ns or None,
+                is_pinned=session.is_pinned,
             )
-        )  # fmt: skip
+        )
 
     def _segments(self, session: ArchivedSession, stretch: Stretch, layout: SegmentLayout) -> Iterator[_Laid]:
-        """Those of a frame that have tokens of the session. A frame of a store's own is one segment as it was there."""
+        """Those of a frame that have tokens of the session.
+
+        A frame of a store's own is one segment as it was there.
+        """
         known = self.segments.setdefault(stretch.number, {})
         for begin in range(stretch.begin, stretch.end, SEGMENT_TOKENS):
             row = begin - stretch.begin
@@ -127,9 +148,15 @@ def look(source: Source, *, now_ns: int, step: Step) -> Restored:
 
 
 def lay_out(
-    source: Source, data_directory: Path, ssd_directories: Sequence[Path], *, ssd_size_bytes: int, now_ns: int,
-    created_by: str, step: Step,
-) -> Restored:  # fmt: skip
+    source: Source,
+    data_directory: Path,
+    ssd_directories: Sequence[Path],
+    *,
+    ssd_size_bytes: int,
+    now_ns: int,
+    created_by: str,
+    step: Step,
+) -> Restored:
     """Verify an archive and make a store of it; `ssd_size_bytes` of each SSD file, 0 is a size that fits.
 
     Raises as `look` does, and DataDirectoryUnusable, CapacityExceeded, CorruptSegment, TierFailure.

@@ -1,4 +1,7 @@
-"""What an import shall do, and what became of each session of an export or an import. Knows no file and no store."""
+"""What an import shall do, and what became of each session of an export or an import.
+
+Knows no file and no store.
+"""
 
 import enum
 from collections.abc import Callable, Mapping
@@ -10,9 +13,16 @@ from ctxcache.errors import CacheError
 Step = Callable[[str, int, int], None]
 """Called with progress: the session's name, how many tokens more, how many bytes more."""
 ENDS_ALL = (
-    errors.Unavailable, errors.DeadlineExceeded, errors.Draining, errors.TooManyRequests, errors.Unauthenticated,
-    errors.PermissionDenied, errors.FileUnusable, errors.FileDamaged, errors.FormatTooNew,
-)  # fmt: skip
+    errors.Unavailable,
+    errors.DeadlineExceeded,
+    errors.Draining,
+    errors.TooManyRequests,
+    errors.Unauthenticated,
+    errors.PermissionDenied,
+    errors.FileUnusable,
+    errors.FileDamaged,
+    errors.FormatTooNew,
+)
 """Errors after which the next session would fare no better."""
 
 
@@ -53,7 +63,10 @@ class OnConflict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What to import and how. `names` maps ids in the file to new ids; `only` those ids, all where it is empty."""
+    """What to import and how. `names` maps ids in the file to new ids.
+
+    `only` those ids, all where it is empty.
+    """
 
     on_conflict: OnConflict = OnConflict.FAIL
     names: Mapping[str, str] = field(default_factory=dict)

@@ -33,7 +33,10 @@ SESSION_LIMIT, MODEL_LIMIT = 1 << 24, 1 << 16
 
 
 class Stretch(NamedTuple):
-    """Positions `[begin, end)` of a session. Their rows are the first of the `row_count` rows in frame `number`."""
+    """Positions `[begin, end)` of a session.
+
+    Their rows are the first of the `row_count` rows in frame `number`.
+    """
 
     number: int
     begin: int
@@ -55,9 +58,11 @@ class SessionInFile:
     """One session. `is_void` is known when its stretches have been read: its exporter gave it up midway."""
 
     def __init__(
-        self, described: ArchivedSession, stretches: Iterator[tuple[Stretch, memoryview | None] | None],
+        self,
+        described: ArchivedSession,
+        stretches: Iterator[tuple[Stretch, memoryview | None] | None],
         again: Callable[[Stretch], memoryview],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.described = described
         self.is_void = False
         self._stretches, self._again = stretches, again
@@ -68,7 +73,10 @@ class SessionInFile:
             yield stretch
 
     def rows(self) -> Iterator[Rows]:
-        """Iterate over its tokens' rows, once: uint8 [tokens, row_bytes] per stream, valid until the next are asked for."""
+        """Iterate over its tokens' rows, once.
+
+        Uint8 [tokens, row_bytes] per stream, valid until the next are asked for.
+        """
         described = self.described
         for stretch, payload in self._steps():
             whole = split(
@@ -217,7 +225,10 @@ class ArchiveReader:
 
 @dataclass(slots=True)
 class Contents:
-    """What is whole in an archive, all of it verified. Sessions in the file's order, with where their rows are."""
+    """What is whole in an archive, all of it verified.
+
+    Sessions in the file's order, with where their rows are.
+    """
 
     origin: Origin
     file_id: bytes

@@ -23,12 +23,9 @@ from ctxcache.cli.simulate_options import Options
 from ctxcache.cli.units import human_size
 from ctxcache.simulate.census import Census
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.pace import PacedTrace
-from ctxcache.simulate.runs import play, prepare
 from ctxcache.simulate.study import ALL_POLICIES, Outcome, study
-from ctxcache.simulate.sweep import Row, Sweep
-from ctxcache.simulate.sweeps import SWEEPS
-from ctxcache.simulate.trace import Trace
+from ctxcache.simulate.sweeps import SWEEPS, Row, Sweep, play, prepare
+from ctxcache.simulate.trace import PacedTrace, Trace
 
 SUFFIXES = (".png", ".svg")
 Draw = Callable[[Sweep, Sequence[Row], Census], None]

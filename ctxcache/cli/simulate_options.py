@@ -14,9 +14,7 @@ import typer
 from ctxcache.cli.units import parse_duration_s
 from ctxcache.settings.config import parse_size
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
-from ctxcache.simulate.lies import Lie
-from ctxcache.simulate.load import Hint, Load, Overflow
-from ctxcache.simulate.models import MODELS
+from ctxcache.simulate.load import MODELS, Hint, Lie, Load, Overflow
 from ctxcache.simulate.study import Capacity
 from ctxcache.simulate.trace import Pace
 

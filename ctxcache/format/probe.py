@@ -57,9 +57,9 @@ class ModelProbe:
     def difference(self, other: "ModelProbe") -> Difference | None:
         """Compare with `other`, relative to its values. None where the two used other tokens or groups.
 
-        The difference of a group is the median of absolute differences over the median of the other's absolute
-        values. So neither a few values that rounding moves far (tokens that go to other experts) nor a few huge
-        ones count.
+        The difference of a group is the median of absolute differences over the median of the other's
+        absolute values. So neither a few values that rounding moves far (tokens that go to other experts) nor
+        a few huge ones count.
         """
         mine, theirs = self._groups(), other._groups()  # noqa: SLF001  its own class's
         sizes = (len(self.values), self.group_size), (len(other.values), other.group_size)

@@ -1,7 +1,7 @@
 """The token that a scraper shows, in a file that is read again when it changes.
 
-A browser shows it as the password of any user. Worst case: a file that cannot be used, which is refused at the start; later
-what was read before goes on, and the log says so.
+A browser shows it as the password of any user. Worst case: a file that cannot be used, which is refused at
+the start; later what was read before goes on, and the log says so.
 """
 
 import base64
@@ -32,7 +32,10 @@ class Bearer:
         self._digest = self._read()
 
     def allows(self, authorization: str) -> bool:
-        """Whether an Authorization header shows the token. Compared in constant time, by hashes of one length."""
+        """Whether an Authorization header shows the token.
+
+        Compared in constant time, by hashes of one length.
+        """
         self._refresh()
         scheme, _, shown = authorization.strip().partition(" ")
         if scheme.lower() == "basic":

@@ -1,8 +1,9 @@
 """The metrics endpoint: a small HTTP server that only answers GET and HEAD, one request per connection.
 
-With TLS where it is given, and with a token for all but OPEN_PATHS. Bounded: CONNECTIONS_LIMIT connections, REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one, its answer's way
-included; what goes beyond is closed, whoever has asked nothing yet before whoever comes: probes must get through. Knows
-no metric: pages are given to it. Worst case: a peer that neither sends nor reads is cut off by the timeout.
+With TLS where it is given, and with a token for all but OPEN_PATHS. Bounded: CONNECTIONS_LIMIT connections,
+REQUEST_LIMIT_BYTES of a request, TIMEOUT_S for all of one, its answer's way included; what goes beyond is
+closed, whoever has asked nothing yet before whoever comes: probes must get through. Knows no metric: pages
+are given to it. Worst case: a peer that neither sends nor reads is cut off by the timeout.
 """
 
 import asyncio

@@ -1,11 +1,14 @@
-"""Exposition: all metrics of a server as text. Reads on the event loop, writes the text in a thread.
+"""All metrics of a server as text for Prometheus: read on the event loop, written in a thread.
 
-Bounded: one at a time; whoever asks meanwhile waits for its turn. Worst case: a file system that hangs under
-`statvfs` keeps a thread, and further scrapes wait.
+Reading takes a time that grows with tenants and with sessions that have unwritten rows, not with sessions or
+segments; it waits for nothing. `watch_loop` measures how late the event loop comes to a timer: what stalls
+the loop stalls every call. Bounded: one scrape at a time, others wait for their turn. Worst case: a file
+system that hangs under `statvfs` keeps a thread, and further scrapes wait.
 """
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,12 +20,199 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from ctxcache.cache import Cache
+from ctxcache.cache.journal import LOOKUP, READ, RESULTS
+from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.observations import QUICK_S, Histogram
-from ctxcache.observe.reading import read_cache
-from ctxcache.observe.samples import Sample, families, taken
+from ctxcache.observe.moment import Sample, families, taken
 from ctxcache.observe.table import OWN
 from ctxcache.service.admission import Admissions, Connections, RpcTimes
+from ctxcache.storage.tiers.base import Tier
 from ctxcache.wire.status import code_name
+
+TENANTS_SHOWN = 100
+OTHER = "_other"
+"""The tenants that are not shown by name, together."""
+SECOND_NS = 10**9
+
+
+def read_cache(cache: Cache) -> Iterator[Sample]:
+    """Every sample of the cache's metrics."""
+    yield from _hits(cache)
+    yield from _stay(cache)
+    yield from _tiers(cache)
+    yield from _moves(cache)
+    yield from _leases(cache)
+    yield from _tenants(cache)
+
+
+def _hits(cache: Cache) -> Iterator[Sample]:
+    state, counters, seen = cache.state, cache.state.counters, cache.state.seen
+    for by in (LOOKUP, READ):
+        for result in RESULTS:
+            yield Sample("ctxcache_accesses_total", state.journal.counts[by, result], (by, result))
+    in_dram = counters.dram_hit_token_count
+    yield Sample("ctxcache_read_tokens_total", in_dram, ("dram",))
+    yield Sample("ctxcache_read_tokens_total", counters.read_token_count - in_dram, ("ssd",))
+    yield Sample("ctxcache_appended_tokens_total", counters.appended_token_count)
+    yield Sample("ctxcache_regretted_sessions_total", seen.regretted_session_count)
+    yield Sample("ctxcache_regretted_tokens_total", seen.regretted_token_count)
+    yield Sample("ctxcache_evict_to_reuse_seconds", taken(seen.evict_to_reuse_s))
+
+
+def _stay(cache: Cache) -> Iterator[Sample]:
+    state, counters, seen, ledger = cache.state, cache.state.counters, cache.state.seen, cache.ledger
+    yield Sample("ctxcache_sessions", len(ledger.sessions()))
+    yield Sample("ctxcache_session_limit", state.limits.session_count)
+    yield Sample("ctxcache_wall_clock_ahead_seconds", state.clock.wall_ahead_ns() / SECOND_NS)
+    yield Sample("ctxcache_models", len(state.models))
+    yield Sample("ctxcache_model_limit", state.limits.model_count)
+    yield Sample("ctxcache_segments", len(ledger.segments()))
+    for cause, count in (
+        ("expired", counters.expired_session_count),
+        ("evicted", counters.evicted_session_count),
+        ("deleted", seen.deleted_session_count),
+    ):
+        yield Sample("ctxcache_ended_sessions_total", count, (cause,))
+    yield Sample("ctxcache_evicted_session_age_seconds", taken(seen.evicted_age_s))
+    yield Sample("ctxcache_evicted_session_idle_seconds", taken(seen.evicted_idle_s))
+    yield Sample("ctxcache_dram_residence_seconds", taken(seen.memory_residence_s))
+
+
+def _tiers(cache: Cache) -> Iterator[Sample]:
+    ledger = cache.ledger
+    yield from _tier("dram", cache.arena, ledger.memory)
+    yield from _tier("ssd", cache.ssd, ledger.below)
+    withheld = cache.ledger.withheld
+    yield Sample("ctxcache_withheld_sessions", len(withheld))
+    yield Sample("ctxcache_withheld_tokens", sum(withheld.values()))
+    yield Sample("ctxcache_quarantined_slots", len(ledger.below.quarantined))
+    yield Sample("ctxcache_quarantined_bytes", sum(slot.size_bytes for slot in ledger.below.quarantined))
+    yield Sample("ctxcache_stranded_slots", len(ledger.below.stranded))
+    marks, capacity_bytes = ledger.watermarks, ledger.memory.capacity_bytes
+    for mark, share in (
+        ("dram_low", marks.low),
+        ("dram_high", marks.high),
+        ("dirty", marks.dirty),
+        ("dirty_limit", marks.dirty_limit),
+    ):
+        yield Sample("ctxcache_watermark_bytes", int(share * capacity_bytes), (mark,))
+    for by, pins in (("leases", cache.leases.pins), ("reservations", cache.appends.pins)):
+        yield Sample("ctxcache_pinned_bytes", pins.used_bytes, (by,))
+        yield Sample("ctxcache_pinned_limit_bytes", pins.limit_bytes, (by,))
+        yield Sample("ctxcache_pin_waiters", pins.waiting_count, (by,))
+
+
+def _tier(name: str, tier: Tier, slots: SlotAllocator) -> Iterator[Sample]:
+    refusals = tier.refusals
+    for i, path in enumerate(tier.paths):
+        yield Sample("ctxcache_tier_capacity_bytes", tier.capacities_bytes[i], (name, path))
+        yield Sample("ctxcache_tier_used_bytes", slots.used_bytes_by_path[i], (name, path))
+        yield Sample("ctxcache_tier_largest_free_bytes", slots.largest_free_bytes_by_path[i], (name, path))
+        yield Sample("ctxcache_tier_segments", slots.slot_count_by_path[i], (name, path))
+        refusal = refusals.get(i)
+        state = "open" if refusal is None else refusal.state
+        for other in ("open", "resting", "fenced", "lost"):
+            yield Sample("ctxcache_path_state", other == state, (name, path, other))
+
+
+def _moves(cache: Cache) -> Iterator[Sample]:
+    state, counters, seen, ledger = cache.state, cache.state.counters, cache.state.seen, cache.ledger
+    ahead = ledger.placement.prefetched
+    yield Sample("ctxcache_promoted_segments_total", counters.promoted_segment_count)
+    yield Sample("ctxcache_promotion_seconds", taken(seen.promotion_s))
+    yield Sample("ctxcache_prefetched_segments_total", ahead.prefetched_segment_count)
+    yield Sample("ctxcache_prefetch_used_segments_total", ahead.prefetch_used_segment_count)
+    yield Sample("ctxcache_prefetch_late_segments_total", ahead.prefetch_late_segment_count)
+    yield Sample("ctxcache_prefetch_unused_segments_total", ahead.prefetch_unused_segment_count)
+    yield Sample("ctxcache_prefetch_waiting_segments", len(ledger.placement.unread))
+    yield Sample("ctxcache_flushed_segments_total", counters.flushed_segment_count)
+    yield Sample("ctxcache_flush_seconds", taken(seen.flush_s))
+    yield Sample("ctxcache_flushes", cache.flushing.flush_count)
+    since_ns, now_ns = ledger.oldest_unwritten_ns(), state.clock.monotonic_ns()
+    yield Sample("ctxcache_flush_lag_seconds", 0 if since_ns is None else (now_ns - since_ns) / SECOND_NS)
+    yield Sample("ctxcache_dirty_bytes", ledger.due_bytes)
+    yield Sample("ctxcache_spared_bytes", ledger.dirty_bytes - ledger.due_bytes)
+    yield Sample("ctxcache_unadmitted_sessions_total", counters.unadmitted_session_count)
+    yield Sample("ctxcache_claimed_bytes", ledger.claimed_bytes)
+    yield Sample("ctxcache_unwritten_sessions", ledger.unwritten_session_count)
+    yield Sample("ctxcache_delayed_writes_total", counters.delayed_write_count)
+    yield Sample("ctxcache_corrupt_segments_total", counters.corrupt_segment_count)
+    yield Sample("ctxcache_mended_segments_total", counters.mended_segment_count)
+    yield Sample("ctxcache_spoiled_slots", len(cache.ledger.memory.spoiled))
+    for step, count in seen.upkeep_failures.items():
+        yield Sample("ctxcache_upkeep_failures_total", count, (step,))
+
+
+def _leases(cache: Cache) -> Iterator[Sample]:
+    yield Sample("ctxcache_leases", cache.leases.lease_count)
+    yield Sample("ctxcache_lease_limit", cache.state.limits.lease_count)
+    yield Sample("ctxcache_oldest_lease_seconds", cache.leases.oldest_lease_s)
+    yield Sample("ctxcache_lease_seconds", taken(cache.state.seen.lease_s))
+    yield Sample("ctxcache_reservations", cache.appends.reservation_count)
+    for (operation, end), count in cache.state.seen.operations.items():
+        yield Sample("ctxcache_local_operations_total", count, (operation, end))
+    yield Sample("ctxcache_engines", cache.queues.engine_count)
+    yield Sample("ctxcache_engine_limit", cache.queues.limits.engine_count)
+    yield Sample("ctxcache_waiting_jobs", cache.queues.waiting_count)
+
+
+def _tenants(cache: Cache) -> Iterator[Sample]:
+    ledger, quotas = cache.ledger, cache.ledger.quotas
+    names = ledger.tenants()
+    yield Sample("ctxcache_tenants", len(names))
+    shown = shown_tenants(
+        names, {name: ledger.usage.of(name).kept_bytes for name in names}, set(ledger.usage.shares.by_tenant)
+    )
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for name in names:
+        use, own, as_name = ledger.usage.of(name), quotas.own(name), name if name in shown else OTHER
+        sums["ctxcache_tenant_sessions", as_name, ""] += len(ledger.names(name))
+        for tier, size_bytes in (
+            ("dram", use.memory_bytes),
+            ("ssd", use.durable_bytes),
+            ("kept", use.kept_bytes),
+        ):
+            sums["ctxcache_tenant_bytes", as_name, tier] += size_bytes
+        for tier, size_bytes in (("dram", own.memory_bytes), ("ssd", own.durable_bytes)):
+            sums["ctxcache_tenant_guaranteed_bytes", as_name, tier] += size_bytes
+        if as_name == name and own.limit_bytes is not None:
+            yield Sample("ctxcache_tenant_limit_bytes", own.limit_bytes, (name,))
+    for (metric, tenant, tier), value in sums.items():
+        yield Sample(metric, value, (tenant, tier) if tier else (tenant,))
+
+
+def shown_tenants(names: set[str], kept_bytes: dict[str, int], with_share: set[str]) -> set[str]:
+    """Whom to show by name: who has a share, then who has most; by name where that is the same."""
+    ordered = sorted(names, key=lambda name: (name not in with_share, -kept_bytes[name], name))
+    return set(ordered[:TENANTS_SHOWN])
+
+
+INTERVAL_S = 0.1
+
+
+class LoopLag:
+    """Ten timers a second, each measured. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self.lag_s = Histogram(QUICK_S)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to measure, on the running loop."""
+        self._begin(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        """Measure no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(INTERVAL_S, self._fire, loop, loop.time() + INTERVAL_S)
+
+    def _fire(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        self.lag_s.observe(loop.time() - due_s)
+        self._begin(loop)
 
 
 @dataclass(slots=True)

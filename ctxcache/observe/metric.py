@@ -14,7 +14,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `labels` have values from closed sets, but for tenants, of which there are as many as are shown."""
+    """One metric.
+
+    `labels` have values from closed sets, but for tenants, of which there are as many as are shown.
+    """
 
     name: str
     kind: Kind

@@ -1,22 +1,101 @@
-"""A moment: what all metrics were, by name and labels; and a ring of them, a minute apart, for the last hour. Pure.
+"""A moment: the values of all metrics, by name and labels.
 
-Bounded: MINUTES moments, of KEPT counters only.
+And a ring of moments, a minute apart, for the last hour.
+
+Samples are values of metrics at one moment, and become the families that the Prometheus library writes. A
+recording puts a moment a minute into the ring, on the running loop, and costs what a scrape does. Bounded:
+MINUTES moments, of KEPT counters only.
 """
 
+import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from ctxcache.observe.samples import Distribution, Sample
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
+
+from ctxcache.core.observations import Histogram
+from ctxcache.observe.metric import Kind, Metric
+
+
+class Distribution(NamedTuple):
+    """A histogram as it was: counts by bucket, not cumulative."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Sample(NamedTuple):
+    """One value. `labels` are in the order of the metric's."""
+
+    name: str
+    value: float | Distribution
+    labels: tuple[str, ...] = ()
+
+
+def taken(histogram: Histogram) -> Distribution:
+    """A histogram as it is now."""
+    return Distribution(histogram.bounds, tuple(histogram.counts), histogram.total)
+
+
+def families(metrics: Iterable[Metric], samples: Iterable[Sample]) -> Iterator[Family]:
+    """The samples by metric, in the metrics' order. Raises KeyError for a sample of none of them."""
+    by_name: dict[str, list[Sample]] = {metric.name: [] for metric in metrics}
+    for sample in samples:
+        by_name[sample.name].append(sample)
+    for metric in metrics:
+        yield _family(metric, by_name[metric.name])
+
+
+def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
+    if metric.kind is Kind.HISTOGRAM:
+        family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+        for sample in samples:
+            assert isinstance(sample.value, Distribution)  # noqa: S101  # as the table says
+            family.add_metric(sample.labels, _cumulative(sample.value), sample.value.total)
+        return family
+    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    made = make(metric.name, metric.meaning, labels=metric.labels)
+    for sample in samples:
+        assert not isinstance(sample.value, Distribution)  # noqa: S101  # as the table says
+        made.add_metric(sample.labels, sample.value)
+    return made
+
+
+def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
+    bounds = (*(f"{bound:g}" for bound in distribution.bounds), "+Inf")
+    return list(zip(bounds, accumulate(distribution.counts), strict=True))
+
 
 MINUTES = 60
-KEPT = frozenset({
-    "ctxcache_accesses_total", "ctxcache_read_tokens_total", "ctxcache_appended_tokens_total",
-    "ctxcache_corrupt_segments_total", "ctxcache_mended_segments_total", "ctxcache_delayed_writes_total", "ctxcache_upkeep_failures_total",
-    "ctxcache_refused_rpcs_total", "ctxcache_rpc_seconds", "ctxcache_event_loop_lag_seconds",
-    "ctxcache_promotion_seconds", "ctxcache_promoted_segments_total", "ctxcache_prefetched_segments_total",
-    "ctxcache_prefetch_unused_segments_total", "ctxcache_regretted_tokens_total",
-})  # fmt: skip
+KEPT = frozenset(
+    {
+        "ctxcache_accesses_total",
+        "ctxcache_read_tokens_total",
+        "ctxcache_appended_tokens_total",
+        "ctxcache_corrupt_segments_total",
+        "ctxcache_mended_segments_total",
+        "ctxcache_delayed_writes_total",
+        "ctxcache_upkeep_failures_total",
+        "ctxcache_refused_rpcs_total",
+        "ctxcache_rpc_seconds",
+        "ctxcache_event_loop_lag_seconds",
+        "ctxcache_promotion_seconds",
+        "ctxcache_promoted_segments_total",
+        "ctxcache_prefetched_segments_total",
+        "ctxcache_prefetch_unused_segments_total",
+        "ctxcache_regretted_tokens_total",
+    }
+)
 """What is asked for over time."""
 Labels = tuple[str, ...]
 Value = float | Distribution
@@ -110,3 +189,29 @@ def _grown(after: Value, before: Value | None) -> Value:
         counts = tuple(a - b for a, b in zip(after.counts, before.counts, strict=True))
         return Distribution(after.bounds, counts, after.total - before.total)
     return after - before if isinstance(before, int | float) else after
+
+
+INTERVAL_S = 60.0
+
+
+class Recording:
+    """What fills the ring. Owned by the event loop."""
+
+    def __init__(self, read: Callable[[], Moment]) -> None:
+        self.read = read
+        self.ring = Ring()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Record now, and each minute from now on."""
+        self._record(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        """Record no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _record(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.ring.add(self.read())
+        self._timer = loop.call_later(INTERVAL_S, self._record, loop)

@@ -1,12 +1,110 @@
-"""Status: what the status page says, as plain facts, made of a moment's metrics. Pure."""
+"""The status page's facts, made of a moment's metrics, and the few sessions and engines that the page names.
 
+A status is pure. The list looks at SESSIONS_LIMIT sessions at most, the newest ones, SLICE before others have
+their turn. Worst case: sessions come and go meanwhile, and some are left out.
+"""
+
+import asyncio
+import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ctxcache.cache import Cache
+from ctxcache.core.ledger.session import Session
 from ctxcache.observe.conditions import Holding, holding
-from ctxcache.observe.listed import Engine, Sessions
 from ctxcache.observe.moment import MINUTES, Moment, Ring, quantile
+
+SHOWN = 20
+SESSIONS_LIMIT = 1 << 16
+SLICE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A session. `heat`: accesses, half as much for every ten minutes since."""
+
+    tenant: str
+    session_id: str
+    model: str
+    tokens: int
+    heat: float
+    idle_s: float
+    dram_bytes: int
+    ssd_bytes: int
+    is_durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Those used most these minutes, and those that take most."""
+
+    hottest: tuple[Listed, ...]
+    largest: tuple[Listed, ...]
+    seen_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine's queue; lost: it has not come back yet."""
+
+    tenant: str
+    name: str
+    job_count: int
+    is_lost: bool
+
+
+async def listed_sessions(cache: Cache) -> Sessions:
+    """Look through the sessions, taking turns with everybody else."""
+    now_ns = cache.state.clock.now_ns()
+    hottest: list[tuple[float, int, Session]] = []
+    largest: list[tuple[float, int, Session]] = []
+    sessions = cache.ledger.newest(SESSIONS_LIMIT)
+    for begin in range(0, len(sessions), SLICE):
+        for i, session in enumerate(sessions[begin : begin + SLICE], begin):
+            # What forks share counts for each of them, as what it takes to read it does.
+            _keep(largest, (session.size_bytes, i, session))
+            _keep(hottest, (session.heat_at(now_ns), i, session))
+        await asyncio.sleep(0)
+    return Sessions(_listed(hottest, now_ns), _listed(largest, now_ns), len(sessions))
+
+
+def _keep(kept: list[tuple[float, int, Session]], found: tuple[float, int, Session]) -> None:
+    if len(kept) < SHOWN:
+        heapq.heappush(kept, found)
+    elif found[0] > kept[0][0]:
+        heapq.heapreplace(kept, found)
+
+
+def _listed(kept: Iterable[tuple[float, int, Session]], now_ns: int) -> tuple[Listed, ...]:
+    found = (session for size, _, session in sorted(kept, key=lambda k: (-k[0], k[1])) if size > 0)
+    return tuple(_facts(session, now_ns) for session in found if not session.is_gone)
+
+
+def _facts(session: Session, now_ns: int) -> Listed:
+    amounts = session.amounts()
+    return Listed(
+        session.tenant,
+        session.session_id,
+        session.model_id,
+        session.token_count,
+        session.heat_at(now_ns),
+        max(now_ns - session.access_time_ns, 0) / 10**9,
+        amounts.memory_bytes,
+        amounts.durable_bytes,
+        session.durable_token_count == session.token_count,
+    )
+
+
+def listed_engines(cache: Cache) -> tuple[Engine, ...]:
+    """Those with most jobs."""
+    queues = cache.queues
+    found = (
+        Engine(queue.tenant, queue.engine, queues.job_count(queue), queue.lost_until_ns is not None)
+        for queue in queues.by_name().values()
+    )
+    return tuple(heapq.nlargest(SHOWN, found, key=lambda engine: engine.job_count))
+
 
 TENANTS_SHOWN = 10
 HIT, EMPTY = "hit", "empty"
@@ -114,9 +212,15 @@ class Status:
 
 
 def status_of(
-    now: Moment, ring: Ring, *, now_s: float, promotion_count: int, settings: Mapping[str, str],
-    sessions: Sessions | None, engines: tuple[Engine, ...] | None,
-) -> Status:  # fmt: skip
+    now: Moment,
+    ring: Ring,
+    *,
+    now_s: float,
+    promotion_count: int,
+    settings: Mapping[str, str],
+    sessions: Sessions | None,
+    engines: tuple[Engine, ...] | None,
+) -> Status:
     """What is so now. `settings`: those that differ from their default."""
     ((version, policy),) = now.of("ctxcache_info")
     hour, minutes5 = ring.last(now, MINUTES), ring.last(now, 5)
@@ -124,17 +228,32 @@ def status_of(
     up_s = max(now_s - start_s, 0)
     calls = sum(sum(value.counts) for value in minutes5.distributions("ctxcache_rpc_seconds").values())
     return Status(
-        version, policy, start_s, up_s, bool(now.one("ctxcache_ready")), tuple(holding(now, ring)),
-        int(now.one("ctxcache_sessions")), int(now.one("ctxcache_models")),
+        version,
+        policy,
+        start_s,
+        up_s,
+        bool(now.one("ctxcache_ready")),
+        tuple(holding(now, ring)),
+        int(now.one("ctxcache_sessions")),
+        int(now.one("ctxcache_models")),
         quantile(minutes5.distributions("ctxcache_event_loop_lag_seconds").values(), 0.99),
         calls / max(min(up_s, 300), 1),
-        _hits(hour), tuple(map(_hits, ring.by_minute(now))), _misses(hour),
-        int(hour.one("ctxcache_regretted_tokens_total")), tuple(_paths(now)),
+        _hits(hour),
+        tuple(map(_hits, ring.by_minute(now))),
+        _misses(hour),
+        int(hour.one("ctxcache_regretted_tokens_total")),
+        tuple(_paths(now)),
         {labels[0]: int(value) for labels, value in now.of("ctxcache_watermark_bytes").items()},
-        _backlog(now), _running(now, promotion_count), int(now.one("ctxcache_engines")),
-        int(now.one("ctxcache_waiting_jobs")), engines, _tenants(now), int(now.one("ctxcache_tenants")),
-        sessions, settings,
-    )  # fmt: skip
+        _backlog(now),
+        _running(now, promotion_count),
+        int(now.one("ctxcache_engines")),
+        int(now.one("ctxcache_waiting_jobs")),
+        engines,
+        _tenants(now),
+        int(now.one("ctxcache_tenants")),
+        sessions,
+        settings,
+    )
 
 
 def _hits(grown: Moment) -> Hits:
@@ -144,9 +263,12 @@ def _hits(grown: Moment) -> Hits:
     tokens = "ctxcache_read_tokens_total"
     # A session without tokens is there as its creator left it: neither a hit nor a miss.
     return Hits(
-        by_result.total() - by_result[EMPTY], by_result[HIT], int(grown.one(tokens, "dram")),
-        int(grown.one(tokens, "ssd")), int(grown.one("ctxcache_appended_tokens_total")),
-    )  # fmt: skip
+        by_result.total() - by_result[EMPTY],
+        by_result[HIT],
+        int(grown.one(tokens, "dram")),
+        int(grown.one(tokens, "ssd")),
+        int(grown.one("ctxcache_appended_tokens_total")),
+    )
 
 
 def _misses(grown: Moment) -> Mapping[str, int]:
@@ -158,27 +280,33 @@ def _misses(grown: Moment) -> Mapping[str, int]:
 
 
 def _paths(now: Moment) -> list[Path]:
-    states = {
-        labels[:2]: labels[2] for labels, value in now.of("ctxcache_path_state").items() if value
-    }  # fmt: skip
+    states = {labels[:2]: labels[2] for labels, value in now.of("ctxcache_path_state").items() if value}
     return [
         Path(
-            tier, path, states.get((tier, path), "open"), int(now.one("ctxcache_tier_used_bytes", tier, path)),
-            int(capacity), int(now.one("ctxcache_tier_largest_free_bytes", tier, path)),
+            tier,
+            path,
+            states.get((tier, path), "open"),
+            int(now.one("ctxcache_tier_used_bytes", tier, path)),
+            int(capacity),
+            int(now.one("ctxcache_tier_largest_free_bytes", tier, path)),
             int(now.one("ctxcache_tier_segments", tier, path)),
         )
         for (tier, path), capacity in now.of("ctxcache_tier_capacity_bytes").items()
-    ]  # fmt: skip
+    ]
 
 
 def _backlog(now: Moment) -> Backlog:
     marks = "ctxcache_watermark_bytes"
     return Backlog(
-        int(now.one("ctxcache_dirty_bytes")), int(now.one("ctxcache_claimed_bytes")), int(now.one(marks, "dirty")),
-        int(now.one(marks, "dirty_limit")), int(now.one("ctxcache_spared_bytes")),
-        int(now.one("ctxcache_unwritten_sessions")), int(now.one("ctxcache_flushes")),
+        int(now.one("ctxcache_dirty_bytes")),
+        int(now.one("ctxcache_claimed_bytes")),
+        int(now.one(marks, "dirty")),
+        int(now.one(marks, "dirty_limit")),
+        int(now.one("ctxcache_spared_bytes")),
+        int(now.one("ctxcache_unwritten_sessions")),
+        int(now.one("ctxcache_flushes")),
         now.one("ctxcache_flush_lag_seconds"),
-    )  # fmt: skip
+    )
 
 
 def _running(now: Moment, promotion_count: int) -> tuple[Bound, ...]:
@@ -190,24 +318,32 @@ def _running(now: Moment, promotion_count: int) -> tuple[Bound, ...]:
         return Bound(name, *share)
 
     return (
-        calls("Calls", "calls"), calls("Streams of rows", "streams"), calls("Local clients", "local_clients"),
-        Bound("Leases", now.one("ctxcache_leases"), 0), pinned("Held by leases", "leases"),
-        Bound("Reservations", now.one("ctxcache_reservations"), 0), pinned("Held by reservations", "reservations"),
+        calls("Calls", "calls"),
+        calls("Streams of rows", "streams"),
+        calls("Local clients", "local_clients"),
+        Bound("Leases", now.one("ctxcache_leases"), 0),
+        pinned("Held by leases", "leases"),
+        Bound("Reservations", now.one("ctxcache_reservations"), 0),
+        pinned("Held by reservations", "reservations"),
         Bound("Waiting for room", sum(now.of("ctxcache_pin_waiters").values()), 0),
         Bound("Promotions", promotion_count, 0),
         Bound("Promoted ahead, not read yet", now.one("ctxcache_prefetch_waiting_segments"), 0),
         Bound("Oldest lease, s", now.one("ctxcache_oldest_lease_seconds"), 300),
-    )  # fmt: skip
+    )
 
 
 def _tenants(now: Moment) -> tuple[Tenant, ...]:
     name, limits = "ctxcache_tenant_bytes", now.of("ctxcache_tenant_limit_bytes")
     found = [
         Tenant(
-            who, int(count), int(now.one(name, who, "dram")), int(now.one(name, who, "ssd")),
-            int(now.one(name, who, "kept")), int(limits.get((who,), 0)),
+            who,
+            int(count),
+            int(now.one(name, who, "dram")),
+            int(now.one(name, who, "ssd")),
+            int(now.one(name, who, "kept")),
+            int(limits.get((who,), 0)),
         )
         for (who,), count in now.of("ctxcache_tenant_sessions").items()
-    ]  # fmt: skip
+    ]
     found.sort(key=lambda tenant: (-tenant.kept_bytes, tenant.name))
     return tuple(found[:TENANTS_SHOWN])

@@ -1,19 +1,228 @@
-"""The status page: a status as HTML. Pure; `html` sees to it that no name becomes markup."""
+"""The status page as HTML, with charts in SVG and numbers as people read them. Pure.
+
+Text never becomes markup: everything that is not Html is escaped. A chart is stretched to its place, and its
+words are tooltips.
+"""
 
 from collections.abc import Iterable, Sequence
+from html import escape
 
-from ctxcache.observe import words
-from ctxcache.observe.charts import hit_chart, meter, most_tokens, token_chart
 from ctxcache.observe.conditions import CRITICAL, Holding
-from ctxcache.observe.html import Html, document, element, joined, void
-from ctxcache.observe.listed import Engine, Listed
-from ctxcache.observe.status import Backlog, Bound, Path, Status, Tenant
+from ctxcache.observe.moment import MINUTES
+from ctxcache.observe.status import Backlog, Bound, Engine, Hits, Listed, Path, Status, Tenant
+
+
+class Html(str):
+    """Markup. Only this module makes some."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *children: object, **attributes: object) -> Html:
+    """An element; `class_` is class, `view_box` viewBox, `aria_label` aria-label.
+
+    An attribute of None or False is left out.
+    """
+    inner = "".join(child if isinstance(child, Html) else escape(str(child)) for child in children)
+    given = "".join(
+        f" {_name(key)}" if value is True else f' {_name(key)}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Html(f"<{name}{given}>{inner}</{name}>")
+
+
+def void(name: str, /, **attributes: object) -> Html:
+    """An element that has no end, such as meta."""
+    return Html(element(name, **attributes).removesuffix(f"</{name}>"))
+
+
+def joined(*parts: Html) -> Html:
+    """One after the other."""
+    return Html("".join(parts))
+
+
+def document(head: Html, body: Html) -> Html:
+    """A page in English."""
+    return Html("<!doctype html>" + element("html", element("head", head), body, lang="en"))
+
+
+def _name(key: str) -> str:
+    return {"view_box": "viewBox", "preserve_aspect_ratio": "preserveAspectRatio"}.get(
+        key, key.rstrip("_").replace("_", "-")
+    )
+
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(value: float) -> str:
+    """Bytes: `1.5 GiB`."""
+    i = 0
+    while value >= 1024 and i < len(UNITS) - 1:
+        value, i = value / 1024, i + 1
+    return f"{value:.0f} {UNITS[i]}" if i == 0 or value >= 100 else f"{value:.1f} {UNITS[i]}"
+
+
+def count_text(value: float) -> str:
+    """A number of things: `950`, `12.3k`, `4.0M`."""
+    for bound, end in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= bound:
+            return f"{value / min(bound, 1e3 if end == 'k' else bound):.1f}{end}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+
+
+def time_text(seconds: float) -> str:
+    """A time: `3.2 ms`, `45 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def share_text(value: float) -> str:
+    """Of one: `97 %`; what is not all is never 100 %."""
+    percent = min(value * 100, 99.9 if value < 1 else 100)
+    return f"{percent:.1f} %" if 0 < percent < 10 or 99 < percent < 100 else f"{percent:.0f} %"
+
+
+HEIGHT, SLOT, BAR = 100, 10, 8
+
+
+def hit_chart(by_minute: Sequence[Hits]) -> Html:
+    """Of each minute's accesses, those that hit, by tier; full height is all of them."""
+    return _columns(
+        by_minute,
+        [((hits.dram_share, "dram"), (hits.hit_share - hits.dram_share, "ssd")) for hits in by_minute],
+        [
+            f"{share_text(hits.hit_share)} of {count_text(hits.access_count)} accesses"
+            if hits.access_count
+            else "no access"
+            for hits in by_minute
+        ],
+        [hits.access_count > 0 for hits in by_minute],
+        "Share of accesses that hit, by minute",
+    )
+
+
+def token_chart(by_minute: Sequence[Hits]) -> Html:
+    """Tokens reused, by tier, and tokens appended above them; full height is the most of any minute."""
+    most = max((_token_count(hits) for hits in by_minute), default=0) or 1
+    return _columns(
+        by_minute,
+        [
+            (
+                (hits.dram_token_count / most, "dram"),
+                (hits.ssd_token_count / most, "ssd"),
+                (hits.appended_token_count / most, "new"),
+            )
+            for hits in by_minute
+        ],
+        [
+            f"{count_text(hits.dram_token_count)} from DRAM, {count_text(hits.ssd_token_count)} from SSD, "
+            f"{count_text(hits.appended_token_count)} new"
+            for hits in by_minute
+        ],
+        [False] * len(by_minute),
+        "Tokens reused and appended, by minute",
+    )
+
+
+def most_tokens(by_minute: Iterable[Hits]) -> int:
+    """The full height of the tokens' chart."""
+    return max(map(_token_count, by_minute), default=0)
+
+
+def meter(parts: Iterable[tuple[float, str]], marks: Iterable[tuple[float, str]] = (), *, label: str) -> Html:
+    """A bar: shares of its width one after the other, by class, and marks at shares, with words for each."""
+    drawn, left = [], 0.0
+    for part, class_ in parts:
+        width = max(min(part, 1 - left), 0)
+        drawn.append(
+            element(
+                "rect", x=f"{left * 1000:.1f}", y=0, width=f"{width * 1000:.1f}", height=10, class_=class_
+            )
+        )
+        left += width
+    ticks = [
+        element(
+            "rect",
+            element("title", text),
+            x=f"{min(at, 1) * 1000 - 1.5:.1f}",
+            y=0,
+            width=3,
+            height=10,
+            class_="mark",
+        )
+        for at, text in marks
+    ]
+    return element(
+        "svg",
+        *drawn,
+        *ticks,
+        class_="meter",
+        view_box="0 0 1000 10",
+        preserve_aspect_ratio="none",
+        role="img",
+        aria_label=label,
+    )
+
+
+def _token_count(hits: Hits) -> int:
+    return hits.dram_token_count + hits.ssd_token_count + hits.appended_token_count
+
+
+def _columns(
+    by_minute: Sequence[Hits],
+    stacks: Sequence[Sequence[tuple[float, str]]],
+    texts: Sequence[str],
+    is_whole: Sequence[bool],
+    label: str,
+) -> Html:
+    count = len(by_minute)
+    columns = []
+    for i, (stack, text) in enumerate(zip(stacks, texts, strict=True)):
+        x = (MINUTES - count + i) * SLOT
+        ago = f"{count - i - 1} min ago" if i < count - 1 else "this minute"
+        parts = [element("rect", x=x, y=0, width=BAR, height=HEIGHT, class_="slot")] if is_whole[i] else []
+        top = float(HEIGHT)
+        for part, class_ in stack:
+            top -= part * HEIGHT
+            if part > 0:
+                parts.append(
+                    element(
+                        "rect", x=x, y=f"{top:.1f}", width=BAR, height=f"{part * HEIGHT:.1f}", class_=class_
+                    )
+                )
+        columns.append(element("g", element("title", f"{ago}: {text}"), joined(*parts)))
+    base = element("rect", x=0, y=HEIGHT - 1, width=MINUTES * SLOT, height=1, class_="base")
+    return element(
+        "svg",
+        base,
+        *columns,
+        class_="columns",
+        view_box=f"0 0 {MINUTES * SLOT} {HEIGHT}",
+        preserve_aspect_ratio="none",
+        role="img",
+        aria_label=label,
+    )
+
 
 REFRESH_WITHOUT_SCRIPT_S = 15
 MISSES = {
-    "never_stored": "never stored", "fingerprint_mismatch": "another model", "corrupt": "corrupt",
-    "quota": "no room, or too much at once", "refused": "caller mistaken",
-}  # fmt: skip
+    "never_stored": "never stored",
+    "fingerprint_mismatch": "another model",
+    "corrupt": "corrupt",
+    "quota": "no room, or too much at once",
+    "refused": "caller mistaken",
+}
 NOT_SHOWN = (
     "Names of sessions and engines are not shown: this page asks nobody who they are. "
     'status_names = "on" shows them.'
@@ -38,12 +247,28 @@ def page(status: Status) -> Html:
         _header(status),
         element(
             "main",
-            _conditions(status), _tiles(status), _hits(status), _misses(status), _tokens(status), _tiers(status),
-            _backlog(status.backlog), _running(status.running), _engines(status), _tenants(status),
-            *_sessions(status), _settings(status),
+            _conditions(status),
+            _tiles(status),
+            _hits(status),
+            _misses(status),
+            _tokens(status),
+            _tiers(status),
+            _backlog(status.backlog),
+            _running(status.running),
+            _engines(status),
+            _tenants(status),
+            *_sessions(status),
+            _settings(status),
         ),
-        element("footer", "The same as ", element("a", "JSON", href="/status.json"), " and as ", element("a", "Prometheus metrics", href="/metrics"), element("span", id="age")),
-    )  # fmt: skip
+        element(
+            "footer",
+            "The same as ",
+            element("a", "JSON", href="/status.json"),
+            " and as ",
+            element("a", "Prometheus metrics", href="/metrics"),
+            element("span", id="age"),
+        ),
+    )
     return document(head, body)
 
 
@@ -55,25 +280,42 @@ def _header(status: Status) -> Html:
         "header",
         element("h1", "ctxcache"),
         element("span", words_of[state], class_=f"pill {state}"),
-        element("span", f"{status.version} · {status.placement_policy} · up {words.span(status.up_s)}", class_="quiet"),
-    )  # fmt: skip
+        element(
+            "span",
+            f"{status.version} · {status.placement_policy} · up {time_text(status.up_s)}",
+            class_="quiet",
+        ),
+    )
 
 
 def _conditions(status: Status) -> Html:
     if not status.conditions:
         return Html("")
-    return element("section", element("ul", *(
-        element("li", element("strong", each.summary), " ",
-            element("span", _found(each), class_="quiet"),
-            element("code", each.alert), class_=each.severity)
-        for each in status.conditions
-    )), class_="card wide alerts", aria_label="What is wrong now")  # fmt: skip
+    return element(
+        "section",
+        element(
+            "ul",
+            *(
+                element(
+                    "li",
+                    element("strong", each.summary),
+                    " ",
+                    element("span", _found(each), class_="quiet"),
+                    element("code", each.alert),
+                    class_=each.severity,
+                )
+                for each in status.conditions
+            ),
+        ),
+        class_="card wide alerts",
+        aria_label="What is wrong now",
+    )
 
 
 def _found(each: Holding) -> str:
     if not each.unit:
         return ""
-    write = {"s": words.span, "of": words.share}.get(each.unit.split()[0], words.count)
+    write = {"s": time_text, "of": share_text}.get(each.unit.split()[0], count_text)
     unit = "" if each.unit == "s" else f" {each.unit}"
     return f"{write(each.found)}{unit}" + (f", more than {write(each.bound)}" if each.bound else "")
 
@@ -82,17 +324,31 @@ def _tiles(status: Status) -> Html:
     hour = status.last_hour
     lag = status.backlog.lag_s
     tiles = (
-        ("Hits, last hour", words.share(hour.hit_share) if hour.access_count else "none asked", f"{words.count(hour.access_count)} accesses"),
-        ("Tokens reused", words.count(hour.dram_token_count + hour.ssd_token_count), "in the last hour"),
-        ("Sessions", words.count(status.session_count), f"of {words.count(status.model_count)} models"),
-        ("Calls", f"{words.count(round(status.calls_per_s, 1))}/s", "in the last five minutes"),
-        ("At stake in a crash", words.span(lag) if lag else "nothing", "age of what only memory has"),
-        ("Event loop, p99", words.span(status.loop_lag_p99_s), "late"),
-    )  # fmt: skip
-    return element("section", *(
-        element("div", element("div", name, class_="quiet"), element("div", value, class_="number"), element("div", more, class_="quiet small"))
-        for name, value, more in tiles
-    ), class_="wide tiles", aria_label="At a glance")  # fmt: skip
+        (
+            "Hits, last hour",
+            share_text(hour.hit_share) if hour.access_count else "none asked",
+            f"{count_text(hour.access_count)} accesses",
+        ),
+        ("Tokens reused", count_text(hour.dram_token_count + hour.ssd_token_count), "in the last hour"),
+        ("Sessions", count_text(status.session_count), f"of {count_text(status.model_count)} models"),
+        ("Calls", f"{count_text(round(status.calls_per_s, 1))}/s", "in the last five minutes"),
+        ("At stake in a crash", time_text(lag) if lag else "nothing", "age of what only memory has"),
+        ("Event loop, p99", time_text(status.loop_lag_p99_s), "late"),
+    )
+    return element(
+        "section",
+        *(
+            element(
+                "div",
+                element("div", name, class_="quiet"),
+                element("div", value, class_="number"),
+                element("div", more, class_="quiet small"),
+            )
+            for name, value, more in tiles
+        ),
+        class_="wide tiles",
+        aria_label="At a glance",
+    )
 
 
 def _card(title: str, *children: Html, class_: str = "half", more: str = "") -> Html:
@@ -101,24 +357,32 @@ def _card(title: str, *children: Html, class_: str = "half", more: str = "") -> 
 
 
 def _legend(*names: tuple[str, str]) -> Html:
-    return element("p", *(
-        element("span", element("i", class_=class_), name) for name, class_ in names
-    ), class_="legend")  # fmt: skip
+    return element(
+        "p", *(element("span", element("i", class_=class_), name) for name, class_ in names), class_="legend"
+    )
 
 
 def _hits(status: Status) -> Html:
     return _card(
-        "Hits", hit_chart(status.by_minute), _axis(), _legend(("in DRAM", "dram"), ("on SSD", "ssd"), ("missed", "slot")),
-        class_="two-thirds", more="share of accesses, last hour",
-    )  # fmt: skip
+        "Hits",
+        hit_chart(status.by_minute),
+        _axis(),
+        _legend(("in DRAM", "dram"), ("on SSD", "ssd"), ("missed", "slot")),
+        class_="two-thirds",
+        more="share of accesses, last hour",
+    )
 
 
 def _tokens(status: Status) -> Html:
     most = most_tokens(status.by_minute)
     return _card(
-        "Tokens", token_chart(status.by_minute), _axis(), _legend(("reused from DRAM", "dram"), ("reused from SSD", "ssd"), ("appended", "new")),
-        class_="two-thirds", more=f"by minute, up to {words.count(most)}",
-    )  # fmt: skip
+        "Tokens",
+        token_chart(status.by_minute),
+        _axis(),
+        _legend(("reused from DRAM", "dram"), ("reused from SSD", "ssd"), ("appended", "new")),
+        class_="two-thirds",
+        more=f"by minute, up to {count_text(most)}",
+    )
 
 
 def _axis() -> Html:
@@ -130,17 +394,27 @@ def _axis() -> Html:
 def _misses(status: Status) -> Html:
     most = max(status.misses.values(), default=0)
     rows = [
-        _row(
-            MISSES.get(reason, reason), words.count(count), meter([(count / most, "miss")], label=f"{count}")
-        )
+        _row(MISSES.get(reason, reason), count_text(count), meter([(count / most, "miss")], label=f"{count}"))
         for reason, count in status.misses.items()
     ]
     regret = status.regretted_token_count
     return _card(
-        "Misses", *(rows or [_nothing("None in the last hour.")]),
-        *([element("p", f"{words.count(regret)} tokens were evicted and had to be computed again.", class_="quiet")] if regret else []),
-        class_="third", more="last hour",
-    )  # fmt: skip
+        "Misses",
+        *(rows or [_nothing("None in the last hour.")]),
+        *(
+            [
+                element(
+                    "p",
+                    f"{count_text(regret)} tokens were evicted and had to be computed again.",
+                    class_="quiet",
+                )
+            ]
+            if regret
+            else []
+        ),
+        class_="third",
+        more="last hour",
+    )
 
 
 def _row(name: object, value: object, bar: Html) -> Html:
@@ -171,63 +445,76 @@ def _path(path: Path, status: Status) -> Html:
     )
     state = [] if path.state == "open" else [element("span", path.state, class_="pill critical")]
     more = (
-        f"{words.size(path.used_bytes)} of {words.size(path.capacity_bytes)}, {words.count(path.segment_count)} segments, "
-        f"largest free run {words.size(path.largest_free_bytes)}"
+        f"{size_text(path.used_bytes)} of {size_text(path.capacity_bytes)}, "
+        f"{count_text(path.segment_count)} segments, largest free run {size_text(path.largest_free_bytes)}"
     )
     bar = meter([(used, path.tier)], marks, label=more)
-    return joined(_row(name, words.share(used), bar), element("p", more, *state, class_="quiet small"))
+    return joined(_row(name, share_text(used), bar), element("p", more, *state, class_="quiet small"))
 
 
 def _backlog(backlog: Backlog) -> Html:
     limit = backlog.limit_bytes or 1
     bar = meter(
-        [(backlog.dirty_bytes / limit, "dirty"), ((backlog.claimed_bytes - backlog.dirty_bytes) / limit, "claimed")],
+        [
+            (backlog.dirty_bytes / limit, "dirty"),
+            ((backlog.claimed_bytes - backlog.dirty_bytes) / limit, "claimed"),
+        ],
         [(backlog.watermark_bytes / limit, "the oldest is written at once from here on")],
         label="dirty and reserved, of the limit",
-    )  # fmt: skip
+    )
     return _card(
         "Write-behind",
-        _row("Not on SSD yet", words.size(backlog.dirty_bytes), bar),
-        element("p", f"{words.size(backlog.claimed_bytes)} with reservations, of {words.size(backlog.limit_bytes)} that may be", class_="quiet small"),
-        _facts([
-            ("Sessions to write", words.count(backlog.session_count)), ("Flushes under way", words.count(backlog.flush_count)),
-            ("Oldest unwritten", words.span(backlog.lag_s)), ("Spared, SSD full of better", words.size(backlog.spared_bytes)),
-        ]), class_="third",
-    )  # fmt: skip
+        _row("Not on SSD yet", size_text(backlog.dirty_bytes), bar),
+        element(
+            "p",
+            f"{size_text(backlog.claimed_bytes)} with reservations, of {size_text(backlog.limit_bytes)} "
+            "that may be",
+            class_="quiet small",
+        ),
+        _facts(
+            [
+                ("Sessions to write", count_text(backlog.session_count)),
+                ("Flushes under way", count_text(backlog.flush_count)),
+                ("Oldest unwritten", time_text(backlog.lag_s)),
+                ("Spared, SSD full of better", size_text(backlog.spared_bytes)),
+            ]
+        ),
+        class_="third",
+    )
 
 
 def _running(running: Sequence[Bound]) -> Html:
     def value(bound: Bound) -> str:
-        write = words.size if bound.name.startswith("Held") else words.count
+        write = size_text if bound.name.startswith("Held") else count_text
         return write(bound.value) + (f" of {write(bound.limit)}" if bound.limit else "")
 
     return _card("In flight", _facts([(bound.name, value(bound)) for bound in running]), class_="third")
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> Html:
-    return element("dl", *(
-        element("div", element("dt", name), element("dd", value)) for name, value in facts
-    ))  # fmt: skip
+    return element(
+        "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in facts)
+    )
 
 
 def _engines(status: Status) -> Html:
     def row(engine: Engine) -> Sequence[object]:
-        return engine.name, engine.tenant, words.count(engine.job_count), "lost" if engine.is_lost else ""
+        return engine.name, engine.tenant, count_text(engine.job_count), "lost" if engine.is_lost else ""
 
     named = status.engines or ()
     table = _table(("engine", "tenant", "#jobs", ""), map(row, named)) if named else Html("")
-    text = f"{words.count(status.engine_count)} engines, {words.count(status.job_count)} jobs wait"
+    text = f"{count_text(status.engine_count)} engines, {count_text(status.job_count)} jobs wait"
     return _card("Engines' queues", _nothing(text), table, class_="third")
 
 
 def _tenants(status: Status) -> Html:
     def row(tenant: Tenant) -> Sequence[object]:
-        limit = words.size(tenant.limit_bytes) if tenant.limit_bytes else "none"
+        limit = size_text(tenant.limit_bytes) if tenant.limit_bytes else "none"
         return (
             tenant.name,
-            words.count(tenant.session_count),
-            words.size(tenant.kept_bytes),
-            words.size(tenant.dram_bytes),
+            count_text(tenant.session_count),
+            size_text(tenant.kept_bytes),
+            size_text(tenant.dram_bytes),
             limit,
         )
 
@@ -235,18 +522,24 @@ def _tenants(status: Status) -> Html:
         f"{len(status.tenants)} of {status.tenant_count}" if status.tenant_count > len(status.tenants) else ""
     )
     table = _table(("tenant", "#sessions", "#kept", "#in DRAM", "#limit"), map(row, status.tenants))
-    return _card("Tenants", table if status.tenants else _nothing("Nobody has anything yet."), class_="wide", more=more)  # fmt: skip
+    return _card(
+        "Tenants", table if status.tenants else _nothing("Nobody has anything yet."), class_="wide", more=more
+    )
 
 
 def _sessions(status: Status) -> list[Html]:
     if status.sessions is None:
         return [_card("Sessions", _nothing(NOT_SHOWN), class_="wide")]
     seen = status.sessions.seen_count
-    more = f"of the {words.count(seen)} newest" if seen < status.session_count else ""
+    more = f"of the {count_text(seen)} newest" if seen < status.session_count else ""
     return [
-        _card("Hottest sessions", _session_table(status.sessions.hottest), more=more or "accesses, half of them every 10 min"),
+        _card(
+            "Hottest sessions",
+            _session_table(status.sessions.hottest),
+            more=more or "accesses, half of them every 10 min",
+        ),
         _card("Largest sessions", _session_table(status.sessions.largest), more=more),
-    ]  # fmt: skip
+    ]
 
 
 def _session_table(sessions: Sequence[Listed]) -> Html:
@@ -256,8 +549,8 @@ def _session_table(sessions: Sequence[Listed]) -> Html:
 
     def row(each: Listed) -> Sequence[object]:
         bars = joined(
-            meter([(each.dram_bytes / most, "dram")], label=f"DRAM {words.size(each.dram_bytes)}"),
-            meter([(each.ssd_bytes / most, "ssd")], label=f"SSD {words.size(each.ssd_bytes)}"),
+            meter([(each.dram_bytes / most, "dram")], label=f"DRAM {size_text(each.dram_bytes)}"),
+            meter([(each.ssd_bytes / most, "ssd")], label=f"SSD {size_text(each.ssd_bytes)}"),
         )
         name = element(
             "span", each.session_id, class_="name", title=f"{each.tenant} / {each.session_id}, {each.model}"
@@ -266,10 +559,10 @@ def _session_table(sessions: Sequence[Listed]) -> Html:
         return (
             name,
             each.tenant,
-            words.count(each.tokens),
-            words.size(size_bytes),
+            count_text(each.tokens),
+            size_text(size_bytes),
             f"{each.heat:.1f}",
-            words.span(each.idle_s),
+            time_text(each.idle_s),
             bars,
         )
 
@@ -282,13 +575,21 @@ def _settings(status: Status) -> Html:
     if not status.settings:
         return _card("Settings", _nothing("All at their defaults."), class_="wide")
     rows = [(element("code", name), element("code", value)) for name, value in status.settings.items()]
-    return _card("Settings", _table(("setting", "value"), rows), class_="wide", more="those that differ from their default")  # fmt: skip
+    return _card(
+        "Settings",
+        _table(("setting", "value"), rows),
+        class_="wide",
+        more="those that differ from their default",
+    )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """Columns whose head begins with # are numbers."""
     classes = ["right" if head.startswith("#") else None for head in heads]
-    head = element("tr", *(element("th", h.lstrip("#"), class_=c, scope="col") for h, c in zip(heads, classes, strict=True)))  # fmt: skip
+    head = element(
+        "tr",
+        *(element("th", h.lstrip("#"), class_=c, scope="col") for h, c in zip(heads, classes, strict=True)),
+    )
     body = [
         element("tr", *(element("td", cell, class_=c) for cell, c in zip(row, classes, strict=True)))
         for row in rows

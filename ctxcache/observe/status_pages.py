@@ -17,9 +17,8 @@ from time import monotonic
 
 from ctxcache.observe.endpoint import Answer, Page
 from ctxcache.observe.exposition import Exposition, Sources
-from ctxcache.observe.listed import Engine, Sessions, listed_engines, listed_sessions
-from ctxcache.observe.recording import Recording
-from ctxcache.observe.status import Status, status_of
+from ctxcache.observe.moment import Recording
+from ctxcache.observe.status import Engine, Sessions, Status, listed_engines, listed_sessions, status_of
 from ctxcache.observe.status_page import page
 
 FRESH_S = 1.0
@@ -73,10 +72,14 @@ class StatusPages:
                 self._sessions = (monotonic(), await listed_sessions(cache))
             sessions, engines = self._sessions[1], listed_engines(cache)
         return status_of(
-            self._recording.read(), self._recording.ring, now_s=cache.state.clock.wall_ns() / 10**9,
+            self._recording.read(),
+            self._recording.ring,
+            now_s=cache.state.clock.wall_ns() / 10**9,
             promotion_count=cache.promotions.running_count,
-            settings=self._sources.settings(), sessions=sessions, engines=engines,
-        )  # fmt: skip
+            settings=self._sources.settings(),
+            sessions=sessions,
+            engines=engines,
+        )
 
 
 async def _fixed(answer: Answer, _: Mapping[str, str]) -> Answer:
@@ -96,7 +99,10 @@ def is_own_name(host: str) -> bool:
 
 
 def pages_of(sources: Sources, recording: Recording) -> Mapping[str, Page]:
-    """By path: `/metrics`, `/healthz` (the event loop answers), `/readyz` (it takes work), and the status page's."""
+    """By path.
+
+    `/metrics`, `/healthz` (the event loop answers), `/readyz` (it takes work), and the status page's.
+    """
     exposition = Exposition(sources)
 
     async def metrics(headers: Mapping[str, str]) -> Answer:

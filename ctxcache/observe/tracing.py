@@ -1,8 +1,8 @@
 """Tracing with OpenTelemetry: spans of rpcs, promotions and flushes, sent to a collector over OTLP.
 
-Imports what `ctxcache[otel]` installs, only when it is set up. Callers decide what is traced: what they sample is,
-and `ratio` of what comes without a trace. Worst case: a collector that is away; spans wait in a bounded queue and
-are dropped then, and nobody else waits but the end of the server, END_TIMEOUT_S at most.
+Imports what `ctxcache[otel]` installs, only when it is set up. Callers decide what is traced: what they
+sample is, and `ratio` of what comes without a trace. Worst case: a collector that is away; spans wait in a
+bounded queue and are dropped then, and nobody else waits but the end of the server, END_TIMEOUT_S at most.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Reading: a recording's file, from its first line to its last, as often as it is asked for.
 
-Memory: its layouts, and in `sessions_before` an entry per session. Worst case: InvalidTrace, which names file, line
-and field.
+Memory: its layouts, and in `sessions_before` an entry per session. Worst case: InvalidTrace, which names
+file, line and field.
 """
 
 from collections import Counter
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.simulate.lines import rows_of
 from ctxcache.simulate.recorded import Called, called, check_header
-from ctxcache.simulate.row import InvalidTrace, Row
+from ctxcache.simulate.rows import InvalidTrace, Row, rows_of
 
 DEFAULT_TTL_S = 3600.0
 SIZED = frozenset(("open", "append", "fork"))
@@ -56,7 +55,10 @@ class Contents:
     """By layout."""
 
     def simulate_options(self) -> tuple[str, ...]:
-        """Those with which `ctxcache simulate` has this store's sizes; a token takes what it did on average."""
+        """Those with which `ctxcache simulate` has this store's sizes.
+
+        A token takes what it did on average.
+        """
         token_count = self.appended_tokens.total()
         size_bytes = sum(
             count * self.layouts[number].segment_bytes // self.layouts[number].segment_tokens
@@ -64,10 +66,13 @@ class Contents:
         )
         dram_bytes, ssd_bytes = (_whole(self.store.get(name)) for name in ("dram_bytes", "ssd_bytes"))
         said = {
-            "--dram": f"{dram_bytes}", "--ssd": f"{max(ssd_bytes - dram_bytes, 0)}",
-            "--token-bytes": f"{max(size_bytes // max(token_count, 1), 1)}", "--segment": f"{SEGMENT_TOKENS}",
-            "--ttl": f"{self.ttl_s or DEFAULT_TTL_S:g}s", "--policies": str(self.store.get("placement_policy", "")),
-        }  # fmt: skip
+            "--dram": f"{dram_bytes}",
+            "--ssd": f"{max(ssd_bytes - dram_bytes, 0)}",
+            "--token-bytes": f"{max(size_bytes // max(token_count, 1), 1)}",
+            "--segment": f"{SEGMENT_TOKENS}",
+            "--ttl": f"{self.ttl_s or DEFAULT_TTL_S:g}s",
+            "--policies": str(self.store.get("placement_policy", "")),
+        }
         return ("--inclusive", *(part for option in said.items() if option[1] for part in option))
 
 

@@ -31,10 +31,8 @@ from ctxcache.errors import (
 )
 from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.endpoint import Endpoint
-from ctxcache.observe.exposition import Sources, read
-from ctxcache.observe.loop_lag import LoopLag
-from ctxcache.observe.moment import Moment
-from ctxcache.observe.recording import Recording
+from ctxcache.observe.exposition import LoopLag, Sources, read
+from ctxcache.observe.moment import Moment, Recording
 from ctxcache.observe.status_pages import pages_of
 from ctxcache.observe.tracing import open_spans
 from ctxcache.runtime.clock import Clock, StoreClock

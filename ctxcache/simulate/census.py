@@ -1,4 +1,6 @@
-"""What a trace holds, counted before a sweep: turns, sessions, how many come within one TTL, how long they get.
+"""What a trace holds, counted before a sweep.
+
+Turns, sessions, how many come within one TTL, how long they get.
 
 Memory: an entry per session, and one per turn of the last TTL.
 """
@@ -34,14 +36,17 @@ class Census:
         return self.session_count / max(self.begin_span_s, 1.0)
 
     def cache_bytes(self, context_tokens: int | None, token_bytes: int) -> int:
-        """What all those sessions need with full windows: the paper's CCpUT. No window: that of the longest."""
+        """What all those sessions need with full windows: the paper's CCpUT. No window.
+
+        That of the longest.
+        """
         return self.distinct_sessions * (context_tokens or self.longest_tokens) * token_bytes
 
     def sentence(self) -> str:
         """Say it to people."""
         text = (
-            f"{self.turn_count} turns of {self.session_count} sessions, {self.sessions_per_s:.3g} beginning a second;"
-            f" at most {self.distinct_sessions} of them within {self.ttl_s / 3600:.3g} h"
+            f"{self.turn_count} turns of {self.session_count} sessions, {self.sessions_per_s:.3g} beginning "
+            f"a second; at most {self.distinct_sessions} of them within {self.ttl_s / 3600:.3g} h"
         )
         if self.live_bytes:
             text += f"; live state peaks at {self.live_bytes / 1e12:.3g} TB"

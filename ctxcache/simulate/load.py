@@ -1,10 +1,60 @@
-"""A simulation's load: the machine, what it costs, the model, the scheduler and the hints."""
+"""A simulation's load: the machine, its price, the model, the scheduler, the hints, and who lies about them.
+
+Pure.
+
+Schedulers and clients lie for a stated share of what they say, the same in each replay. Models by name have
+bytes of state a token, context window, GPUs and speed of prefill as CachedAttention ran them.
+
+Sources: windows and GPUs from CachedAttention, ATC'24, sections 2.3 and 4.1; Falcon's window, which the paper
+does not say, from the model's card. Bytes: 2 x layers x KV heads x head size x 2. Prefill: the paper's 2,048
+tokens in 360 ms for LLaMA-65B on four A100s, for the others by parameters and GPUs at the same use of the
+GPU.
+"""
 
 import enum
 import math
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 
-from ctxcache.simulate.lies import Lie
+from ctxcache.simulate.trace import Turn
+
+
+class Lie(enum.Enum):
+    """What can be false: a job's place, a job that never comes, one that is not told, a client's hint."""
+
+    ORDER = "order"
+    PHANTOM = "phantom"
+    MISSING = "missing"
+    HINT = "hint"
+
+
+@dataclass(frozen=True, slots=True)
+class Liar:
+    """Lies of these kinds about a share of the turns."""
+
+    share: float
+    kinds: frozenset[Lie]
+
+    def tells(self, kind: Lie, turn: Turn) -> bool:
+        """Whether it lies in this way at this turn."""
+        if not self.share or kind not in self.kinds:
+            return False
+        return zlib.crc32(b"%s at %d" % (turn.session, int(turn.arrival_s * 1000))) < self.share * 2**32
+
+    def order(self, turn: Turn, order: int) -> float | None:
+        """The place that a job of that place is given; None where nothing is said of it."""
+        if self.tells(Lie.MISSING, turn):
+            return None
+        if self.tells(Lie.ORDER, turn):
+            return float(zlib.crc32(b"place " + turn.session) % (2 * order))
+        return float(order)
+
+    def return_s(self, turn: Turn, now_s: float, next_s: float) -> float:
+        """When a session is said to return: ten times too late or too early."""
+        if not self.tells(Lie.HINT, turn):
+            return next_s
+        return now_s + max(next_s - now_s, 0.0) * (10.0 if zlib.crc32(b"late " + turn.session) % 2 else 0.1)
+
 
 HOUR_S = 3600.0
 GB = 1e9
@@ -54,14 +104,15 @@ class Overflow(enum.Enum):
 class Load:
     """`slot_count` None: nothing waits, and turns take no time unless `is_timed`. Rates are a second's.
 
-    `token_bytes` is what the model's state takes; 819,200 is LLaMA-13B's KV at 16 bits. `prefill_tokens_per_s` is
-    that of all `gpu_count` GPUs. State is kept in whole segments of `segment_tokens`. `is_inclusive`: SSD has what
-    DRAM has, as the server's does, is as large as both together, and each turn is written when it ends; else a
-    session lies in one tier, and is written when it leaves DRAM, as far as SSD does not have it yet. Without
-    `ssd_write_bytes_per_s` writes take no time. With `layer_count` a history's layers come one behind another, SSD
-    read, copy and prefill at once (`pipeline`); of the sessions in DRAM it then has the first `resident_layer_count`,
-    if that is said, and more sessions for it: `is_inclusive` only. `wrong_hint_share` of what is said is false in
-    each of the ways of `lies`. The first `warm_up_count` turns served are not counted.
+    `token_bytes` is what the model's state takes; 819,200 is LLaMA-13B's KV at 16 bits.
+    `prefill_tokens_per_s` is that of all `gpu_count` GPUs. State is kept in whole segments of
+    `segment_tokens`. `is_inclusive`: SSD has what DRAM has, as the server's does, is as large as both
+    together, and each turn is written when it ends; else a session lies in one tier, and is written when it
+    leaves DRAM, as far as SSD does not have it yet. Without `ssd_write_bytes_per_s` writes take no time. With
+    `layer_count` a history's layers come one behind another, SSD read, copy and prefill at once (`pipeline`);
+    of the sessions in DRAM it then has the first `resident_layer_count`, if that is said, and more sessions
+    for it: `is_inclusive` only. `wrong_hint_share` of what is said is false in each of the ways of `lies`.
+    The first `warm_up_count` turns served are not counted.
     """
 
     token_bytes: int = 819_200
@@ -98,7 +149,10 @@ class Load:
         return -(-token_count // self.segment_tokens) * self.segment_tokens * self.token_bytes
 
     def whole_bytes(self, token_count: int) -> int:
-        """What of so many tokens lies in full segments: one that is not full is written again when it has grown."""
+        """What of so many tokens lies in full segments.
+
+        One that is not full is written again when it has grown.
+        """
         return token_count // self.segment_tokens * self.segment_tokens * self.token_bytes
 
     @property
@@ -115,3 +169,32 @@ class Load:
 
 
 NEVER_S = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`prefill_tokens_per_s` is that of all its `gpu_count` GPUs together."""
+
+    token_bytes: int
+    context_tokens: int
+    gpu_count: int
+    prefill_tokens_per_s: float
+
+    def served(self, load: Load) -> Load:
+        """The load, with this model."""
+        return replace(
+            load,
+            token_bytes=self.token_bytes,
+            context_tokens=self.context_tokens,
+            gpu_count=self.gpu_count,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+        )
+
+
+MODELS = {
+    "llama-13b": Model(2 * 40 * 5120 * 2, 4096, 2, 14_200.0),
+    "llama-65b": Model(2 * 80 * 8192 * 2, 2048, 4, 5_690.0),
+    "llama-70b": Model(2 * 80 * 1024 * 2, 4096, 4, 5_280.0),
+    "falcon-40b": Model(2 * 60 * 512 * 2, 2048, 4, 9_240.0),
+    "mistral-7b": Model(2 * 32 * 1024 * 2, 32_768, 1, 12_800.0),
+}

@@ -1,4 +1,6 @@
-"""The picture of a sweep: ours as bars or lines, the paper's as hollow marks. Needs matplotlib, of the extra `bench`.
+"""The picture of a sweep: ours as bars or lines, the paper's as hollow marks.
+
+Needs matplotlib, of the extra `bench`.
 
 Worst case: a path that cannot be written raises OSError.
 """
@@ -15,19 +17,28 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ctxcache.simulate.census import Census
-from ctxcache.simulate.sweep import Panel, Row, Sweep
+from ctxcache.simulate.sweeps import Panel, Row, Sweep
 
 # Okabe and Ito's, told apart by any eye; a series that is known has the same one in every picture.
 _COLORS = {
-    "lru": "#56B4E9", "fifo": "#999999", "look-ahead": "#0072B2", "value": "#E69F00",
+    "lru": "#56B4E9",
+    "fifo": "#999999",
+    "look-ahead": "#0072B2",
+    "value": "#E69F00",
     "belady": "#000000",
-}  # fmt: skip
+}
 _OTHERS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#0072B2")
 _MARKERS = "osD^vP*Xh"
 _STYLE: dict[Any, Any] = {  # matplotlib's names of them are a type of 400 words
-    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#666666",
-    "axes.titlelocation": "left", "axes.titlesize": 11, "svg.hashsalt": "ctxcache", "svg.fonttype": "path",
-}  # fmt: skip
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "svg.hashsalt": "ctxcache",
+    "svg.fonttype": "path",
+}
 _CEILING: dict[str, Any] = {"color": "#222222", "linestyle": (0, (4, 3)), "linewidth": 1.1, "zorder": 2}
 BOUND = "belady"
 _DPI = 110
@@ -86,9 +97,15 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[Row], colors: dict[str, str])
         text = f"{base:.0%}" if panel.is_share else f"{base:.2f}"
         known = row.run.paper.get(panel.figure)
         axes.annotate(
-            text, (place - (0.1 * width if known is not None else 0), base), (0, 3), textcoords="offset points",
-            ha="center", va="bottom", fontsize=7.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-        )  # fmt: skip
+            text,
+            (place - (0.1 * width if known is not None else 0), base),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
         if known is not None:
             axes.add_line(_paper([place + 0.27 * width], [known]))
     if panel.ceiling:
@@ -132,10 +149,19 @@ def _stroke(series: str, color: str, marker: str) -> dict[str, Any]:
 def _paper(xs: Sequence[float], ys: Sequence[float], *, color: str | None = None) -> Line2D:
     """The paper's values: hollow, joined by dots where they have a color."""
     return Line2D(
-        xs, ys, linestyle=":" if color else "none", color=color, marker="D", markersize=6,
-        markerfacecolor="white", markeredgecolor="#222222", markeredgewidth=1.4, label="the paper's", zorder=4,
+        xs,
+        ys,
+        linestyle=":" if color else "none",
+        color=color,
+        marker="D",
+        markersize=6,
+        markerfacecolor="white",
+        markeredgecolor="#222222",
+        markeredgewidth=1.4,
+        label="the paper's",
+        zorder=4,
         clip_on=False,
-    )  # fmt: skip
+    )
 
 
 def _finish(axes: Axes, panel: Panel, sweep: Sweep) -> None:

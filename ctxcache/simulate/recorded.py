@@ -1,18 +1,17 @@
 """Recordings of a live store, read call by call, and the turns that its calls make.
 
-docs/recording.md has the format. A turn begins with a read or with the opening of a session after something was
-appended, or when nothing was heard of the session for GAP_S; what is appended belongs to the read before it, however
-long that took. Its history is what the session had, whether the store still had it or not; which of a turn's tokens
-were asked and which answered no store is told, so that all count as asked.
-Memory: an entry per session and per turn. Worst case: InvalidTrace, which names file, line and field.
+docs/recording.md has the format. A turn begins with a read or with the opening of a session after something
+was appended, or when nothing was heard of the session for GAP_S; what is appended belongs to the read before
+it, however long that took. Its history is what the session had, whether the store still had it or not; which
+of a turn's tokens were asked and which answered no store is told, so that all count as asked. Memory: an
+entry per session and per turn. Worst case: InvalidTrace, which names file, line and field.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ctxcache.simulate.row import Row
-from ctxcache.simulate.turn import Turn
+from ctxcache.simulate.rows import Row, Turn
 
 FORMAT, VERSION = "ctxcache-recording", 1
 FIELDS = ("format", "version", "store")
@@ -20,10 +19,26 @@ FIELDS = ("format", "version", "store")
 GAP_S = 60.0
 KINDS = frozenset(
     (
-        "open", "reserve", "append", "finish", "lookup", "get", "read", "release", "truncate", "fork", "touch", "flush", "demote", "delete",
-        "hint", "expire", "evict", "cut",
+        "open",
+        "reserve",
+        "append",
+        "finish",
+        "lookup",
+        "get",
+        "read",
+        "release",
+        "truncate",
+        "fork",
+        "touch",
+        "flush",
+        "demote",
+        "delete",
+        "hint",
+        "expire",
+        "evict",
+        "cut",
     )
-)  # fmt: skip
+)
 """Every kind of call."""
 
 

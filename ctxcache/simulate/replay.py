@@ -17,10 +17,8 @@ from heapq import heappop, heappush
 
 from ctxcache.core.placement.policy import Facts, Policy, Tier
 from ctxcache.core.placement.schedule import Job, Schedule
-from ctxcache.simulate.lies import Liar, Lie
-from ctxcache.simulate.load import NEVER_S, Hint, Load, Overflow
-from ctxcache.simulate.pipeline import Fetch, Layers
-from ctxcache.simulate.store import MakePolicy, Store
+from ctxcache.simulate.load import NEVER_S, Hint, Liar, Lie, Load, Overflow
+from ctxcache.simulate.store import Fetch, Layers, MakePolicy, Store
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
 
@@ -100,7 +98,8 @@ class _Live:
     """A session between its first turn and its end. `waiting` are turns that came before the last was over.
 
     Of its tokens since the first, `dropped_tokens` fell out of the context window. Of the turn that runs,
-    `history_tokens` and `input_tokens` are what of each the window holds, `cut_tokens` what fell out at its start.
+    `history_tokens` and `input_tokens` are what of each the window holds, `cut_tokens` what fell out at its
+    start.
     """
 
     turn_count: int = 0

@@ -1,18 +1,36 @@
-"""A study: every policy at every capacity over one trace, as the command prints it. Knows no terminal."""
+"""A study: every policy at every capacity over one trace, as the command prints it. Knows no terminal.
 
+`look` reads a trace once before its replay and says when each session comes next: 8 bytes a turn and an entry
+per session, for Belady, for hints and for capacities as multiples of the live footprint.
+"""
+
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
+from ctxcache.simulate.rows import Turn
 from ctxcache.simulate.store import MakePolicy
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Trace
-from ctxcache.simulate.turn import Turn
+
+
+def look(turns: Iterable[Turn]) -> "array[float]":
+    """Read the whole trace; returns by turn when its session arrives next, in seconds, infinity for never."""
+    next_arrivals_s = array("d")
+    last: dict[bytes, int] = {}
+    for index, turn in enumerate(turns):
+        before = last.get(turn.session)
+        next_arrivals_s.append(math.inf)
+        if before is not None:
+            next_arrivals_s[before] = turn.arrival_s
+        last[turn.session] = index
+    return next_arrivals_s
+
 
 BELADY = "belady"
 ALL_POLICIES = (*POLICIES, BELADY)
@@ -49,10 +67,13 @@ class Outcome:
     def to_dict(self) -> dict[str, object]:
         """For JSON; sizes in bytes, times in seconds, money in US dollars."""
         return {
-            "policy": self.policy, "footprint_multiple": self.multiple,
-            "dram_bytes": self.load.dram_bytes, "ssd_bytes": self.load.ssd_bytes,
-            **self.tally.figures(), **self.tally.costs(self.load),
-        }  # fmt: skip
+            "policy": self.policy,
+            "footprint_multiple": self.multiple,
+            "dram_bytes": self.load.dram_bytes,
+            "ssd_bytes": self.load.ssd_bytes,
+            **self.tally.figures(),
+            **self.tally.costs(self.load),
+        }
 
 
 def study(

@@ -1,9 +1,47 @@
-"""What a replay counts, and the figures made of it. Knows no policy."""
+"""The counts of a replay, histograms of its durations, and the figures made of both. Knows no policy."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field, fields
 
-from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.load import Load
+
+LEAST_S = 1e-6
+STEP = math.log(1.01)
+
+
+class Histogram:
+    """Counts by bucket. A quantile is off by half a per cent at most, and 0 is 0."""
+
+    __slots__ = ("buckets", "count", "sum_s")
+
+    def __init__(self) -> None:
+        self.buckets: Counter[int] = Counter()
+        """How many durations, by number of the bucket."""
+        self.count = 0
+        self.sum_s = 0.0
+
+    def add(self, value_s: float) -> None:
+        """Count a duration of 0 or more."""
+        self.count += 1
+        self.sum_s += value_s
+        self.buckets[int(math.log(value_s / LEAST_S) / STEP) + 1 if value_s > LEAST_S else 0] += 1
+
+    def merge(self, other: "Histogram") -> None:
+        """Count another's durations, too."""
+        self.count += other.count
+        self.sum_s += other.sum_s
+        self.buckets.update(other.buckets)
+
+    def quantile_s(self, share: float) -> float:
+        """The duration that so great a share does not exceed; 0 where nothing was counted."""
+        left = math.ceil(share * self.count)
+        for bucket in sorted(self.buckets):
+            left -= self.buckets[bucket]
+            if left <= 0:
+                return LEAST_S * math.exp((bucket - 0.5) * STEP) if bucket else 0.0
+        return 0.0
+
 
 DAY_S = 86_400.0
 
@@ -14,7 +52,8 @@ class Tally:
 
     `dram_hits` were in DRAM when the turn started, `ssd_hits` had to be read from SSD then. Every other later
     turn is a miss: of state that had been given up (`regret`), that an overflow had made void, or that had
-    outlived its TTL, or came before the trace (`expired`). `prompt_tokens` a machine without a store computes.
+    outlived its TTL, or came before the trace (`expired`). `prompt_tokens` a machine without a store
+    computes.
     """
 
     turns: int = 0
@@ -98,7 +137,8 @@ class Tally:
     def costs(self, load: Load) -> dict[str, float]:
         """GPU seconds of prefill and US dollars, with the store and without; wear of the load's SSD.
 
-        Without a store there is no storage to pay for, and each prompt is computed whole. Decoding is in neither.
+        Without a store there is no storage to pay for, and each prompt is computed whole. Decoding is in
+        neither.
         """
         gpu_s = load.prefill_s(self.computed_tokens) * load.gpu_count
         gpu_without_s = load.prefill_s(self.prompt_tokens) * load.gpu_count
@@ -106,12 +146,16 @@ class Tally:
         gpu, gpu_without = load.prices.gpu(gpu_s), load.prices.gpu(gpu_without_s)
         days = max(self.end_s - self.begin_s, 1.0) / DAY_S
         return {
-            "gpu_s": gpu_s, "gpu_without_s": gpu_without_s, "gpu_saved_s": gpu_without_s - gpu_s,
-            "storage_cost": storage, "cost": gpu + storage, "cost_without": gpu_without,
+            "gpu_s": gpu_s,
+            "gpu_without_s": gpu_without_s,
+            "gpu_saved_s": gpu_without_s - gpu_s,
+            "storage_cost": storage,
+            "cost": gpu + storage,
+            "cost_without": gpu_without,
             "cost_saved": gpu_without - gpu - storage,
             "cost_saved_share": _share(gpu_without - gpu - storage, gpu_without),
             "drive_writes_per_day": _share(self.ssd_written_bytes / days, load.device_bytes),
-        }  # fmt: skip
+        }
 
 
 def _share(part: float, whole: float) -> float:

@@ -1,20 +1,144 @@
 """Traces: turns of sessions in order of arrival, from CSV or JSON lines, gzipped or not. Streams.
 
 Fields, by name: session_id, arrival_ms, new_input_tokens, output_tokens; optional history_tokens (what the
-session held before the turn, else what its turns add up to) and turn (from 1). Or those of requests without
-sessions (Azure: t_ms, ContextTokens, GeneratedTokens), of `prefixes` (Mooncake), of `lengths` (L-Eval), or those of a
-recording of a live store (`recorded`). Others are ignored. Worst case: InvalidTrace, which names file, line and field.
+session held before the turn, else the sum of its turns) and turn (from 1). Other forms of a trace are
+requests without sessions (Azure: t_ms, ContextTokens, GeneratedTokens), conversations of named prefixes
+(Mooncake), documents of which only lengths are known (L-Eval), and recordings of a live store (`recorded`).
+Other fields are ignored. Worst case: InvalidTrace, which names file, line and field.
+
+Memory: of documents, the turns of those that have begun; of conversations, the MOST_BLOCKS blocks seen last
+and their requests; of a `PacedTrace`, an entry per session and the turns that are held back until those
+before them have come.
 """
 
+import math
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 
-from ctxcache.simulate import lengths, prefixes, recorded
-from ctxcache.simulate.lengths import Pace
-from ctxcache.simulate.lines import rows_of
-from ctxcache.simulate.prefixes import Conversations
-from ctxcache.simulate.row import InvalidTrace, Row
-from ctxcache.simulate.turn import Turn
+from ctxcache.simulate import recorded
+from ctxcache.simulate.rows import InvalidTrace, Row, Turn, rows_of
+
+DOCUMENT_FIELDS = ("task", "doc_id", "context_tokens", "instruction_tokens", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How many sessions begin a second, and how long each waits between its turns."""
+
+    sessions_per_s: float
+    think_s: float = 30.0
+
+
+def questions(rows: Iterable[Row], pace: Pace) -> Iterator[Turn]:
+    """Questions asked of documents, in order of arrival. Rows of a document stand together.
+
+    Raises InvalidTrace.
+
+    A document is a session: its first question comes with the whole context, each later question finds that
+    context and nothing of the questions before it. Documents begin as a Poisson process, the same at every
+    reading. A document's questions come at even distances.
+    """
+    waiting: list[tuple[float, int, Turn]] = []
+    begin_s, session, number = 0.0, b"", 0
+    for count, row in enumerate(rows):
+        uid = row.name("task") + b"/" + row.name("doc_id")
+        if uid != session:
+            session, number = uid, 0
+            begin_s += _gap_s(uid, pace)
+            while waiting and waiting[0][0] <= begin_s:
+                yield heappop(waiting)[2]
+        turn = _turn(row, uid, number, begin_s + number * pace.think_s)
+        heappush(waiting, (turn.arrival_s, count, turn))
+        number += 1
+    while waiting:
+        yield heappop(waiting)[2]
+
+
+def _gap_s(uid: bytes, pace: Pace) -> float:
+    """Time since the document before: an exponential draw, made of the name."""
+    return -math.log((zlib.crc32(uid) + 1) / 2**32) / pace.sessions_per_s
+
+
+def _turn(row: Row, uid: bytes, number: int, arrival_s: float) -> Turn:
+    context_tokens = row.count("context_tokens")
+    new_tokens = row.count("instruction_tokens") + (0 if number else context_tokens)
+    history_tokens = context_tokens if number else 0
+    return Turn(uid, arrival_s, new_tokens, row.count("output_tokens"), history_tokens, number + 1)
+
+
+BLOCK_TOKENS = 512
+MOST_BLOCKS = 1 << 20
+PREFIX_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+@dataclass(slots=True)
+class _Request:
+    session: int
+    number: int
+    input_tokens: int
+    output_tokens: int
+    is_continued: bool = False
+
+
+class Conversations:
+    """Requests in order of arrival, which say what prefixes of 512 tokens they hold, as Mooncake's traces do.
+
+    An id stands for a block and for all blocks before it. A request continues the request that last held its
+    longest known prefix, if it holds all full blocks of that one. A request that was continued before is
+    forked: the new session begins with a later turn. Blocks of answers are not named, so a history is the
+    input and the answer of the predecessor, as far as the new input goes.
+    """
+
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._holders: OrderedDict[int, _Request] = OrderedDict()
+        self._session_count = 0
+
+    def turn(self, row: Row) -> Turn:
+        """Read the next request. Raises InvalidTrace."""
+        input_tokens, output_tokens = row.count("input_length"), row.count("output_length")
+        blocks = row.whole_numbers("hash_ids")
+        if len(blocks) != -(-input_tokens // BLOCK_TOKENS):
+            row.refuse("hash_ids", f"{len(blocks)} blocks of {BLOCK_TOKENS} for {input_tokens} tokens")
+        request, history_tokens = self._placed(blocks, input_tokens, output_tokens)
+        for block in blocks:
+            self._holders[block] = request
+            self._holders.move_to_end(block)
+        while len(self._holders) > self._most_blocks:
+            self._holders.popitem(last=False)
+        return Turn(
+            b"%d" % request.session,
+            row.time_ms("timestamp") / 1000,
+            input_tokens - history_tokens,
+            output_tokens,
+            history_tokens,
+            request.number,
+        )
+
+    def _placed(self, blocks: list[int], input_tokens: int, output_tokens: int) -> tuple[_Request, int]:
+        """The request in its session, and how many tokens of history it has."""
+        shared = next((n for n, block in enumerate(blocks) if block not in self._holders), len(blocks))
+        shared_tokens = min(shared * BLOCK_TOKENS, input_tokens)
+        # The first block is a system prompt that everyone has.
+        before = self._holders[blocks[shared - 1]] if shared > 1 else None
+        is_later = before is not None and shared >= before.input_tokens // BLOCK_TOKENS
+        if before is None or not is_later:
+            return self._begun(1, input_tokens, output_tokens), shared_tokens
+        if before.is_continued:
+            return self._begun(before.number + 1, input_tokens, output_tokens), shared_tokens
+        before.is_continued = True
+        held_tokens = min(before.input_tokens + before.output_tokens, input_tokens - 1)
+        request = _Request(before.session, before.number + 1, input_tokens, output_tokens)
+        return request, max(held_tokens, shared_tokens)
+
+    def _begun(self, number: int, input_tokens: int, output_tokens: int) -> _Request:
+        self._session_count += 1
+        return _Request(self._session_count - 1, number, input_tokens, output_tokens)
+
 
 __all__ = ["InvalidTrace", "Pace", "Trace", "Turn"]
 
@@ -47,7 +171,7 @@ class Trace:
         first = next(rows, None)
         if first is None:
             return
-        if not _has(first, lengths.FIELDS):
+        if not _has(first, DOCUMENT_FIELDS):
             if self._pace is not None:
                 first.refuse(None, "arrivals are in it; a rate of sessions is for traces without")
             yield from (
@@ -56,7 +180,7 @@ class Trace:
             return
         if self._pace is None:
             first.refuse(None, "lengths without arrivals: say how many sessions begin a second")
-        yield from lengths.asked(_chained(first, rows, lengths.FIELDS), self._pace)
+        yield from questions(_chained(first, rows, DOCUMENT_FIELDS), self._pace)
 
     def _recorded(self, first: Row, rows: Iterator[Row]) -> Iterator[Turn]:
         recorded.check_header(first)
@@ -81,11 +205,11 @@ class Trace:
 
 def _format(row: Row) -> tuple[tuple[str, ...], Callable[[Row], Turn]]:
     """The fields that every row of the trace must have, and what reads one."""
-    if _has(row, prefixes.FIELDS):
-        return prefixes.FIELDS, Conversations().turn
+    if _has(row, PREFIX_FIELDS):
+        return PREFIX_FIELDS, Conversations().turn
     if _has(row, _REQUESTS):
         return _REQUESTS, _request
-    if not _has(row, lengths.FIELDS):
+    if not _has(row, DOCUMENT_FIELDS):
         _check(row, _SESSIONS)
     return _SESSIONS, _session_turn
 
@@ -115,6 +239,49 @@ def _request(row: Row) -> Turn:
 
 def _session_turn(row: Row) -> Turn:
     return Turn(
-        row.name("session_id"), row.time_ms("arrival_ms") / 1000, row.count("new_input_tokens"),
-        row.count("output_tokens"), row.optional("history_tokens", 0), row.optional("turn", 1),
-    )  # fmt: skip
+        row.name("session_id"),
+        row.time_ms("arrival_ms") / 1000,
+        row.count("new_input_tokens"),
+        row.count("output_tokens"),
+        row.optional("history_tokens", 0),
+        row.optional("turn", 1),
+    )
+
+
+class PacedTrace(Trace):
+    """Sessions begin `sessions_times` as fast; a turn keeps its distance to its session's first."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        arrivals_times: float = 1.0,
+        pace: Pace | None = None,
+        sessions_times: float = 1.0,
+    ) -> None:
+        super().__init__(path, arrivals_times=arrivals_times, pace=pace)
+        self._sessions_times = sessions_times
+
+    def paced(self, sessions_times: float) -> "PacedTrace":
+        """The same trace, with sessions that begin so many times as fast."""
+        return PacedTrace(
+            self.path, arrivals_times=self._arrivals_times, pace=self._pace, sessions_times=sessions_times
+        )
+
+    def __iter__(self) -> Iterator[Turn]:
+        """Every turn, in order of its new arrival. Raises InvalidTrace."""
+        if self._sessions_times == 1:
+            yield from super().__iter__()
+            return
+        begins_s: dict[bytes, float] = {}
+        held: list[tuple[float, int, Turn]] = []
+        for number, turn in enumerate(super().__iter__()):
+            begin_s = begins_s.setdefault(turn.session, turn.arrival_s)
+            arrival_s = begin_s / self._sessions_times + (turn.arrival_s - begin_s)
+            heappush(held, (arrival_s, number, turn._replace(arrival_s=arrival_s)))
+            # Sessions still to begin come no earlier than the quotient, turns still to come than the arrival.
+            sure_s = min(turn.arrival_s, turn.arrival_s / self._sessions_times)
+            while held and held[0][0] <= sure_s:
+                yield heappop(held)[2]
+        while held:
+            yield heappop(held)[2]

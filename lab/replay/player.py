@@ -25,8 +25,8 @@ from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.recordings.reading import Before, Layout
-from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.recorded import Called
+from ctxcache.simulate.tally import Histogram
 
 LEAST_TTL_S = 1.0
 RANGES = 4096

@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from ctxcache.client import Client
 from ctxcache.recordings.reading import Contents, calls, contents
-from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.recorded import Called
+from ctxcache.simulate.tally import Histogram
 from lab.replay.player import NOT_PLAYED, MadeUp, Player
 from lab.replay.tally import Figures, Tally, Watch, quantiles
 

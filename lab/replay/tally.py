@@ -12,8 +12,8 @@ from ctxcache.client import Client
 from ctxcache.client.types import RecordedCall, RecordingPart
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.recordings.writing import values_of
-from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.recorded import Called
+from ctxcache.simulate.tally import Histogram
 
 Figures: TypeAlias = dict[str, Any]
 """Numbers and texts by name, as JSON has them."""

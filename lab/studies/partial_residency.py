@@ -3,7 +3,7 @@
 
 `python -m lab.studies.partial_residency` prints what share of a session must be in DRAM for no added latency;
 with `--traces DIR` it replays the traces of that directory, too, and prints a line of JSON for each replay.
-Where a prefill is long beside the read, hardly any layer is needed; see `ctxcache.simulate.pipeline`.
+Where a prefill is long beside the read, hardly any layer is needed; see `ctxcache.simulate.store`.
 """
 
 import argparse
@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.pipeline import Layers
 from ctxcache.simulate.replay import Replay
-from ctxcache.simulate.store import MakePolicy
-from ctxcache.simulate.study import BOUNDLESS_BYTES, footprint_bytes
+from ctxcache.simulate.rows import Turn
+from ctxcache.simulate.store import Layers, MakePolicy
+from ctxcache.simulate.study import BOUNDLESS_BYTES, footprint_bytes, look
 from ctxcache.simulate.trace import Trace
-from ctxcache.simulate.turn import Turn
 
 HISTORIES = (1024, 2048, 4096, 8192, 16_384)
 INPUTS = (26, 100, 500)

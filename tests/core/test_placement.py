@@ -12,7 +12,7 @@ from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
 from ctxcache.core.placement.policies import POLICIES, RANKED
 from ctxcache.core.placement.policy import Capacities, Facts, Policy, Ranked, Tier
 from ctxcache.core.placement.value import ReturnValue
-from ctxcache.simulate.tiers import Act, Move, Tiers
+from ctxcache.simulate.store import Act, Move, Tiers
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=300)
 BUFFER_BYTES = 10

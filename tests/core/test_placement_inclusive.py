@@ -8,7 +8,7 @@ from ctxcache.core.placement.classic import LeastRecentlyUsed
 from ctxcache.core.placement.order import Accepts, Key
 from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Capacities, Facts, Tier
-from ctxcache.simulate.tiers import Act, InclusiveTiers, Move
+from ctxcache.simulate.store import Act, InclusiveTiers, Move
 
 CAPACITIES = Capacities(memory_bytes=100, below_bytes=200)
 EVENTS = st.lists(

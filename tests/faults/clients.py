@@ -37,9 +37,9 @@ from tests.faults.client_bench import (
     holding,
 )
 from tests.faults.harness import Harness, Report, progress
-from tests.faults.planted import command
+from tests.faults.planted import forked
 from tests.faults.rows import rows_of
-from tests.server_process import COMMAND_LINE, ServerProcess
+from tests.server_process import ServerProcess
 
 APPEND_TOKENS = 16
 BEGUN_ONE_IN = 10
@@ -283,7 +283,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     chosen = options.scenarios or list(SCENARIOS)
     with tempfile.TemporaryDirectory(prefix="ctxcache-clients-") as folder:
         given = (

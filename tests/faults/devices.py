@@ -23,9 +23,9 @@ from ctxcache.format.streams import TOKENS
 from tests.cli.stored import HIDDEN, ROW_BYTES, model_spec
 from tests.faults.hanging_disk import HangingDisk, hanging_disk, why_not
 from tests.faults.harness import Found, Harness, Report, Unsupported
-from tests.faults.planted import command
+from tests.faults.planted import forked
 from tests.faults.rows import first_difference, rows_of
-from tests.server_process import COMMAND_LINE, ServerDidNotStart, ServerProcess
+from tests.server_process import ServerDidNotStart, ServerProcess
 
 MODEL = CallerModel(model_spec())
 STREAMS = {TOKENS: 4, HIDDEN: ROW_BYTES}
@@ -61,7 +61,7 @@ class Places:
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-devices-") as folder:
         places = Places(Path(folder))
         server = ServerProcess(
@@ -246,7 +246,7 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
             raise Unsupported(problem)
         report.figures[when] = f"not tested: {problem}"
         return
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     directories = [folder / f"{when}_ssd{i}" for i in range(2)]
     mount_point = directories[index]
     with hanging_disk(mount_point, folder / f"{when}_behind") as disk:

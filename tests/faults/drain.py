@@ -25,10 +25,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, CapacityExceeded, Draining, TooManyRequests, Unavailable
 from tests.faults.harness import Harness, Report, progress
-from tests.faults.planted import command
+from tests.faults.planted import forked
 from tests.faults.rows import first_difference, rows_of
 from tests.faults.soak import STORED, model
-from tests.server_process import COMMAND_LINE, ServerProcess
+from tests.server_process import ServerProcess
 
 WRITERS, SESSIONS_EACH, SLOW_TOKENS = 3, 4, 900
 DRAIN_TIMEOUT_S, FLUSH_S = 10.0, 15.0
@@ -134,7 +134,7 @@ def _slow_work(server: ServerProcess, acknowledged: dict[str, int], report: Repo
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-drain-") as folder:
         server = ServerProcess(
             Path(folder) / "data", "--arena-size-bytes", str(96 << 20), "--ssd-size-bytes", str(256 << 20),

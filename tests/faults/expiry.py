@@ -26,10 +26,10 @@ from ctxcache.client.convert import ranges_to_wire
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.v1 import session_pb2, session_pb2_grpc
 from tests.faults.harness import Harness, Report, Unsupported, progress
-from tests.faults.planted import command
+from tests.faults.planted import forked
 from tests.faults.rows import rows_of
 from tests.faults.soak import STORED, model
-from tests.server_process import COMMAND_LINE, ServerProcess
+from tests.server_process import ServerProcess
 
 M = TypeVar("M")
 STAYS, STAYS_TOKENS = "sessions/stays", 1000
@@ -84,7 +84,7 @@ class Watch:
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-expiry-") as folder:
         server = ServerProcess(Path(folder) / "data", "--max-concurrent-rpcs", "256", program=program)
         with server, Client(server.target) as client:

@@ -36,9 +36,9 @@ from ctxcache.wire.status import DETAILS_KEY
 from tests.faults.fuzz_control import fuzz_control
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.messages import MessageMaker, Plausible, hostile_texts
-from tests.faults.planted import command
+from tests.faults.planted import forked
 from tests.faults.rows import first_difference, rows_of
-from tests.server_process import COMMAND_LINE, ServerProcess
+from tests.server_process import ServerProcess
 
 CALL_TIMEOUT_S = 30.0
 AS_LONG = ("Verify", "Drain", "Backup", "Record")
@@ -245,7 +245,7 @@ def _garbage(draw: random.Random) -> Iterator[bytes]:
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """See the module."""
-    program = command([options.control]) if options.control else COMMAND_LINE
+    program = forked([options.control] if options.control else [])
     with tempfile.TemporaryDirectory(prefix="ctxcache-fuzz-") as folder:
         server = ServerProcess(Path(folder) / "data", program=program)
         with server, Client(server.target, timeout_s=CALL_TIMEOUT_S) as client:

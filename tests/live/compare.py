@@ -10,9 +10,9 @@ from ctxcache.core.placement.policies import POLICIES
 from ctxcache.core.placement.policy import Tier
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings
-from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Hint, Load
 from ctxcache.simulate.replay import Replay, Waiting
+from ctxcache.simulate.study import look
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Turn
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store

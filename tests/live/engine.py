@@ -17,7 +17,7 @@ from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
-from ctxcache.simulate.tiers import Move
+from ctxcache.simulate.store import Move
 from tests.faults.rows import first_difference, rows_of
 from tests.live.names import name_of, owner_of
 from tests.live.scheduler import Hints

@@ -9,8 +9,8 @@ import pytest
 from observed import fetch, load, observed, value, values_of
 from service_rig import GrpcWay
 
+from ctxcache.observe.exposition import OTHER, TENANTS_SHOWN, shown_tenants
 from ctxcache.observe.metric import Kind
-from ctxcache.observe.reading import OTHER, TENANTS_SHOWN, shown_tenants
 from ctxcache.observe.table import METRICS, TABLE
 from ctxcache.settings.knobs import KNOBS
 from ctxcache.v1 import arena_pb2

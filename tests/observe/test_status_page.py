@@ -14,14 +14,11 @@ from observed import fetch, load, observed
 
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.observations import QUICK_S, Histogram
-from ctxcache.observe import status_pages, words
+from ctxcache.observe import status_page, status_pages
 from ctxcache.observe.conditions import CONDITIONS, holding
-from ctxcache.observe.html import element
-from ctxcache.observe.listed import SHOWN, Engine, Listed, Sessions
-from ctxcache.observe.moment import MINUTES, Moment, Ring, quantile
-from ctxcache.observe.samples import Sample, taken
-from ctxcache.observe.status import status_of
-from ctxcache.observe.status_page import page
+from ctxcache.observe.moment import MINUTES, Moment, Ring, Sample, quantile, taken
+from ctxcache.observe.status import SHOWN, Engine, Listed, Sessions, status_of
+from ctxcache.observe.status_page import element, page
 from ctxcache.observe.status_pages import is_own_name
 from ctxcache.observe.table import METRICS
 from ctxcache.server.server import Server
@@ -350,9 +347,9 @@ async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (words.size(0), "0 B"), (words.size(1536), "1.5 KiB"), (words.size(3 << 40), "3.0 TiB"), (words.count(950), "950"),
-        (words.count(12345), "12.3k"), (words.count(4e6), "4.0M"), (words.span(0.0032), "3.2 ms"), (words.span(7500), "2 h 5 min"),
-        (words.span(3 * 86400 + 4 * 3600), "3 d 4 h"), (words.share(0.9999), "99.9 %"), (words.share(1), "100 %"), (words.share(0.5), "50 %"),
+        (status_page.size_text(0), "0 B"), (status_page.size_text(1536), "1.5 KiB"), (status_page.size_text(3 << 40), "3.0 TiB"), (status_page.count_text(950), "950"),
+        (status_page.count_text(12345), "12.3k"), (status_page.count_text(4e6), "4.0M"), (status_page.time_text(0.0032), "3.2 ms"), (status_page.time_text(7500), "2 h 5 min"),
+        (status_page.time_text(3 * 86400 + 4 * 3600), "3 d 4 h"), (status_page.share_text(0.9999), "99.9 %"), (status_page.share_text(1), "100 %"), (status_page.share_text(0.5), "50 %"),
     ],
 )  # fmt: skip
 def test_numbers_are_written_for_people(written: str, expected: str) -> None:

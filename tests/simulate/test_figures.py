@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from playing import LOAD, ROOMY, played, turn
 
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.histogram import Histogram
 from ctxcache.simulate.load import Load, Prices
-from ctxcache.simulate.tally import Tally
+from ctxcache.simulate.tally import Histogram, Tally
 from ctxcache.simulate.trace import Turn
 
 TURNS = st.lists(

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.simulate.prefixes import Conversations
-from ctxcache.simulate.row import Row
-from ctxcache.simulate.trace import InvalidTrace, Pace, Trace, Turn
+from ctxcache.simulate.rows import Row
+from ctxcache.simulate.trace import Conversations, InvalidTrace, Pace, Trace, Turn
 
 LENGTHS = "task,doc_id,question,context_tokens,instruction_tokens,output_tokens\n"
 

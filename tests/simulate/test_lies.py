@@ -8,11 +8,9 @@ import pytest
 from chatting import make_turns
 
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.future import look
-from ctxcache.simulate.lies import Lie
-from ctxcache.simulate.load import Hint, Load
+from ctxcache.simulate.load import Hint, Lie, Load
 from ctxcache.simulate.replay import Replay
-from ctxcache.simulate.study import Capacity, footprint_bytes
+from ctxcache.simulate.study import Capacity, footprint_bytes, look
 from ctxcache.simulate.trace import Turn
 
 LIMIT = 0.02

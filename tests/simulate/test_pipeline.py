@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import ROOMY, played, turn
 
-from ctxcache.simulate.pipeline import Fetch, Layers
+from ctxcache.simulate.store import Fetch, Layers
 
 TIMES = st.floats(0, 10)
 LAYERS = st.integers(1, 12).flatmap(

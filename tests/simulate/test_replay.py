@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from ctxcache.core.placement.policies import POLICIES
-from ctxcache.simulate.future import look
 from ctxcache.simulate.load import Hint, Load
 from ctxcache.simulate.replay import Replay
-from ctxcache.simulate.study import ALL_POLICIES, Capacity, Outcome, study
+from ctxcache.simulate.study import ALL_POLICIES, Capacity, Outcome, look, study
 from ctxcache.simulate.tally import Tally
 from ctxcache.simulate.trace import Trace, Turn
 

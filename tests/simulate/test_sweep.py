@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from ctxcache.simulate.census import Census, count
-from ctxcache.simulate.pace import PacedTrace
-from ctxcache.simulate.runs import ReplayLost, play, prepare
-from ctxcache.simulate.sweep import Row
-from ctxcache.simulate.sweeps import SWEEPS
-from ctxcache.simulate.trace import Trace, Turn
+from ctxcache.simulate.sweeps import SWEEPS, ReplayLost, Row, play, prepare
+from ctxcache.simulate.trace import PacedTrace, Trace, Turn
 from lab.bench.generate_load import PROFILES, Pace, rows, write
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.simulate.future import look
+from ctxcache.simulate.study import look
 from ctxcache.simulate.trace import InvalidTrace, Trace, Turn
 
 HEADER = "session_id,arrival_ms,new_input_tokens,output_tokens"

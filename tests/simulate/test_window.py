@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import LOAD, ROOMY, played, turn
 
-from ctxcache.simulate.load import Overflow
-from ctxcache.simulate.models import MODELS
+from ctxcache.simulate.load import MODELS, Overflow
 from ctxcache.simulate.replay import dropped_tokens
 from ctxcache.simulate.trace import Turn
 

@@ -13,30 +13,17 @@ from worker_process import WorkerProcess, mortal_engine
 from ctxcache.client import Client
 from ctxcache.errors import Unavailable
 from gpu_worker.sidecar.client import WorkerClient
-
-HELD = """
-import os, sys, threading
-from gpu_worker.pipeline.source import LeasedSource
-fill = LeasedSource.fill
-def held(source, stream, begin, end, into):
-    while stream.layer == 1 and not os.path.exists({path!r}):
-        open({path!r} + " held", "w").close()
-        threading.Event().wait(0.005)
-    fill(source, stream, begin, end, into)
-LeasedSource.fill = held
-from gpu_worker.cli.app import app
-app()
-"""
-"""A worker whose restores read their second layer when a file is there."""
+from tests.nursery import Entry
 
 
 class _HeldWorker(WorkerProcess):
     def __init__(self, directory: Path, store: str) -> None:
-        super().__init__(directory, store, "--directory", "/nonexistent")
         self.may_go_on = directory / "go on"
+        """Restores read their second layer when this file is there."""
+        entry = Entry("tests.gpu_worker.sidecar.held_worker:run", (str(self.may_go_on), "serve"))
+        super().__init__(directory, store, "--directory", "/nonexistent", entry=entry)
         self.is_held = directory / "go on held"
         """There once a restore is held up: a lease alone may be given back before a row is written."""
-        self._command[2] = HELD.format(path=str(self.may_go_on))
 
 
 @pytest.fixture

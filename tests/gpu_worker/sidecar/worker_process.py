@@ -1,5 +1,7 @@
-"""A real worker in a process of its own, as an operator starts it: `ctxcache worker serve`."""
+"""A real worker in a process of its own: `ctxcache worker serve`, forked by a nursery that has torch imported."""
 
+import atexit
+import functools
 import json
 import os
 import select
@@ -12,10 +14,11 @@ from typing import Any, Self
 
 from ctxcache.cli.examples import TITLE
 from gpu_worker.cli.app import app
+from tests.nursery import Entry, Forked, Nursery
 
 TIMEOUT_S = 180
-"""What a start may take where torch is imported on a busy machine; nothing is promised about it."""
-COMMAND_LINE = (sys.executable, "-c", "from gpu_worker.cli.app import app; app()", "serve")
+"""How long a start may take where torch is imported on a busy machine; nothing is promised about it."""
+WORKER = Entry("gpu_worker.cli.app:app", ("serve",))
 
 
 def examples_of(name: str) -> list[str]:
@@ -36,20 +39,32 @@ def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> 
     )  # fmt: skip
 
 
-class WorkerProcess:
-    """A worker that listens in `directory`. A context manager: it is killed on exit if it still runs."""
+@functools.cache
+def nursery() -> Nursery:
+    """The nursery of this test process for programs that need torch, whose import takes seconds."""
+    made = Nursery(("gpu_worker.cli", "gpu_worker.sidecar", "gpu_worker.model_spec"))
+    atexit.register(made.close)
+    return made
 
-    def __init__(self, directory: Path, store: str, *options: str) -> None:
+
+class WorkerProcess:
+    """A worker that listens in `directory`. A context manager: it is killed on exit if it still runs.
+
+    `entry` is the function that runs it, with the same arguments.
+    """
+
+    def __init__(self, directory: Path, store: str, *options: str, entry: Entry = WORKER) -> None:
         self.path = directory / "worker.sock"
         self.stderr_path = directory / "worker.stderr"
-        self._command = [*COMMAND_LINE, "--store", store, "--listen", str(self.path), *options]
-        self._process: subprocess.Popen[str] | None = None
+        self._entry = entry
+        self._arguments = ["--store", store, "--listen", str(self.path), *options]
+        self._process: Forked | None = None
         self.ready: dict[str, Any] = {}
 
     def start(self) -> Self:
         """Start it and wait until it listens."""
         with self.stderr_path.open("a") as stderr:
-            process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            process = nursery().start(self._entry, self._arguments, os.environ, stderr=stderr.fileno())
         self._process = process
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
@@ -59,7 +74,7 @@ class WorkerProcess:
         return self
 
     @property
-    def process(self) -> "subprocess.Popen[str]":
+    def process(self) -> Forked:
         """The process."""
         assert self._process is not None
         return self._process

@@ -1,14 +1,31 @@
-"""One line of a trace: its fields by name, checked as they are asked for. Knows no format.
+"""Rows of a trace before they are turns: lines of CSV or JSON, their fields, and a turn.
 
-Worst case: InvalidTrace, which names file, line and field.
+Worst case: a line is wrong; the error names file, line and field.
 """
 
-from collections.abc import Mapping
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
-from ctxcache.errors import InvalidArgument
+from ctxcache.errors import FileUnusable, InvalidArgument
+
+
+class Turn(NamedTuple):
+    """One request. `history_tokens` and `number` are None where the trace does not say."""
+
+    session: bytes
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    history_tokens: int | None
+    number: int | None
+
 
 MOST_TOKENS = 1 << 40
 MOST_MS = 1 << 53
@@ -82,3 +99,51 @@ class Row:
         if not 0 <= number <= limit:
             self.refuse(field, f"{value!r} is not within 0 to {limit}")
         return number
+
+
+def rows_of(path: Path, check_header: Callable[[Row], object] = lambda _: None) -> Iterator[Row]:
+    """Every line; the header of CSV is checked by itself, too. Raises FileUnusable, InvalidTrace."""
+    is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    line = 0
+    try:
+        with _opened(path) as raw, _text_of(path, raw) as lines:
+            for row in _json_rows(path, lines) if is_json else _csv_rows(path, lines, check_header):
+                line = row.line
+                yield row
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InvalidTrace.at(path, line + 1, None, problem) from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise FileUnusable(path=str(path), problem=error.strerror or str(error)) from error
+
+
+def _text_of(path: Path, raw: BinaryIO) -> io.TextIOBase:
+    data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    return io.TextIOWrapper(data, encoding="utf-8", newline="")
+
+
+def _csv_rows(path: Path, lines: Iterable[str], check_header: Callable[[Row], object]) -> Iterator[Row]:
+    reader = csv.reader(lines)
+    names = next(reader, [])
+    check_header(Row(path, 1, dict.fromkeys(names)))
+    for row in reader:
+        if len(row) != len(names):
+            problem = f"{len(row)} fields where the header has {len(names)}"
+            raise InvalidTrace.at(path, reader.line_num, None, problem)
+        yield Row(path, reader.line_num, dict(zip(names, row, strict=True)))
+
+
+def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[Row]:
+    for line, text in enumerate(lines, 1):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidTrace.at(path, line, None, f"not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise InvalidTrace.at(path, line, None, "not a JSON object")
+        yield Row(path, line, values)
