@@ -94,7 +94,7 @@ class _Laid:
 
 @dataclass(slots=True)
 class _Plan:
-    """The sessions that have not expired, and the segments they need, by their rows' frame and place in it."""
+    """The sessions that have not expired, and their segments, by their rows' frame and place in it."""
 
     sessions: list[SessionRecord] = field(default_factory=list)
     segments: dict[int, dict[int, _Laid]] = field(default_factory=dict)
