@@ -198,7 +198,7 @@ def swap(path: Path = SWAPS) -> Finding:
 
 
 def store_time(settings: Settings) -> Finding:
-    """Is the wall clock where the time of the store is, which a running server noted within the last minute."""
+    """Is the wall clock where the store is, by what a running server noted within the last minute."""
     ahead_s = StoreClock.open(settings.data_directory).wall_ahead_ns() / 1e9
     if abs(ahead_s) < FAR_OFF_S:
         return ok("time of the store", "the wall clock's", "the time since boot")
