@@ -306,7 +306,10 @@ class Unavailable(CacheError):
 
 
 class TlsFailed(Unavailable):
-    """The server is there, and TLS between the two does not come about; the problem says at which side, and why."""
+    """The server is there, and TLS between the two does not come about.
+
+    The problem says at which side, and why.
+    """
 
     reason = "TLS_FAILED"
     template = "{target}: TLS: {problem}"

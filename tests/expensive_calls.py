@@ -50,9 +50,18 @@ def large_model(name: str, salt: int = 0) -> model_pb2.Model:
         for layer in range(LAYERS)
     ]
     return model_pb2.Model(
-        name=f"models/{name}", architecture="Large", dtype=model_pb2.DTYPE_INT8, layer_count=LAYERS, hidden_size=1,
-        kv_head_count=1, head_size=1, is_relocatable=True, streams=specs, rope="x" * 4096, settings="y" * 4096,
-    )  # fmt: skip
+        name=f"models/{name}",
+        architecture="Large",
+        dtype=model_pb2.DTYPE_INT8,
+        layer_count=LAYERS,
+        hidden_size=1,
+        kv_head_count=1,
+        head_size=1,
+        is_relocatable=True,
+        streams=specs,
+        rope="x" * 4096,
+        settings="y" * 4096,
+    )
 
 
 def small_model() -> model_pb2.Model:
@@ -63,9 +72,16 @@ def small_model() -> model_pb2.Model:
         dtype=model_pb2.DTYPE_INT8,
     )
     return model_pb2.Model(
-        name="models/small", architecture="Small", dtype=model_pb2.DTYPE_INT8, layer_count=1, hidden_size=1,
-        kv_head_count=1, head_size=1, is_relocatable=True, streams=[spec],
-    )  # fmt: skip
+        name="models/small",
+        architecture="Small",
+        dtype=model_pb2.DTYPE_INT8,
+        layer_count=1,
+        hidden_size=1,
+        kv_head_count=1,
+        head_size=1,
+        is_relocatable=True,
+        streams=[spec],
+    )
 
 
 @dataclass(frozen=True, slots=True)

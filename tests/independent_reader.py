@@ -24,9 +24,15 @@ TENANT_OFFSET = 102
 CHECKSUM_OFFSET = 248
 STREAM_COUNT_LIMIT = 65536
 KINDS = {
-    1: "tokens", 2: "hidden", 3: "kv", 4: "latent",
-    5: "hidden_int8", 6: "kv_int8", 7: "hidden_int4", 8: "kv_int4",
-}  # fmt: skip
+    1: "tokens",
+    2: "hidden",
+    3: "kv",
+    4: "latent",
+    5: "hidden_int8",
+    6: "kv_int8",
+    7: "hidden_int4",
+    8: "kv_int4",
+}
 PACKINGS = {5: (8, 32), 6: (8, 64), 7: (4, 32), 8: (4, 32)}
 """Bits and group size by kind; four outliers in each row."""
 TOKENS = (-1, 1)
@@ -97,8 +103,17 @@ def read_header(file: bytes, offset_bytes: int) -> Segment:
     tenant = fixed[TENANT_OFFSET : TENANT_OFFSET + tenant_bytes].decode()
     streams, size_bytes = _place(table, segment_tokens)
     return Segment(
-        offset_bytes, size_bytes, segment_id, tenant, uid, generation, begin, token_count, fingerprint, streams
-    )  # fmt: skip
+        offset_bytes,
+        size_bytes,
+        segment_id,
+        tenant,
+        uid,
+        generation,
+        begin,
+        token_count,
+        fingerprint,
+        streams,
+    )
 
 
 def read_chunks(file: bytes, segment: Segment) -> dict[tuple[int, int], bytes]:
@@ -194,8 +209,8 @@ def _pages(segment: Segment) -> Iterator[int]:
 def _describe(segment: Segment, rows: dict[tuple[int, int], bytes]) -> Iterator[str]:
     end = segment.begin + segment.token_count
     yield (
-        f"segment {segment.segment_id} at byte {segment.offset_bytes}: tenant {segment.tenant!r}, "
-        f"session {segment.session_uid.hex()}, generation {segment.generation}, tokens [{segment.begin}, {end})"
+        f"segment {segment.segment_id} at byte {segment.offset_bytes}: tenant {segment.tenant!r}, session "
+        f"{segment.session_uid.hex()}, generation {segment.generation}, tokens [{segment.begin}, {end})"
     )
     token_ids = struct.unpack(f"<{segment.token_count}i", rows[TOKENS])
     yield f"  token ids {' '.join(map(str, token_ids))}"
@@ -203,8 +218,8 @@ def _describe(segment: Segment, rows: dict[tuple[int, int], bytes]) -> Iterator[
         data = rows[stream.layer, stream.kind]
         if (stream.layer, stream.kind) != TOKENS:
             yield (
-                f"  layer {stream.layer} {KINDS[stream.kind]}: {segment.token_count} rows of {stream.row_bytes} B, "
-                f"the first begins with {data[: min(8, stream.row_bytes)].hex()}"
+                f"  layer {stream.layer} {KINDS[stream.kind]}: {segment.token_count} rows of "
+                f"{stream.row_bytes} B, the first begins with {data[: min(8, stream.row_bytes)].hex()}"
             )
 
 

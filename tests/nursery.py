@@ -113,8 +113,8 @@ class Forked:
 class Nursery:
     """The process that forks. A context manager.
 
-    `modules` are imported before anything is forked. `environment` is the nursery's own, for libraries that load
-    before all others.
+    `modules` are imported before anything is forked. `environment` is the nursery's own, for libraries that
+    load before all others.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -140,7 +140,10 @@ class Nursery:
         stdout: int | None = None,
         stderr: int,
     ) -> Forked:
-        """Fork a process. `stdin` is empty unless given; `stdout` is a pipe unless given. Raises ChildProcessError."""
+        """Fork a process. `stdin` is empty unless given; `stdout` is a pipe unless given.
+
+        Raises ChildProcessError.
+        """
         request = {
             "entry": entry.name,
             "arguments": [*entry.words, *arguments],

@@ -14,9 +14,22 @@ class Pki:
     def authority(self, name: str) -> Path:
         """Make an authority; its certificate."""
         self._run(
-            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-            "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem",
-        )  # fmt: skip
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+        )
         return self.directory / f"{name}.pem"
 
     def issue(
@@ -27,16 +40,39 @@ class Pki:
         `names`: further ones, as openssl writes them: `URI:…,DNS:…`.
         """
         self._run(
-            "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key",
-            "-subj", f"/CN={common_name or name}", "-out", f"{name}.csr",
-        )  # fmt: skip
+            "req",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-subj",
+            f"/CN={common_name or name}",
+            "-out",
+            f"{name}.csr",
+        )
         (self.directory / "san").write_text(
             f"subjectAltName={','.join(filter(None, ('IP:127.0.0.1', names)))}\n"
         )
         self._run(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
-            "-CAcreateserial", "-days", str(days), "-extfile", "san", "-out", f"{name}.pem",
-        )  # fmt: skip
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            f"{authority}.pem",
+            "-CAkey",
+            f"{authority}.key",
+            "-CAcreateserial",
+            "-days",
+            str(days),
+            "-extfile",
+            "san",
+            "-out",
+            f"{name}.pem",
+        )
         return self.directory / f"{name}.pem", self.directory / f"{name}.key"
 
     def _run(self, *arguments: str) -> None:

@@ -1,6 +1,7 @@
 """A real server in a process of its own: `ctxcache serve`.
 
-The process is forked by a nursery, which saves the imports of each start, or started anew as an operator does.
+The process is forked by a nursery, which saves the imports of each start, or started anew as an operator
+does.
 
 Worst case: it does not start, which is a ServerDidNotStart with its exit code and what it said.
 """
@@ -66,10 +67,10 @@ def write_secret(path: Path, text: str) -> None:
 class ServerProcess:
     """A server over `data_directory`, on a free port that it keeps across restarts.
 
-    `options` are added to the command line and win over the defaults given here. As a context
-    manager it starts on entry; on exit it is killed if it still runs, and its arena removed. `program`
-    is what runs in the place of `ctxcache`: a command that is started anew, or what `nursery` forks, by default
-    the nursery of this test process. Under a `wrapper`, such as `prlimit`, the program is started anew.
+    `options` are added to the command line and win over the defaults given here. As a context manager it
+    starts on entry; on exit it is killed if it still runs, and its arena removed. `program` is what runs in
+    the place of `ctxcache`: a command that is started anew, or what `nursery` forks, by default the nursery
+    of this test process. Under a `wrapper`, such as `prlimit`, the program is started anew.
     """
 
     def __init__(

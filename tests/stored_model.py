@@ -1,4 +1,4 @@
-"""The model of a session as its store describes it, for tests that are given a session's name and nothing else."""
+"""The model of a session as its store describes it, for tests that know only a session's name."""
 
 from ctxcache.client import CallerModel, Client
 

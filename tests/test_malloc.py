@@ -121,7 +121,7 @@ print(Circle.most, gc.get_freeze_count() > 0)
 
 
 def most_circles(collections_per_count: int) -> int:
-    """The most objects in circles that were there at once, of a thousand new ones for each of 200 full collections."""
+    """The most objects in circles at one time, of a thousand new ones for each of 200 full collections."""
     printed = subprocess.run(
         [sys.executable, "-c", CIRCLES, str(collections_per_count)],
         check=True,
@@ -133,7 +133,10 @@ def most_circles(collections_per_count: int) -> int:
 
 
 def test_circles_that_outlive_a_collection_go_in_the_end() -> None:
-    """What stays is not looked at each time, and does not grow without bound: a look at all comes when it has doubled."""
+    """What stays is not looked at each time, and does not grow without bound.
+
+    A look at all comes when it has doubled.
+    """
     assert most_circles(4) < 50_000
 
 

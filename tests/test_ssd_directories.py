@@ -83,7 +83,10 @@ def test_what_is_named_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_number_is_given_when_everything_else_went_well(tmp_path: Path, made: list[Path]) -> None:
-    """Looking at a new directory does not make it one that may not be missing: the start may yet be refused."""
+    """Looking at a new directory does not make it one that may not be missing.
+
+    The start may yet be refused.
+    """
     in_order(tmp_path / "data", "ours", [*made, tmp_path / "d"])
 
     assert in_order(tmp_path / "data", "ours", made) == tuple(made)
@@ -103,7 +106,10 @@ def test_a_number_that_another_server_has_given_meanwhile_stays(tmp_path: Path) 
 
 
 def test_a_filesystem_that_is_not_mounted_is_refused(tmp_path: Path, made: list[Path]) -> None:
-    """What was in use and is empty now would cost sessions their tokens at the first read; or not be there."""
+    """What was in use and is empty now would cost sessions their tokens at the first read.
+
+    Or not be there.
+    """
     for path in made[1].iterdir():
         path.unlink()
     with pytest.raises(DataDirectoryUnusable, match="was SSD directory number 1 and is empty: mount"):

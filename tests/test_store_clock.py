@@ -42,7 +42,10 @@ def test_on_the_same_boot_the_wall_clock_is_not_asked(tmp_path: Path, wall_stopp
 def test_over_another_boot_a_stop_is_neither_negative_nor_endless(
     tmp_path: Path, wall_stopped_ns: int, passed_ns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No session's life grows by it, and a clock that is a year ahead costs a day; what is not believed is told."""
+    """No session's life grows by it, and a clock that is a year ahead costs a day.
+
+    What is not believed is told.
+    """
     kept(tmp_path, boot_id="another", stopped_ns=0, wall_stopped_ns=wall_stopped_ns)
     clock = StoreClock.open(tmp_path)
 

@@ -16,7 +16,8 @@ import json, os, sys, threading
 from ctxcache.runtime import threads
 from ctxcache.runtime.threads import shorten_time_slices
 
-# Whatever started this process may have a short slice already, which it passes on; none asked for is the usual one.
+# The parent of this process may have a short slice already, which it passes on.
+# A slice that was not asked for is the usual one.
 threads.SLICE_NS, short_ns = 0, threads.SLICE_NS
 shorten_time_slices()
 threads.SLICE_NS = short_ns

@@ -19,10 +19,19 @@ def test_a_trace_is_known_by_its_header_and_its_id(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "x", "0" * 32, TRACE_ID[1:], TRACE_ID.upper(), f"ff{PARENT[2:]}", PARENT[:-3], f"{PARENT}x", f" {PARENT}",
-        f"00-{'0' * 32}-00f067aa0ba902b7-01", f"00-{TRACE_ID}-{'0' * 16}-01",
+        "",
+        "x",
+        "0" * 32,
+        TRACE_ID[1:],
+        TRACE_ID.upper(),
+        f"ff{PARENT[2:]}",
+        PARENT[:-3],
+        f"{PARENT}x",
+        f" {PARENT}",
+        f"00-{'0' * 32}-00f067aa0ba902b7-01",
+        f"00-{TRACE_ID}-{'0' * 16}-01",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_trace_is_none(text: str) -> None:
     """As W3C says what is valid."""
     assert trace_id_of(text) == ""

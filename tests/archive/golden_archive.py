@@ -2,7 +2,8 @@
 
     python tests/archive/golden_archive.py
 
-A change of its bytes is a change of the format, and needs a new version of it. Other tests make files with `write`, too.
+A change of its bytes is a change of the format, and needs a new version of it. Other tests make files with
+`write`, too.
 """
 
 import os
@@ -59,7 +60,10 @@ MODELS = (
 
 
 class Cut(NamedTuple):
-    """A frame of rows: of so many tokens, with `more` rows that only later sessions have; or the same as frame `number`."""
+    """A frame of rows: of so many tokens, with `more` rows that only later sessions have.
+
+    Or the same as frame `number`.
+    """
 
     token_count: int
     more: int = 0

@@ -1,4 +1,7 @@
-"""Files that are not as they were written, and files that somebody forged: refused by a reason, whatever is wrong."""
+"""Files that are not as they were written, and files that somebody forged.
+
+Refused by a reason, whatever is wrong.
+"""
 
 import os
 import random
@@ -104,7 +107,10 @@ FRAMES = frames_of(DATA)
 
 
 def test_every_changed_byte_is_found() -> None:
-    """One bit of each byte, another one each time: never another session, never anything but our two errors."""
+    """One bit of each byte, another one each time.
+
+    Never another session, never anything but our two errors.
+    """
     chance = random.Random(1)
     for at in range(len(DATA)):
         _check_flip(DATA, at, chance.randrange(8))
@@ -254,7 +260,7 @@ def test_rows_are_shared_with_an_earlier_session_even_a_void_one() -> None:
         [(MODEL, BEGUN[1][1] + b"x"), end(0, 0)],
         [end(0, 0), end(0, 0)],
     ],
-)  # fmt: skip
+)
 def test_frames_that_do_not_follow_are_refused(frames: Frames) -> None:
     """Each with its right checksum, and a file that makes no sense."""
     with pytest.raises(FileDamaged):
@@ -315,16 +321,41 @@ SPEC_AT = 20 + len("acme") + len("every-kind")
 @pytest.mark.parametrize(
     ("index", "offset", "value"),
     [
-        (2, 16, NEGATIVE), (2, 24, NEGATIVE), (2, 24, struct.pack("<q", 1)), (2, 32, NEGATIVE), (2, 40, NEGATIVE),
-        (2, 48, NEGATIVE), (2, 56, NEGATIVE), (2, 64, b"\1"), (2, 64, b"\xff\xff\xff\xff"), (2, 68, b"\2\0"),
-        (2, 70, b"\xff\xff"), (2, 70, b"\0\0"), (2, 72, b"\xff\xff\xff\xff"), (2, 76, b"\xff\xff\xff\xff"),
-        (2, 80, b"/"), (2, 80, b"\xff"), (2, 80, b"\x1b"), (2, STREAMS_AT, struct.pack("<i", 0)),
-        (2, STREAMS_AT + 4, struct.pack("<i", 99)), (2, STREAMS_AT + 8, struct.pack("<i", -5)),
-        (2, LIVE_AT, NEGATIVE), (2, LIVE_AT, HUGE), (2, LIVE_AT + 8, HUGE), (2, LIVE_AT + 8, bytes(8)),
-        (1, 0, NEGATIVE), (1, 8, b"\xff\xff"), (1, 10, b"\0\0"), (1, 12, b"\xff\xff\xff\xff"), (1, 16, b"\1"),
-        (1, 20, b"\xff"), (1, 24, b"/"), (1, SPEC_AT, b"X"), (1, SPEC_AT + 17, b"\xff\xff\xff\xff\xff\xff"),
+        (2, 16, NEGATIVE),
+        (2, 24, NEGATIVE),
+        (2, 24, struct.pack("<q", 1)),
+        (2, 32, NEGATIVE),
+        (2, 40, NEGATIVE),
+        (2, 48, NEGATIVE),
+        (2, 56, NEGATIVE),
+        (2, 64, b"\1"),
+        (2, 64, b"\xff\xff\xff\xff"),
+        (2, 68, b"\2\0"),
+        (2, 70, b"\xff\xff"),
+        (2, 70, b"\0\0"),
+        (2, 72, b"\xff\xff\xff\xff"),
+        (2, 76, b"\xff\xff\xff\xff"),
+        (2, 80, b"/"),
+        (2, 80, b"\xff"),
+        (2, 80, b"\x1b"),
+        (2, STREAMS_AT, struct.pack("<i", 0)),
+        (2, STREAMS_AT + 4, struct.pack("<i", 99)),
+        (2, STREAMS_AT + 8, struct.pack("<i", -5)),
+        (2, LIVE_AT, NEGATIVE),
+        (2, LIVE_AT, HUGE),
+        (2, LIVE_AT + 8, HUGE),
+        (2, LIVE_AT + 8, bytes(8)),
+        (1, 0, NEGATIVE),
+        (1, 8, b"\xff\xff"),
+        (1, 10, b"\0\0"),
+        (1, 12, b"\xff\xff\xff\xff"),
+        (1, 16, b"\1"),
+        (1, 20, b"\xff"),
+        (1, 24, b"/"),
+        (1, SPEC_AT, b"X"),
+        (1, SPEC_AT + 17, b"\xff\xff\xff\xff\xff\xff"),
     ],
-)  # fmt: skip
+)
 def test_a_forged_description_is_refused(index: int, offset: int, value: bytes) -> None:
     """Counts, lengths, names, streams, ranges and the model: each number that a forger may choose."""
     assert SESS[1][STREAMS_AT : STREAMS_AT + 4] == struct.pack("<i", -1)
@@ -365,9 +396,11 @@ def test_a_model_with_more_streams_than_any_is_refused() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    number=st.integers(0, len(FRAMES) - 1), at=st.integers(0, 2000), value=st.binary(min_size=0, max_size=9),
+    number=st.integers(0, len(FRAMES) - 1),
+    at=st.integers(0, 2000),
+    value=st.binary(min_size=0, max_size=9),
     cut=st.integers(0, 9),
-)  # fmt: skip
+)
 @example(number=3, at=72, value=b"\xff\xff\xff\xff", cut=4)
 def test_a_forged_frame_is_read_or_refused(number: int, at: int, value: bytes, cut: int) -> None:
     """Bytes put in the place of others, checksums made right: contents, or our error, and nothing else."""

@@ -39,9 +39,17 @@ WHOLE = {
     if one.is_whole
 }
 FACTS = (
-    "session_id", "uid", "generation", "log_end", "token_count", "create_time_ns", "access_time_ns", "expire_time_ns",
-    "ttl_ns", "is_pinned",
-)  # fmt: skip
+    "session_id",
+    "uid",
+    "generation",
+    "log_end",
+    "token_count",
+    "create_time_ns",
+    "access_time_ns",
+    "expire_time_ns",
+    "ttl_ns",
+    "is_pinned",
+)
 
 
 def test_the_golden_file_is_what_is_written(tmp_path: Path) -> None:
@@ -52,7 +60,10 @@ def test_the_golden_file_is_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_reader_made_from_the_document_reads_the_golden_file() -> None:
-    """All that was put in comes out of it: facts, rows of every kind, shared ones; void sessions are not there."""
+    """All that was put in comes out of it: facts, rows of every kind, shared ones.
+
+    Void sessions are not there.
+    """
     found = read(GOLDEN.read_bytes())
 
     assert list(found) == list(WHOLE)
@@ -97,7 +108,7 @@ CUTS = st.lists(st.integers(1, 5), max_size=4)
 def test_both_readers_find_what_was_written(
     sessions: dict[str, tuple[list[int], bool, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """However a session's tokens are put into frames, whatever was dropped before them, and whichever are given up."""
+    """However tokens are put into frames, whatever was dropped before, and whichever are given up."""
     file = tmp_path_factory.mktemp("written") / "file"
     made = []
     for session_id, (counts, is_void, dropped) in sessions.items():
@@ -134,7 +145,10 @@ def test_descriptions_survive() -> None:
 
 
 def test_the_documented_tables_leave_no_byte_out() -> None:
-    """Fields follow one another up to the sizes that the text says: those of the header and of each payload's fixed part."""
+    """Fields follow one another up to the sizes that the text says.
+
+    Those of the header and of each payload's fixed part.
+    """
     tables = re.split(r"^\| offset .*$", DOCUMENT, flags=re.MULTILINE)[1:]
     ends = []
     for table in tables:

@@ -1,7 +1,7 @@
 """The command line as a user meets it: a process with arguments, output and an exit code.
 
-The process is forked by a nursery, which saves the imports of each start. Tests of entry points, imports, signals
-and broken pipes start processes anew, as `COMMAND_LINE` says.
+The process is forked by a nursery, which saves the imports of each start. Tests of entry points, imports,
+signals and broken pipes start processes anew, as `COMMAND_LINE` says.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""A server for what operators do: two SSD paths, a share for its one tenant, faults, and a session to work on."""
+"""A server for what operators do.
+
+Two SSD paths, a share for its one tenant, faults, and a session to work on.
+"""
 
 from pathlib import Path
 

@@ -100,7 +100,10 @@ def test_sessions_of_a_stopped_server_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_a_start_would_refuse_is_found(tmp_path: Path) -> None:
-    """A log that is gone, an SSD directory that is missing, a file that would have to shrink: codes of `serve`."""
+    """A log that is gone, an SSD directory that is missing, a file that would have to shrink.
+
+    Codes of `serve`.
+    """
     data, other = tmp_path / "data", tmp_path / "other"
     with ServerProcess(
         data, "--ssd-directories", str(data / "ssd"), "--ssd-directories", str(other)

@@ -60,7 +60,13 @@ def test_a_disk_that_ails_has_advice(blocks: Path, document: dict[str, Any], sai
 
 def test_a_disk_that_is_well_needs_nothing(blocks: Path) -> None:
     """With the figures of one that is a year old."""
-    log = {"critical_warning": 0, "media_errors": 0, "percentage_used": 12, "available_spare": 100, "available_spare_threshold": 10}  # fmt: skip
+    log = {
+        "critical_warning": 0,
+        "media_errors": 0,
+        "percentage_used": 12,
+        "available_spare": 100,
+        "available_spare_threshold": 10,
+    }
     table = [{"id": 5, "raw": {"value": 0}}, {"id": 9, "raw": {"value": 8760}}]
     found = _asked(
         blocks,
@@ -94,7 +100,10 @@ def test_the_disks_of_an_array_are_asked_each(blocks: Path) -> None:
 
 
 def test_who_says_nothing_is_unknown(blocks: Path, tmp_path: Path) -> None:
-    """Neither well nor ill: another machine's disk, one of a virtual machine, and one that tells root alone."""
+    """Neither well nor ill.
+
+    Another machine's disk, one of a virtual machine, and one that tells root alone.
+    """
     message = {"smartctl": {"messages": [{"string": "Permission denied"}]}}
 
     assert _asked(blocks, sda=message).found == "unknown: sda does not say: Permission denied"

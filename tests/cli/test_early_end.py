@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C while a server starts: it ends at once, as one that had nothing to do, and leaves nothing."""
+"""SIGTERM and Ctrl-C while a server starts.
+
+It ends at once, as one that had nothing to do, and leaves nothing.
+"""
 
 import json
 import os

@@ -25,9 +25,11 @@ from tests.nursery import shared, without_settings
 PLUGINS = {("bench",), ("demo",), ("trace", "replay"), ("worker",)}
 """What the lab and gpu_worker bring: tests/lab and tests/gpu_worker/test_worker_command.py run these."""
 SMALL = {
-    "CTXCACHE_ARENA_SIZE_BYTES": "64MiB", "CTXCACHE_SSD_SIZE_BYTES": "64MiB", "CTXCACHE_LISTEN": "127.0.0.1:0",
+    "CTXCACHE_ARENA_SIZE_BYTES": "64MiB",
+    "CTXCACHE_SSD_SIZE_BYTES": "64MiB",
+    "CTXCACHE_LISTEN": "127.0.0.1:0",
     "CTXCACHE_METRICS_LISTEN": "",
-}  # fmt: skip
+}
 TRACE = "session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\nb,1000,10,5\na,2000,10,5\n"
 CALLS = """\
 {"format":"ctxcache-recording","version":1,"store":{"dram_bytes":1048576,"ssd_bytes":4194304,"placement_policy":"lru"}}
@@ -71,7 +73,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where files lie that examples name: a configuration, a trace, and the directory of a server that has ended."""
+    """Where files lie that examples name.
+
+    A configuration, a trace, and the directory of a server that has ended.
+    """
     found = tmp_path_factory.mktemp("place")
     (found / "trace.csv").write_text(TRACE)
     (found / "ctxcache.toml").write_text('data_directory = "configured"\n')
@@ -99,8 +104,10 @@ def test_an_example_works(
     line = line.replace("127.0.0.1:7420", server.target).replace("--duration 1h", "--duration 0.3s")
     line = line.replace("/new", str(tmp_path / "new")).replace("monday", str(tmp_path / "monday"))
     environment = SMALL | {
-        "CTXCACHE_TARGET": server.target, "XDG_STATE_HOME": str(place / "state"), "HOME": str(place),
-    }  # fmt: skip
+        "CTXCACHE_TARGET": server.target,
+        "XDG_STATE_HOME": str(place / "state"),
+        "HOME": str(place),
+    }
     monkeypatch.chdir(place)
     for file in ("chat-17.ctxarchive", "all.ctxarchive") if path == ("ctxcache", "import") else ():
         ctxcache("export", SESSION, "--to", file, "--force", environment=environment)

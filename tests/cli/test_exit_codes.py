@@ -64,9 +64,13 @@ def test_a_full_device_behind_the_output_is_a_sentence(arguments: tuple[str, ...
     """Whether it is noticed while something is printed, or at the end."""
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(
-            [*COMMAND_LINE, *arguments], env=without_settings(os.environ), stdout=full, stderr=subprocess.PIPE,
-            text=True, check=False,
-        )  # fmt: skip
+            [*COMMAND_LINE, *arguments],
+            env=without_settings(os.environ),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
 
     (line,) = ran.stderr.splitlines()
     assert "standard output: No space left on device" in line

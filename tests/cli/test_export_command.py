@@ -59,8 +59,10 @@ def export(tmp_path_factory: pytest.TempPathFactory, here: ServerProcess) -> tup
         rows["c"] = keep(client, SPEC, "c", 0)
     told = ctxcache_json(here.target, "export", "a", "sessions/b", "c", "a", "--to", str(file))
     assert [(one["session"], one["status"], one["token_count"]) for one in told["sessions"]] == [
-        ("sessions/a", "exported", TOKEN_COUNT), ("sessions/b", "exported", 70), ("sessions/c", "exported", 0),
-    ]  # fmt: skip
+        ("sessions/a", "exported", TOKEN_COUNT),
+        ("sessions/b", "exported", 70),
+        ("sessions/c", "exported", 0),
+    ]
     return file, rows
 
 
@@ -253,9 +255,13 @@ def test_a_full_disk_leaves_no_file(here: ServerProcess, tmp_path: Path) -> None
 
     command = [*COMMAND_LINE, "--target", here.target, "export", "x", "--to"]
     ran = subprocess.run(
-        [*command, str(tmp_path / "full")], preexec_fn=with_small_files, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        [*command, str(tmp_path / "full")],
+        preexec_fn=with_small_files,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert (ran.returncode, ran.stderr.count("\n")) == (ExitCode.RESOURCE_EXHAUSTED, 1)
     assert ran.stderr.endswith("(FILE_FULL)\n")
     assert not list(tmp_path.iterdir())

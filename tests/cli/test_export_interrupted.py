@@ -1,4 +1,7 @@
-"""Exports and imports that somebody or something comes between: changes, kills, Ctrl-C. Nothing partial, and nothing wrong."""
+"""Exports and imports that somebody or something comes between: changes, kills, Ctrl-C.
+
+Nothing partial, and nothing wrong.
+"""
 
 import os
 import signal
@@ -233,7 +236,10 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_what_was_filled_so_far_may_go(client: Client) -> None:
-    """Evicted, or deleted by somebody: that is the failure, of this session alone; clearing up does not hide it."""
+    """Evicted, or deleted by somebody: that is the failure, of this session alone.
+
+    Clearing up does not hide it.
+    """
     rows = keep(client, SPEC, "a", LONG_TOKEN_COUNT)
     keep(client, SPEC, "b", 3)
     _, data = exported(client, "a", "b")

@@ -1,4 +1,7 @@
-"""`ctxcache export --store` and `import --new-store` through the real binary: a store that runs comes back elsewhere."""
+"""`ctxcache export --store` and `import --new-store` through the real binary.
+
+A store that runs comes back elsewhere.
+"""
 
 import resource
 import signal
@@ -178,7 +181,10 @@ def test_a_disk_that_is_full_leaves_no_file(running: str, tmp_path: Path) -> Non
 
 
 def test_a_store_comes_into_one_that_runs_and_through_a_pipe(running: str, tmp_path: Path) -> None:
-    """The same file, some or all of it; rows that are shared are written for each, and a pipe cannot give them again."""
+    """The same file, some or all of it.
+
+    Rows that are shared are written for each, and a pipe cannot give them again.
+    """
     file = tmp_path / "it"
     with connected(running) as client:
         client.fork_session("sessions/monday", session_id="fork", token_count=100)

@@ -44,7 +44,10 @@ def server(pki: Pki) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def run(pki: Pki, server: ServerProcess) -> Callable[..., Ran]:
-    """The command line, as somebody; by the real program where rows move, in this process where that is refused."""
+    """The command line, as somebody.
+
+    By the real program where rows move, in this process where that is refused.
+    """
 
     def run_as(token: str, *arguments: str, is_real: bool = False) -> Ran:
         who = [
@@ -78,7 +81,10 @@ def connect(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]
 def test_a_file_goes_from_tenant_to_tenant(
     run: Callable[..., Ran], connect: Callable[[str], Client], tmp_path: Path
 ) -> None:
-    """Each exports its own and nobody else's; what is imported is the importer's. A pin needs the role operator."""
+    """Each exports its own and nobody else's; what is imported is the importer's.
+
+    A pin needs the role operator.
+    """
     file = str(tmp_path / "x")
     rows: Rows = keep(connect("ops"), SPEC, "x", 100, is_pinned=True)
     keep(connect("ops"), SPEC, "z", 0)
@@ -105,7 +111,10 @@ def test_a_file_goes_from_tenant_to_tenant(
 def test_a_store_is_exported_by_operators_and_imported_by_each_tenant(
     run: Callable[..., Ran], connect: Callable[[str], Client], tmp_path: Path
 ) -> None:
-    """All tenants' sessions are in it, those of one name too; an import into a store that runs takes those of one tenant."""
+    """All tenants' sessions are in it, those of one name too.
+
+    An import into a store that runs takes those of one tenant.
+    """
     file = str(tmp_path / "store")
     for token in "ab":
         for session in list(connect(token).list_sessions()):

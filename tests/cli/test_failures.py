@@ -40,10 +40,20 @@ def failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         (("--timeout", "-3", "-o", "json", "stats"), ExitCode.USAGE, "USAGE", "--timeout"),
         (("-o", "json", "bench", "--rows", "nope"), ExitCode.USAGE, "USAGE", "--rows"),
         (("stats", *NOBODY, "-o", "json"), ExitCode.UNAVAILABLE, "UNAVAILABLE", ""),
-        (("-o", "json", "serve", "--listen", "nonsense"), ExitCode.CONFIGURATION, "INVALID_CONFIGURATION", "listen"),
-        (("-o", "json", "--token-file", "/none", "stats"), ExitCode.CONFIGURATION, "INVALID_CONFIGURATION", "/none"),
+        (
+            ("-o", "json", "serve", "--listen", "nonsense"),
+            ExitCode.CONFIGURATION,
+            "INVALID_CONFIGURATION",
+            "listen",
+        ),
+        (
+            ("-o", "json", "--token-file", "/none", "stats"),
+            ExitCode.CONFIGURATION,
+            "INVALID_CONFIGURATION",
+            "/none",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_error_is_one_document(
     failed: Any, words: Sequence[str], code: ExitCode, reason: str, field: str
 ) -> None:
@@ -67,11 +77,15 @@ def test_an_error_is_yaml_where_that_is_asked_for_and_a_sentence_else(failed: An
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        ("stats", Output.TABLE), ("-o json stats", Output.JSON), ("-o json stats -o table", Output.TABLE),
-        ("stats --output yaml", Output.YAML), ("-ojson x", Output.JSON), ("-o xml", Output.TABLE),
+        ("stats", Output.TABLE),
+        ("-o json stats", Output.JSON),
+        ("-o json stats -o table", Output.TABLE),
+        ("stats --output yaml", Output.YAML),
+        ("-ojson x", Output.JSON),
+        ("-o xml", Output.TABLE),
         ("show -- -o json", Output.TABLE),
     ],
-)  # fmt: skip
+)
 def test_how_to_print_is_known_of_any_words(words: str, output: Output) -> None:
     """The last that says it, and none behind the end of the options."""
     assert asked_output(words.split()) is output

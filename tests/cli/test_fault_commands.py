@@ -46,11 +46,13 @@ def test_a_fault_is_injected_listed_and_cleared(target: str, server: ServerProce
 @pytest.mark.parametrize(
     ("kind", "options", "name"),
     [
-        ("read-error", ("--errno", "eremoteio"), "SSD_READ_ERROR"), ("write-error", (), "SSD_WRITE_ERROR"),
-        ("bit-flip", (), "SSD_READ_BIT_FLIP"), ("read-delay", ("--delay", "1s"), "SSD_READ_DELAY"),
+        ("read-error", ("--errno", "eremoteio"), "SSD_READ_ERROR"),
+        ("write-error", (), "SSD_WRITE_ERROR"),
+        ("bit-flip", (), "SSD_READ_BIT_FLIP"),
+        ("read-delay", ("--delay", "1s"), "SSD_READ_DELAY"),
         ("commit-delay", ("--delay", "1s"), "COMMIT_DELAY"),
     ],
-)  # fmt: skip
+)
 def test_each_kind_has_its_word(target: str, kind: str, options: tuple[str, ...], name: str) -> None:
     """Errors are EIO unless another is named."""
     injected = asked(target, "fault", "inject", kind, *options).document
@@ -74,11 +76,15 @@ def test_a_wrong_bit_is_met_and_told(target: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("read-delay",), ("bit-flip", "--delay", "1s"), ("bit-flip", "--errno", "EIO"), ("read-error", "--errno", "EWHAT"),
-        ("read-delay", "--delay", "soon"), ("meteor",),
+        ("read-delay",),
+        ("bit-flip", "--delay", "1s"),
+        ("bit-flip", "--errno", "EIO"),
+        ("read-error", "--errno", "EWHAT"),
+        ("read-delay", "--delay", "soon"),
+        ("meteor",),
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_no_fault(target: str, options: tuple[str, ...]) -> None:
     """A usage error."""
     assert asked(target, "fault", "inject", *options).exit_code == ExitCode.USAGE

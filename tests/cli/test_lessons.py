@@ -1,4 +1,7 @@
-"""What was learned of return times outlives restarts and kills; whatever is wrong with it, the server starts."""
+"""What was learned of return times outlives restarts and kills.
+
+Whatever is wrong with it, the server starts.
+"""
 
 import json
 import sys
@@ -18,7 +21,10 @@ from ctxcache.server.upkeep import LESSONS, Lessons
 
 NOW_NS = 10**18
 COUNT = 3
-OFTEN = "import ctxcache.server.upkeep; ctxcache.server.upkeep.LESSONS_INTERVAL_S = 0.01; from ctxcache.cli.main import main; main()"
+OFTEN = (
+    "import ctxcache.server.upkeep; ctxcache.server.upkeep.LESSONS_INTERVAL_S = 0.01; from "
+    "ctxcache.cli.main import main; main()"
+)
 """A server that keeps what it has learned a hundred times a second."""
 
 
@@ -76,10 +82,14 @@ async def test_of_another_policy_or_version_nothing_is_learned(of: Any, tmp_path
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: data[: len(data) // 2], lambda _: b"", lambda _: b"\xff\xfe", lambda _: b"[]", lambda _: b"{}",
+        lambda data: data[: len(data) // 2],
+        lambda _: b"",
+        lambda _: b"\xff\xfe",
+        lambda _: b"[]",
+        lambda _: b"{}",
         lambda data: data.replace(b"100.0", b"101.0", 1),
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_be_read_is_learned_anew(
     of: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any
 ) -> None:

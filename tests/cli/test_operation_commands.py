@@ -1,4 +1,7 @@
-"""What operators do to a server that runs, through the real binary: tiers, leases, shares, the drain, and what goes on."""
+"""What operators do to a server that runs, through the real binary.
+
+Tiers, leases, shares, the drain, and what goes on.
+"""
 
 import json
 import os

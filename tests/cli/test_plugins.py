@@ -41,7 +41,10 @@ def test_a_plugin_is_a_command_with_options_of_its_own(tmp_path: Path) -> None:
 
 def test_a_plugin_may_be_an_app_of_several_commands(tmp_path: Path) -> None:
     """A Typer app under the entry point brings its own commands, each with its options."""
-    app = "\nimport typer\nwaves = typer.Typer()\nwaves.command()(wave)\n\n@waves.command()\ndef rest() -> None:\n    pass\n"
+    app = (
+        "\nimport typer\nwaves = typer.Typer()\nwaves.command()(wave)\n\n@waves.command()\ndef rest() -> "
+        "None:\n    pass\n"
+    )
     environment = install(tmp_path)
     (tmp_path / "waving.py").open("a").write(app)
     (tmp_path / "waving-1.0.dist-info" / "entry_points.txt").write_text(

@@ -1,4 +1,7 @@
-"""Who else may read or change what a server has: nobody, whatever the umask, and whatever was there before."""
+"""Who else may read or change what a server has.
+
+Nobody, whatever the umask, and whatever was there before.
+"""
 
 import os
 import stat
@@ -37,7 +40,10 @@ def refused(data_directory: Path, *options: str) -> tuple[int, str]:
 
 
 def test_nothing_that_is_made_is_for_others(tmp_path: Path) -> None:
-    """Records, segments, sockets, lessons, a backup, an export, a recording: with umask 0, in a directory that was there."""
+    """Records, segments, sockets, lessons, a backup, an export, a recording.
+
+    With umask 0, in a directory that was there.
+    """
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
     with ServerProcess(data, wrapper=CARELESS) as server:
@@ -142,7 +148,10 @@ def test_secrets_that_others_may_read_are_refused(tmp_path: Path) -> None:
 
 @AS_ROOT
 def test_a_secret_as_a_pod_mounts_it_is_taken(tmp_path: Path) -> None:
-    """Root's, to be read by a group of this process, behind two links; the same of another group is refused."""
+    """Root's, to be read by a group of this process, behind two links.
+
+    The same of another group is refused.
+    """
     version = tmp_path / "..2026"
     version.mkdir()
     write_secret(version / "token", "secret")

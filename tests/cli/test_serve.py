@@ -112,8 +112,10 @@ def test_options_win_over_environment_and_that_over_the_file(tmp_path: Path) -> 
     ]
     with subprocess.Popen(
         [*command, "--arena-size-bytes", "16MiB"],
-        env=without_settings(os.environ) | environment, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        env=without_settings(os.environ) | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         process.terminate()
@@ -140,7 +142,7 @@ def test_several_ssd_directories_are_one_tier(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_a_knob() -> None:
-    """What `config.Settings` takes, --help, documents and chart know of, in one order and with the same words."""
+    """The settings of `config.Settings` are those of --help, documents and chart: one order, the same words."""
     fields = Settings.model_fields
 
     assert list(KNOBS) == list(fields)

@@ -18,7 +18,7 @@ SHARED_MEMORY = Settings.model_fields["arena_directory"].default
 
 
 def serve(data_directory: Path, *options: str, environment: dict[str, str] | None = None) -> Ran:
-    """Start a server that is expected not to start, where no other test's killed server has left its arena."""
+    """Start a server that is expected not to start, where no killed server of another test left its arena."""
     with tempfile.TemporaryDirectory(prefix="ctxcache-", dir=SHARED_MEMORY) as arena:
         given = ("--data-directory", str(data_directory), "--arena-directory", arena)
         return ctxcache("serve", *given, *SMALL, *options, environment=environment)

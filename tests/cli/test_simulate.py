@@ -34,8 +34,11 @@ def test_a_line_of_json_per_policy_and_capacity(trace: Path) -> None:
 
     documents = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(d["policy"], d["footprint_multiple"]) for d in documents] == [
-        ("lru", 1), ("belady", 1), ("lru", 4), ("belady", 4),
-    ]  # fmt: skip
+        ("lru", 1),
+        ("belady", 1),
+        ("lru", 4),
+        ("belady", 4),
+    ]
     assert documents[-1]["hit_rate"] == 1
     assert documents[-1]["dram_bytes"] + documents[-1]["ssd_bytes"] == 4 * 15 * 819_200
 
@@ -49,11 +52,29 @@ def test_people_see_a_table(trace: Path) -> None:
 
 
 def test_costs_are_another_table(trace: Path) -> None:
-    """What is saved, worn and waited for; prices and the model are options. One of three turns hits 15 tokens."""
+    """What is saved, worn and waited for; prices and the model are options.
+
+    One of three turns hits 15 tokens.
+    """
     ran = ctxcache(
-        "simulate", str(trace), "--policies", "lru", "--costs", "--model", "llama-65b", "--prefill", "0.1",
-        "--gpu-price", "36", "--dram-price", "0", "--ssd-price", "0", "--gpus", "2",
-    )  # fmt: skip
+        "simulate",
+        str(trace),
+        "--policies",
+        "lru",
+        "--costs",
+        "--model",
+        "llama-65b",
+        "--prefill",
+        "0.1",
+        "--gpu-price",
+        "36",
+        "--dram-price",
+        "0",
+        "--ssd-price",
+        "0",
+        "--gpus",
+        "2",
+    )
 
     title, row = ran.stdout.splitlines()
     assert title.split()[:2] == ["policy", "capacity"]
@@ -67,12 +88,25 @@ def test_machine_and_model_are_told_by_name(trace: Path) -> None:
     figures = {
         how: json.loads(
             ctxcache(
-                "simulate", str(trace), "--policies", "lru", "--json", "--context", "20", "--overflow", how,
-                "--segment", "64", "--inclusive", "--timed", "--ssd-write", "1GB",
+                "simulate",
+                str(trace),
+                "--policies",
+                "lru",
+                "--json",
+                "--context",
+                "20",
+                "--overflow",
+                how,
+                "--segment",
+                "64",
+                "--inclusive",
+                "--timed",
+                "--ssd-write",
+                "1GB",
             ).stdout
         )
         for how in ("decoupled", "invalidate")
-    }  # fmt: skip
+    }
 
     assert [figures[how]["hit_rate"] for how in figures] == [1, 0]
     assert figures["invalidate"]["void_turns"] == 1
@@ -119,12 +153,23 @@ def test_a_bad_line_is_one_sentence(trace: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        ("--policies", "mru"), ("--footprint", "much"), ("--footprint", "-1"), ("--hints", "rumours"),
-        ("--ttl", "soon"), ("--ttl", ""), ("--ssd", ""), ("--dram", "big"), ("--ssd-read", "0"), ("--decode", "nan"),
-        ("--model", "gpt"), ("--overflow", "drop"), ("--gpu-price", "nan"), ("--ssd-write", "0"),
+        ("--policies", "mru"),
+        ("--footprint", "much"),
+        ("--footprint", "-1"),
+        ("--hints", "rumours"),
+        ("--ttl", "soon"),
+        ("--ttl", ""),
+        ("--ssd", ""),
+        ("--dram", "big"),
+        ("--ssd-read", "0"),
+        ("--decode", "nan"),
+        ("--model", "gpt"),
+        ("--overflow", "drop"),
+        ("--gpu-price", "nan"),
+        ("--ssd-write", "0"),
         ("--session-rate", "inf"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_usage(trace: Path, wrong: tuple[str, str]) -> None:
     """Each is named, and nothing is replayed."""
     ran = CliRunner().invoke(app, ["simulate", str(trace), *wrong])
@@ -207,8 +252,9 @@ def test_people_see_a_sweep_beside_the_paper(load: Path) -> None:
     lines = ran.stdout.splitlines()
     assert "Figure 21" in lines[0]
     assert [line.split()[:6] for line in lines[2:4]] == [
-        ["128", "GiB", "+", "2", "TB", "lru"], ["128", "GiB", "+", "10", "TB", "lru"],
-    ]  # fmt: skip
+        ["128", "GiB", "+", "2", "TB", "lru"],
+        ["128", "GiB", "+", "10", "TB", "lru"],
+    ]
     assert "12.9%" in lines[2]
     assert lines[-1].startswith("48 turns of 24 sessions")
 
@@ -241,9 +287,14 @@ def test_without_matplotlib_one_sentence_says_what_to_install(load: Path, tmp_pa
     (hidden / "__init__.py").write_text("raise ModuleNotFoundError('none', name='matplotlib')\n")
     paths = os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")])
     ran = ctxcache(
-        "simulate", str(load), "--sweep", "policies", "--plot", str(tmp_path / "p.png"),
+        "simulate",
+        str(load),
+        "--sweep",
+        "policies",
+        "--plot",
+        str(tmp_path / "p.png"),
         environment={"PYTHONPATH": paths},
-    )  # fmt: skip
+    )
 
     assert (ran.exit_code, ran.stdout) == (ExitCode.USAGE, "")
     assert ran.sentence == (
@@ -257,11 +308,13 @@ def test_a_bar_is_drawn_where_a_person_looks(load: Path) -> None:
     with (
         subprocess.Popen(
             [*COMMAND_LINE, "simulate", str(load), "--sweep", "policies", "--policies", "lru", "--json"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=slave,
             env=without_settings(os.environ) | {"TERM": "xterm"},
         ) as process,
         os.fdopen(master, "rb", buffering=0) as terminal,
-    ):  # fmt: skip
+    ):
         os.close(slave)
         drawn = b""
         # A terminal that nobody holds open any longer is an error to read, on Linux.
@@ -282,9 +335,20 @@ def test_a_sweep_reads_lengths_at_the_pace_that_is_said(tmp_path: Path) -> None:
         + "".join(f"qa,{document},900,10,20\n" for document in range(4) for _ in range(3))
     )
     ran = ctxcache(
-        "simulate", str(path), "--sweep", "policies", "--policies", "lru,fifo", "--session-rate", "0.5",
-        "--think", "10s", "--jobs", "2", "--json",
-    )  # fmt: skip
+        "simulate",
+        str(path),
+        "--sweep",
+        "policies",
+        "--policies",
+        "lru,fifo",
+        "--session-rate",
+        "0.5",
+        "--think",
+        "10s",
+        "--jobs",
+        "2",
+        "--json",
+    )
 
     assert (ran.exit_code, ran.stderr) == (ExitCode.OK, "")
     assert {json.loads(line)["census"]["session_count"] for line in ran.stdout.splitlines()} == {4}

@@ -119,9 +119,22 @@ def test_it_has_every_call_and_no_content(recorded: Path) -> None:
     (forked,) = [call for call in calls if call["call"] == "fork"]
 
     assert set(kinds) == {
-        "open", "reserve", "append", "finish", "lookup", "get", "read", "release", "truncate", "fork", "touch",
-        "flush", "demote", "delete", "hint",
-    }  # fmt: skip
+        "open",
+        "reserve",
+        "append",
+        "finish",
+        "lookup",
+        "get",
+        "read",
+        "release",
+        "truncate",
+        "fork",
+        "touch",
+        "flush",
+        "demote",
+        "delete",
+        "hint",
+    }
     assert reads == [(70, 70), (70, 0), (TOKEN_COUNT, 0)]
     assert dropped == [4, 10, 20, 30]
     assert (forked["source"], forked["tokens"]) == (calls[0]["session"], 50)

@@ -68,7 +68,10 @@ def value(values: Values, name: str, **labels: str) -> float:
 
 
 async def load(client: Client, clock: FakeClock) -> None:
-    """Some of all that can happen: writes, hits in both tiers, every kind of miss that callers can cause, evictions."""
+    """Some of all that can happen.
+
+    Writes, hits in both tiers, every kind of miss that callers can cause, evictions.
+    """
     fill = 24
     for i in range(fill):
         await client.create(f"s{i}")

@@ -34,7 +34,10 @@ def test_every_alert_fires_and_is_silent_before(tmp_path: Path) -> None:
 @needs_promtool
 @pytest.mark.parametrize("never_or_always", ["vector(1) < 0", "vector(1)"])
 def test_a_rule_that_is_wrong_would_be_noticed(never_or_always: str, tmp_path: Path) -> None:
-    """The tests of the rules can fail: each does where its rule never fires, and its other half where it always does."""
+    """The tests of the rules can fail.
+
+    Each does where its rule never fires, and its other half where it always does.
+    """
     text = (OBSERVABILITY / "alerts.yaml").read_text()
     (tmp_path / "alerts.yaml").write_text(re.sub(r"( expr: )[^\n]*", rf'\1"{never_or_always}"', text))
     begin, *tests = (OBSERVABILITY / "alerts_test.yaml").read_text().split("  - name: ")

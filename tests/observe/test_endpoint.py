@@ -76,7 +76,10 @@ async def test_who_asks_nothing_makes_way(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than there may be is closed at once where all others wait for an answer; then there is room again."""
+    """One more than there may be is closed at once where all others wait for an answer.
+
+    Then there is room again.
+    """
     monkeypatch.setattr(endpoint_module, "CONNECTIONS_LIMIT", 1)
     goes_on = asyncio.Event()
 
@@ -139,7 +142,10 @@ async def test_a_page_that_breaks_is_an_error(caplog: pytest.LogCaptureFixture) 
 
 
 async def test_where_it_listens(tmp_path: Path) -> None:
-    """Nowhere where nothing is named; a port that was asked for and is taken is an error, and so is no address."""
+    """Nowhere where nothing is named.
+
+    A port that was asked for and is taken is an error, and so is no address.
+    """
     async with observed(tmp_path / "none", metrics_listen="") as (server, _, _):
         assert server.metrics_address == ""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,7 @@
-"""The status page: what it says, to whom it says names, that no name becomes markup, and that a browser shows it."""
+"""The status page.
+
+What it says, to whom it says names, that no name becomes markup, and that a browser shows it.
+"""
 
 import asyncio
 import json
@@ -121,14 +124,19 @@ def _expanded(values: str) -> list[float]:
 
 
 GAUGES = [
-    each.alert for each in CONDITIONS
-    if each.alert not in {"CtxcacheSlowCalls", "CtxcacheEventLoopStalls", "CtxcacheSlowDevice", "CtxcacheInternalErrors"}
-]  # fmt: skip
+    each.alert
+    for each in CONDITIONS
+    if each.alert
+    not in {"CtxcacheSlowCalls", "CtxcacheEventLoopStalls", "CtxcacheSlowDevice", "CtxcacheInternalErrors"}
+]
 
 
 @pytest.mark.parametrize("alert", GAUGES)
 def test_what_fires_an_alert_is_a_condition_that_holds(alert: str) -> None:
-    """The series that make Prometheus' rule fire, read minute by minute; and nothing holds of a well server."""
+    """The series that make Prometheus' rule fire, read minute by minute.
+
+    And nothing holds of a well server.
+    """
     series = _sample_of(alert)
     length = max(len(values) for _, _, values in series)
 
@@ -243,7 +251,7 @@ async def test_what_is_running_shows(tmp_path: Path) -> None:
 async def test_names_are_for_whom_they_may_be(
     tmp_path: Path, changes: Mapping[str, str], host: str, *, are_shown: bool
 ) -> None:
-    """By itself only on loopback, while nobody is told apart, and under no name that another site could point here."""
+    """By itself only on loopback, while callers are not told apart, under no name that others could point here."""
     identities = changes.get("identities")
     settings = {name: value for name, value in changes.items() if name != "identities"}
     async with observed(tmp_path, **settings) as (server, client, _):
@@ -279,16 +287,24 @@ def test_no_text_becomes_markup() -> None:
 def _evil_page() -> str:
     bad = Listed(EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1, 1, is_durable=True)
     samples = [
-        Sample("ctxcache_info", 1, (EVIL, EVIL)), Sample("ctxcache_ready", 1),
-        Sample("ctxcache_tenant_sessions", 1, (EVIL,)), Sample("ctxcache_tier_capacity_bytes", 1, ("dram", EVIL)),
-        Sample("ctxcache_path_state", 1, ("dram", EVIL, EVIL)), Sample("ctxcache_accesses_total", 1, ("read", EVIL)),
-    ]  # fmt: skip
+        Sample("ctxcache_info", 1, (EVIL, EVIL)),
+        Sample("ctxcache_ready", 1),
+        Sample("ctxcache_tenant_sessions", 1, (EVIL,)),
+        Sample("ctxcache_tier_capacity_bytes", 1, ("dram", EVIL)),
+        Sample("ctxcache_path_state", 1, ("dram", EVIL, EVIL)),
+        Sample("ctxcache_accesses_total", 1, ("read", EVIL)),
+    ]
     ring = Ring()
     ring.add(Moment(()))
     status = status_of(
-        Moment(samples), ring, now_s=1, promotion_count=0, settings={EVIL: EVIL},
-        sessions=Sessions((bad,), (bad,), 1), engines=(Engine(EVIL, EVIL, 1, is_lost=True),),
-    )  # fmt: skip
+        Moment(samples),
+        ring,
+        now_s=1,
+        promotion_count=0,
+        settings={EVIL: EVIL},
+        sessions=Sessions((bad,), (bad,), 1),
+        engines=(Engine(EVIL, EVIL, 1, is_lost=True),),
+    )
     return page(status)
 
 
@@ -347,11 +363,20 @@ async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (status_page.size_text(0), "0 B"), (status_page.size_text(1536), "1.5 KiB"), (status_page.size_text(3 << 40), "3.0 TiB"), (status_page.count_text(950), "950"),
-        (status_page.count_text(12345), "12.3k"), (status_page.count_text(4e6), "4.0M"), (status_page.time_text(0.0032), "3.2 ms"), (status_page.time_text(7500), "2 h 5 min"),
-        (status_page.time_text(3 * 86400 + 4 * 3600), "3 d 4 h"), (status_page.share_text(0.9999), "99.9 %"), (status_page.share_text(1), "100 %"), (status_page.share_text(0.5), "50 %"),
+        (status_page.size_text(0), "0 B"),
+        (status_page.size_text(1536), "1.5 KiB"),
+        (status_page.size_text(3 << 40), "3.0 TiB"),
+        (status_page.count_text(950), "950"),
+        (status_page.count_text(12345), "12.3k"),
+        (status_page.count_text(4e6), "4.0M"),
+        (status_page.time_text(0.0032), "3.2 ms"),
+        (status_page.time_text(7500), "2 h 5 min"),
+        (status_page.time_text(3 * 86400 + 4 * 3600), "3 d 4 h"),
+        (status_page.share_text(0.9999), "99.9 %"),
+        (status_page.share_text(1), "100 %"),
+        (status_page.share_text(0.5), "50 %"),
     ],
-)  # fmt: skip
+)
 def test_numbers_are_written_for_people(written: str, expected: str) -> None:
     """Short, with a unit, and nothing that is not all is called all."""
     assert written == expected
@@ -364,15 +389,24 @@ def _dom(address: str, directory: Path, *options: str) -> str:
     """The page as a browser has it after its script has run."""
     assert CHROMIUM is not None
     command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory}", *options,
-        "--dump-dom", f"http://{address}/",
-    ]  # fmt: skip
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={directory}",
+        *options,
+        "--dump-dom",
+        f"http://{address}/",
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @needs_chromium
 async def test_a_browser_shows_it_and_keeps_it_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script runs under the policy, asks again, and shows what has come since; an evil name stays text."""
+    """The script runs under the policy, asks again, and shows what has come since.
+
+    An evil name stays text.
+    """
     monkeypatch.setattr(status_pages, "FRESH_S", 0)
     async with observed(tmp_path) as (server, client, clock):
         await load(client, clock)

@@ -27,10 +27,21 @@ from ctxcache.server.server import Server
 
 HIDDEN = Stream(0, StateKind.HIDDEN)
 MODEL = ModelSpec(
-    model_id="tiny", architecture="Tiny", revision="", weights_digest="w", tokenizer_digest="t", dtype=DType.FLOAT16,
-    layer_count=1, hidden_size=48, kv_head_count=1, head_size=40, rope="", norm="", is_relocatable=True,
+    model_id="tiny",
+    architecture="Tiny",
+    revision="",
+    weights_digest="w",
+    tokenizer_digest="t",
+    dtype=DType.FLOAT16,
+    layer_count=1,
+    hidden_size=48,
+    kv_head_count=1,
+    head_size=40,
+    rope="",
+    norm="",
+    is_relocatable=True,
     streams=(StreamSpec(HIDDEN, 96, DType.FLOAT16),),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -64,7 +75,10 @@ async def served(directory: Path, provider: TracerProvider, access: Access) -> A
 
 
 def _turn(client: Client, provider: TracerProvider) -> str:
-    """Save, make durable, leave memory, restore: as an engine does within a request. Returns its trace's id."""
+    """Save, make durable, leave memory, restore: as an engine does within a request.
+
+    Returns its trace's id.
+    """
     rows = {Stream(-1, StateKind.TOKENS): np.zeros((64, 4), np.uint8), HIDDEN: np.zeros((64, 96), np.uint8)}
     with provider.get_tracer("engine").start_as_current_span("request") as request:
         client.register_model(MODEL)

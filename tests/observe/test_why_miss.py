@@ -183,9 +183,13 @@ async def test_a_local_clients_batch_names_a_trace_of_its_own(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "facts",
     [
-        {"trace_id": "1" * 32, "name": "sessions/one"}, {"trace_id": "1" * 31}, {"trace_id": TRACES[0]}, {"trace_id": "G" * 32}, {},
+        {"trace_id": "1" * 32, "name": "sessions/one"},
+        {"trace_id": "1" * 31},
+        {"trace_id": TRACES[0]},
+        {"trace_id": "G" * 32},
+        {},
     ],
-)  # fmt: skip
+)
 async def test_what_is_no_trace_is_refused(facts: dict[str, str], tmp_path: Path) -> None:
     """A session and a trace, neither, and what is not a trace's id."""
     async with observed(tmp_path) as (_, client, _clock):

@@ -1,4 +1,7 @@
-"""Small loads that are played by hand: a token is 10 B, a turn 100 tokens long, unless a test says otherwise."""
+"""Small loads that are played by hand.
+
+A token is 10 B, a turn 100 tokens long, unless a test says otherwise.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A scheduler or a client that lies leaves ours no worse than the best policy that anyone else has, but for 2 points."""
+"""A scheduler or a client that lies leaves our policy within 2 points of the best other policy."""
 
 from array import array
 from dataclasses import dataclass, replace
@@ -80,7 +80,10 @@ def test_a_liar_costs_two_points_at_most(lie: Lie, share: float) -> None:
 
 @pytest.mark.parametrize("lie", Lie)
 def test_who_lies_always_is_worse_than_who_never_does(lie: Lie) -> None:
-    """Or nothing would be believed, and lies would prove nothing. Of a false order ours sees that jobs start as they came."""
+    """Or nothing would be believed, and lies would prove nothing.
+
+    Of a false order ours sees that jobs start as they came.
+    """
     believer = "look-ahead" if lie is Lie.ORDER else OURS
     truthful, false = _played(believer, lie, 0.0), _played(believer, lie, 1.0)
 

@@ -50,7 +50,7 @@ def test_so_many_layers_hide_the_read_of_the_others_and_no_fewer(layers: Layers,
 
 @given(layers=LAYERS, read_all_s=st.floats(0.01, 10))
 def test_first_tokens_do_nearly_as_well(layers: Layers, read_all_s: float) -> None:
-    """Where of each layer only the last tokens are read, the first token is late by one layer's slower stage at most."""
+    """If only the last tokens of each layer are read, the first token is at most one slower stage late."""
     slower_s = max(layers.copy_s, layers.prefill_s)
     missing_share = slower_s / read_all_s if read_all_s > slower_s else 1.0
     late_s = (
@@ -63,9 +63,16 @@ def test_first_tokens_do_nearly_as_well(layers: Layers, read_all_s: float) -> No
 def test_dram_has_the_first_layers_of_twice_as_many() -> None:
     """Two sessions of 1,000 B fit by half; of what hits in DRAM the rest is read, hidden by the copies."""
     load = replace(
-        ROOMY, dram_bytes=1000, is_inclusive=True, is_timed=True, layer_count=4, ssd_read_bytes_per_s=1000,
-        dram_bytes_per_s=1000, prefill_tokens_per_s=1e9, decode_tokens_per_s=1e9,
-    )  # fmt: skip
+        ROOMY,
+        dram_bytes=1000,
+        is_inclusive=True,
+        is_timed=True,
+        layer_count=4,
+        ssd_read_bytes_per_s=1000,
+        dram_bytes_per_s=1000,
+        prefill_tokens_per_s=1e9,
+        decode_tokens_per_s=1e9,
+    )
     turns = [turn("a", 0), turn("b", 10), turn("a", 20, 0), turn("b", 30, 0)]
 
     whole = played(load, turns)

@@ -42,9 +42,14 @@ def turns(tmp_path: Path, *calls: dict[str, Any]) -> list[tuple[float, int, int,
 def test_what_is_appended_belongs_to_the_read_before_it(tmp_path: Path) -> None:
     """However long its answer took, in however many commits; the next read begins the next turn."""
     found = turns(
-        tmp_path, call(0, "open", 0), call(1, "append", 64, tokens=64), call(2, "append", 100, tokens=36),
-        call(3, "read", 100, tokens=100), call(500, "append", 150, tokens=50), call(501, "read", 150, tokens=150),
-    )  # fmt: skip
+        tmp_path,
+        call(0, "open", 0),
+        call(1, "append", 64, tokens=64),
+        call(2, "append", 100, tokens=36),
+        call(3, "read", 100, tokens=100),
+        call(500, "append", 150, tokens=50),
+        call(501, "read", 150, tokens=150),
+    )
 
     assert found == [(0, 0, 100, 1), (3, 100, 50, 2), (501, 150, 0, 3)]
 
@@ -67,10 +72,14 @@ def test_a_session_that_was_given_up_goes_on(tmp_path: Path) -> None:
 def test_silence_ends_a_turn_of_an_engine_that_reads_nothing(tmp_path: Path) -> None:
     """It has the state yet, and only appends; what was refused is no turn."""
     found = turns(
-        tmp_path, call(0, "open", 0), call(1, "append", 10, tokens=10), call(30, "append", 20, tokens=10),
-        call(100, "append", 25, tokens=5), call(200, "append", 25, reason="CAPACITY_EXCEEDED"),
+        tmp_path,
+        call(0, "open", 0),
+        call(1, "append", 10, tokens=10),
+        call(30, "append", 20, tokens=10),
+        call(100, "append", 25, tokens=5),
+        call(200, "append", 25, reason="CAPACITY_EXCEEDED"),
         call(300, "read", 0, reason="TIER_FAILURE"),
-    )  # fmt: skip
+    )
 
     assert found == [(0, 0, 20, 1), (100, 20, 5, 2)]
 
@@ -79,9 +88,13 @@ def test_what_was_there_before_or_is_a_fork_has_had_a_turn(tmp_path: Path) -> No
     """Its history is what it has; and what was dropped is none."""
     forked = {"session": "0c", "source": "0a", "tokens": 60}
     found = turns(
-        tmp_path, call(1, "read", 80, tokens=80), call(2, "truncate", 50, tokens=30), call(3, "append", 60, tokens=10),
-        call(4, "fork", 60, **forked), call(5, "append", 70, tokens=10, session="0c"),
-    )  # fmt: skip
+        tmp_path,
+        call(1, "read", 80, tokens=80),
+        call(2, "truncate", 50, tokens=30),
+        call(3, "append", 60, tokens=10),
+        call(4, "fork", 60, **forked),
+        call(5, "append", 70, tokens=10, session="0c"),
+    )
 
     assert found == [(1, 50, 10, 2), (5, 60, 10, 2)]
 

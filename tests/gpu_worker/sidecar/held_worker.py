@@ -25,5 +25,5 @@ def run() -> None:
             threading.Event().wait(POLL_S)
         fill(source, stream, begin, end, into)
 
-    LeasedSource.fill = held  # type: ignore[method-assign]  # that is the fault
+    LeasedSource.fill = held  # type: ignore[assignment, method-assign]  # that is the fault
     app()
