@@ -1,7 +1,8 @@
 """Sessions out of a file and into a store that runs, so that each is there whole or not at all.
 
-A session is filled under a name of its own, made durable, and forked to the name that was asked for. Worst case: the
-server or the importer dies, and `importing-…` is left, which expires two minutes after its last rows.
+A session is filled under a name of its own, made durable, and forked to the name that was asked for. Worst
+case: the server or the importer dies, and `importing-…` is left, which expires two minutes after its last
+rows.
 """
 
 import secrets
@@ -23,7 +24,10 @@ UNFINISHED = "importing-"
 UNFINISHED_TTL_S = 120.0
 SHORTEST_LIFE_S = 60.0
 SYNC_BYTES = 128 << 20
-"""So many bytes at a time are made durable: the rest, at the end, takes less than the unfinished session lives."""
+"""So many bytes at a time are made durable.
+
+The rest, at the end, takes less than the unfinished session lives.
+"""
 GATHERED_BYTES = 1 << 20
 _NS_PER_S = 10**9
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -129,7 +133,8 @@ class Importer:
         self, filled: SessionInfo, described: ArchivedSession, target: str, before: SessionInfo | None
     ) -> None:
         if before is not None:
-            # A session that has changed meanwhile is kept: its new tokens were not there when it was to be replaced.
+            # A session that has changed meanwhile is kept: its new tokens were not there when it was to be
+            # replaced.
             with suppress(SessionNotFound):
                 self._client.delete_session(before.name, if_generation_match=before.generation)
         ends: dict[str, Any] = {"ttl": timedelta(microseconds=described.ttl_ns / 1000)}
@@ -143,7 +148,10 @@ class Importer:
 
 
 def _gathered(rows: Iterator[Rows]) -> Iterator[Rows]:
-    """The rows of small frames together, so that an append has GATHERED_BYTES of them; larger frames as they are."""
+    """The rows of small frames together, so that an append has GATHERED_BYTES of them.
+
+    Larger frames as they are.
+    """
     parts: list[Rows] = []
     size_bytes = 0
     for part in rows:
@@ -166,7 +174,10 @@ def _joined(parts: list[Rows]) -> Rows:
 
 
 def end_of_life(expire_time_ns: int, begin_time_ns: int, now: datetime) -> datetime:
-    """When a session of absolute expiry ends: then, or, when that is past, with as much time as it had left at the export."""
+    """When a session of absolute expiry ends.
+
+    Then, or, when that is past, with as much time as it had left at the export.
+    """
     left_s = max((expire_time_ns - begin_time_ns) / _NS_PER_S, SHORTEST_LIFE_S)
     expire_time = _EPOCH + timedelta(microseconds=expire_time_ns // 1000)
     return (

@@ -1,4 +1,6 @@
-"""What a server tells, as tables for people: human sizes, times relative to now. Not stable; scripts use JSON.
+"""What a server tells, as tables for people: human sizes, times relative to now. Not stable.
+
+Scripts use JSON.
 
 `why-miss` is a sentence, and a table of what happened to the session.
 """

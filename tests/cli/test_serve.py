@@ -142,7 +142,7 @@ def test_several_ssd_directories_are_one_tier(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_a_knob() -> None:
-    """The settings of `config.Settings` are those of --help, documents and chart: one order, the same words."""
+    """Settings, --help, documents and chart have the same settings, in one order, with the same words."""
     fields = Settings.model_fields
 
     assert list(KNOBS) == list(fields)

@@ -251,7 +251,7 @@ async def test_what_is_running_shows(tmp_path: Path) -> None:
 async def test_names_are_for_whom_they_may_be(
     tmp_path: Path, changes: Mapping[str, str], host: str, *, are_shown: bool
 ) -> None:
-    """By itself only on loopback, while callers are not told apart, under no name that others could point here."""
+    """By itself only on loopback, while callers are not told apart, under no name that others point here."""
     identities = changes.get("identities")
     settings = {name: value for name, value in changes.items() if name != "identities"}
     async with observed(tmp_path, **settings) as (server, client, _):
