@@ -13,7 +13,8 @@ from server_process import ServerProcess
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
 
-# Without a GPU kernels run in Triton's interpreter, which must be chosen before anybody imports Triton, as torch does.
+# Without a GPU kernels run in Triton's interpreter, which must be chosen before anybody imports Triton, as
+# torch does.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
