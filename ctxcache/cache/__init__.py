@@ -144,7 +144,8 @@ class Cache:
     async def close(self) -> None:
         """Flush every session and wait for all moves. What cannot be flushed is lost, as its durability says.
 
-        So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the first failure when everything else is done.
+        So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the
+        first failure when everything else is done.
         """
         dirty = self._worth_keeping()
         results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
@@ -193,7 +194,10 @@ class Cache:
         """Refuse what would cost every session its tokens on a path that nobody has named."""
         number = max((s.durable.path_index for s in self.ledger.segments() if s.durable), default=0)
         if number >= len(self.ssd.paths):
-            problem = f"records name SSD directory number {number}, which is missing: name it with --ssd-directories"
+            problem = (
+                f"records name SSD directory number {number}, which is missing: name it with"
+                " --ssd-directories"
+            )
             raise DataDirectoryUnusable(path=self.ssd.paths[0], problem=problem)
 
     def _adopt(self) -> set[Segment]:

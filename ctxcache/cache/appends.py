@@ -3,8 +3,8 @@
     session   0 ....... committed ....... marked ....... end
               visible             will not change  reserved
 
-A session has one reservation at a time. Rows beyond `committed` are never read, whatever lies there. When a writer
-disappears its slots are kept from others for a while, because it may still be writing.
+A session has one reservation at a time. Rows beyond `committed` are never read, whatever lies there. When a
+writer disappears its slots are kept from others for a while, because it may still be writing.
 """
 
 from bisect import bisect_right
@@ -42,7 +42,10 @@ from ctxcache.format.sums import Place, Sums, Tally, covers
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows `[row_begin, row_end)` of a segment to be written; the first one's token has index `token_begin`."""
+    """Rows `[row_begin, row_end)` of a segment to be written.
+
+    The first one's token has index `token_begin`.
+    """
 
     segment: Segment
     row_begin: int
@@ -66,7 +69,7 @@ TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for the tokens `[write_offset, end)`; those below `committed` are visible. Owned by the event loop.
+    """Room for the tokens `[write_offset, end)`. Tokens below `committed` are visible.
 
     Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
     `runs` in token order, one per segment, each segment held once; those committed in full are let go.
@@ -85,13 +88,13 @@ class Reservation:
     tally: Tally = field(default_factory=Tally)
 
     def check(self, token_count: int) -> None:
-        """Raise InvalidArgument unless there is room up to `token_count`, and nothing beyond it is visible."""
+        """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
         if not self.committed <= token_count <= self.end:
             problem = f"{token_count} is not within [{self.committed}, {self.end}]"
             raise InvalidArgument(field="token_count", problem=problem)
 
     def cuts(self, token_begin: int, token_end: int) -> list[Cut]:
-        """The runs that hold tokens of `[token_begin, token_end)`, with the first and one past the last of these."""
+        """The runs that hold tokens of `[token_begin, token_end)`, each with its first token and its end."""
         found: list[Cut] = []
         for run in self.runs[max(bisect_right(self.runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]:
             if run.token_begin >= token_end:
@@ -293,7 +296,7 @@ class Appends:
         token_count: int,
         client: int | None = None,
     ) -> Reservation | None:
-        """`reserve` where nothing has to be waited for: there is room within every bound, and slots are free or clean.
+        """Reserve without waiting: there is room within every bound, and slots are free or clean.
 
         None, and no session is changed, where that is not so. Raises as `reserve`, but for TierFailure.
         """
@@ -327,7 +330,10 @@ class Appends:
     def _writable(
         self, tenant: str, session_id: str, fingerprint: bytes, write_offset: int, generation: int | None
     ) -> tuple[Session, int]:
-        """The session that a writer asks for, and the store's time now. Raises what is wrong with the request."""
+        """The session that a writer asks for, and the store's time now.
+
+        Raises what is wrong with the request.
+        """
         now_ns = self._state.clock.now_ns()
         session = self._ledger.find_at(tenant, session_id, now_ns)
         session.check_caller(fingerprint, generation)
@@ -340,7 +346,10 @@ class Appends:
         return session, now_ns
 
     def _slots_at_once(self, reservation: Reservation, token_count: int) -> list[Slot] | None:
-        """Slots for the segments that so many more tokens need; None where any bound, or a slot, is to be waited for."""
+        """Slots for the segments that so many more tokens need.
+
+        None where any bound, or a slot, is to be waited for.
+        """
         session, needed = reservation.session, reservation.needed(token_count)
         if not needed:
             return []
@@ -406,10 +415,10 @@ class Appends:
     ) -> SessionView:
         """Make tokens visible up to the session's `token_count` afterwards.
 
-        `checksums`: what their writer says of them, one per run and stream; None for rows that were placed here. Raises
-        ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch, and with `is_durable` CapacityExceeded
-        and TierFailure: the tokens are then committed in memory all the same. Also CorruptSegment: then the session
-        ends before them.
+        `checksums`: what their writer says of them, one per run and stream; None for rows that were placed
+        here. Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch, and with
+        `is_durable` CapacityExceeded and TierFailure: the tokens are then committed in memory all the same.
+        Also CorruptSegment: then the session ends before them.
         """
         self.commit_in_memory(reservation, token_count, keep_open=keep_open, checksums=checksums)
         if is_durable:
@@ -427,8 +436,8 @@ class Appends:
     ) -> None:
         """Make tokens visible. `checksums` as in `commit`; `is_joint`: one for each token.
 
-        Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch. An expired session is not
-        there for its writer either: a commit would bring back what others were told is gone.
+        Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch. An expired session is
+        not there for its writer either: a commit would bring back what others were told is gone.
         """
         session = reservation.session
         self._check_open(reservation)
@@ -561,7 +570,10 @@ class Appends:
         *,
         is_joint: bool,
     ) -> list[tuple[Segment, Sums]]:
-        """What was said of tokens, or added up as they were placed. Raises InvalidArgument, ChecksumMismatch."""
+        """What was said of tokens, or added up as they were placed.
+
+        Raises InvalidArgument, ChecksumMismatch.
+        """
         if is_joint:
             return reservation.joint_sums(cuts, checksums or ())
         if checksums is not None:
@@ -604,7 +616,10 @@ class Appends:
         return new_bytes + (self._ledger.claim_bytes(last) if last and needed else 0)
 
     async def _admit(self, reservation: Reservation, token_count: int) -> None:
-        """Wait until so many more tokens may be kept and become dirty, and promise it. Never waits at its end."""
+        """Wait until so many more tokens may be kept and become dirty, and promise it.
+
+        Never waits at its end.
+        """
 
         def missing_bytes() -> int:
             return self._new_bytes(reservation, token_count) - reservation.promised_bytes

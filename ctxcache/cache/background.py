@@ -1,8 +1,8 @@
-"""Background: tasks that run to their end although their caller may be gone, and turns for others in long work.
+"""Background: tasks that end although their caller may be gone, and turns for others in long work.
 
-A move between tiers must not stop half-way: a device may still write to its slot. So a caller waits for a move with
-`asyncio.shield`, and a cancelled caller leaves the move running. Worst case: a move that a device never answers, for
-which `drain` waits.
+A move between tiers must not stop half-way: a device may still write to its slot. So a caller waits for a
+move with `asyncio.shield`, and a cancelled caller leaves the move running. Worst case: a move that a device
+never answers, for which `drain` waits.
 """
 
 import asyncio

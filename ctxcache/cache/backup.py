@@ -1,9 +1,10 @@
 """Backup: every session as SSD has it, as the bytes of an archive, while requests go on.
 
-Each session is as it was durable at one moment of the backup. No slot is held while bytes are on their way to the client:
-one segment at a time is held while it is read, so that a slow client keeps no room from others. Sessions that went
-meanwhile are not in it; of a session that was truncated meanwhile the rest is. A growing tail is read first, while no
-flush may write it elsewhere. Worst case: a session that is cut faster than it is copied is left out, and counted.
+Each session is as it was durable at one moment of the backup. No slot is held while bytes are on their way to
+the client: one segment at a time is held while it is read, so that a slow client keeps no room from others.
+Sessions that went meanwhile are not in it; of a session that was truncated meanwhile the rest is. A growing
+tail is read first, while no flush may write it elsewhere. Worst case: a session that is cut faster than it is
+copied is left out, and counted.
 """
 
 import asyncio
@@ -124,7 +125,8 @@ class _Backup:
 
     async def steps(self, created_by: str) -> AsyncGenerator[None]:
         """Make one part of the archive after the other."""
-        # Sessions that come later are left to the next backup: nothing that was copied as shared grows behind its copy.
+        # Sessions that come later are left to the next backup: nothing that was copied as shared grows behind
+        # its copy.
         uids = [session.uid for session in self._state.ledger.sessions()]
         crash_count = self._state.least_generation >> GENERATION_BITS
         self._add(MADE, Origin(created_by, crash_count).encode())
@@ -308,7 +310,10 @@ def _described(record: SessionRecord, model: ArchivedModel) -> ArchivedSession:
 
 
 def _stretches(listed: Sequence[Segment], described: ArchivedSession) -> Iterator[_OnSsd]:
-    """The segments that hold tokens of the session. A position is in the last segment that begins at or before it."""
+    """The segments that hold tokens of the session.
+
+    A position is in the last segment that begins at or before it.
+    """
     begins = [*(segment.begin for segment in listed), described.log_end]
     rows_at_once = max(1, ROWS_LIMIT_BYTES // described.token_bytes)
     for segment, next_begin in zip(listed, begins[1:], strict=True):

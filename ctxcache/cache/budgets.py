@@ -4,9 +4,10 @@
     DirtyBound   what memory alone may have                         waits `writer_wait_s`, then refuses
     MemoryRoom   a free slot: drops what SSD has, flushes the rest   waits `writer_wait_s`, then refuses
 
-Callers of one tenant are served in the order of coming, so that small requests never keep a large one from its room.
-Tenants do not wait for each other's pins; before the dirty bound they wait in a line that their shares divide. The
-first in that line flushes until there is room. A request that needs no waiting meets no task and no lock.
+Callers of one tenant are served in the order of coming, so that small requests never keep a large one from
+its room. Tenants do not wait for each other's pins; before the dirty bound they wait in a line that their
+shares divide. The first in that line flushes until there is room. A request that needs no waiting meets no
+task and no lock.
 """
 
 import asyncio
@@ -34,7 +35,10 @@ QUEUE_LENGTH = 256
 
 
 class Pins(Budget):
-    """What leases, or reservations, keep in the arena: a budget that callers may wait for. Owned by the event loop."""
+    """What leases, or reservations, keep in the arena: a budget that callers may wait for.
+
+    Owned by the event loop.
+    """
 
     def __init__(self, what: str, capacity_bytes: int, share: float, limits: Limits) -> None:
         """`what`: for refusals. `share` of the arena's bytes may be pinned."""
@@ -153,7 +157,10 @@ class MemoryRoom:
         return slot
 
     def take_all(self, count: int, size_bytes: int, tenant: str) -> list[Slot] | None:
-        """So many slots that are free, or that something clean gave back; None, and none is taken, where there are fewer."""
+        """So many slots that are free, or that something clean gave back.
+
+        None, and none is taken, where there are fewer.
+        """
         slots: list[Slot] = []
         while len(slots) < count:
             slot = self._take(size_bytes, tenant)
@@ -193,7 +200,10 @@ class MemoryRoom:
             await asyncio.sleep(0)
 
     async def clean_until(self, is_enough: Callable[[], bool]) -> None:
-        """Flush the coldest dirty sessions until that is so, as far as that goes. Raises CapacityExceeded, TierFailure."""
+        """Flush the coldest dirty sessions until that is so, as far as that goes.
+
+        Raises CapacityExceeded, TierFailure.
+        """
         for _ in range(FLUSHES_WAITED_FOR):
             if is_enough() or not await self._clean_something(self._is_any_dirty, None):
                 return
@@ -218,7 +228,10 @@ class MemoryRoom:
         return None
 
     async def _clean_something(self, accepts: Callable[[Session], bool], among: Sequence[str] | None) -> bool:
-        """Flush the coldest dirty session of those, or wait for a flush under way; False when there is neither."""
+        """Flush the coldest dirty session of those, or wait for a flush under way.
+
+        False when there is neither.
+        """
         victim = self._ledger.coldest_to_write(accepts, among)
         if victim is not None:
             # A flush cuts rows that it finds to be bad, and a cut makes room as well.
@@ -230,8 +243,8 @@ class MemoryRoom:
     async def _clean(self, victim: Session, among: Sequence[str] | None) -> None:
         """Flush a session, or spare it: then it may leave as it is.
 
-        Where SSD takes nothing of it memory is all there is, and one session goes, as from a full SSD. That is
-        while no path takes writes, or where its tenant has all that its share gives it.
+        Where SSD takes nothing of it memory is all there is, and one session goes, as from a full SSD. That
+        is while no path takes writes, or where its tenant has all that its share gives it.
         """
         from_memory = partial(self._ledger.next_from_memory, among)
         if not self._io.has_open_path and await self._ssd_room.evict(from_memory):
@@ -267,7 +280,10 @@ class MemoryRoom:
     def _drop_one(
         self, among: Sequence[str] | None, may_give: Callable[[bytes], bool] = lambda _: True
     ) -> tuple[int, int] | None:
-        """Carry out the ledger's next move out of memory; how many segments and bytes went, None when nothing may."""
+        """Carry out the ledger's next move out of memory.
+
+        How many segments and bytes went, None when nothing may.
+        """
         match self._ledger.next_out_of_memory(among, self._may_leave, may_give):
             case Drop(segment):
                 self._ledger.dropped(segment)
@@ -304,7 +320,10 @@ class DirtyBound:
         return len(self._line)
 
     def admits_at_once(self, needed_bytes: int, own_bytes: int) -> bool:
-        """Whether a writer that has claimed `own_bytes` may claim so much more now, with no other writer waiting."""
+        """Whether a writer that has claimed `own_bytes` may claim as many more now.
+
+        False while others wait.
+        """
         return not self._turns and self._fits(needed_bytes, own_bytes)
 
     async def admit(self, tenant: str, needed_bytes: Callable[[], int], own_bytes: Callable[[], int]) -> int:
@@ -345,7 +364,7 @@ class DirtyBound:
             self._wake_first()
 
     async def _wait(self, request: RoomRequest, fits: Callable[[], bool]) -> None:
-        """Return when the request may be granted, or when it is the first one and nothing is left to be written."""
+        """Return once the request may be granted, or once it is first and nothing is left to write."""
         turn = self._turns[request]
         while True:
             if self._is_first(request):
@@ -353,7 +372,8 @@ class DirtyBound:
                 if self._is_first(request):
                     return
             turn.clear()
-            # Another request may have become the first one because this one came, or because its tenant has more.
+            # Another request may have become the first one because this one came, or because its tenant has
+            # more.
             self._wake_first()
             await turn.wait()
 

@@ -2,8 +2,8 @@
 
 A lost path is acted on once, whatever lies on it: every session shows the longest prefix that can still be
 had, at its next look-up or within moments, and no segment is read to find out. Records stay as they are, so
-that the tokens are back when the path is; a writer that goes on behind the prefix gives them up. What DRAM has
-of a lost path is written to another one. Worst case: a pass over all segments, in slices.
+that the tokens are back when the path is; a writer that goes on behind the prefix gives them up. What DRAM
+has of a lost path is written to another one. Worst case: a pass over all segments, in slices.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Devices:
         """Whether every session was looked at since a path was lost or came back."""
 
     async def give_up_overdue(self) -> None:
-        """Lose the paths whose devices hang: waiting callers are answered now, look-ups are right from now on.
+        """Lose the paths whose devices hang: callers that wait are answered, and look-ups tell the truth.
 
         Waits for nothing, and so never for a device.
         """
@@ -49,7 +49,10 @@ class Devices:
         self.note()
 
     async def look(self) -> None:
-        """Find out which paths are lost or back, and act on it. Raises the first failure to write elsewhere."""
+        """Find out which paths are lost or back, and act on it.
+
+        Raises the first failure to write elsewhere.
+        """
         await self._ssd.probe()
         self.note()
         if not self._is_reckoned:
@@ -58,7 +61,10 @@ class Devices:
             await self._write_elsewhere()
 
     def note(self) -> bool:
-        """Take over what the tier says; whether that is news. Sessions are reckoned when they are looked at."""
+        """Take over what the tier says; whether that is news.
+
+        Sessions are reckoned when they are looked at.
+        """
         refusals = self._ssd.refusals
         lost = {i: path for i, path in enumerate(self._ssd.paths) if i in refusals and refusals[i].is_lost}
         is_news = self._ledger.paths_lost(lost)

@@ -4,10 +4,10 @@
                           │ commit failed
                           └──────────────────► slots stranded until changes are taken again
 
-A departure runs to its end even when its caller is cancelled. The ledger says which session goes next; this module
-carries it out. One session goes at a time, and the callers that wait look again: the room may be enough for all of
-them. Staged slots go before sessions, and no session goes for a path that takes no writes. Worst case: no session
-may go, and the caller is refused.
+A departure runs to its end even when its caller is cancelled. The ledger says which session goes next; this
+module carries it out. One session goes at a time, and the callers that wait look again: the room may be
+enough for all of them. Staged slots go before sessions, and no session goes for a path that takes no writes.
+Worst case: no session may go, and the caller is refused.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Departures:
         await self.write_down(gone=gone, dead=dead)
 
     def remove_unrecorded(self, session: Session) -> int:
-        """Evict a session that no record names bytes of: they are free at once; returns how many segments went.
+        """Evict a session of which no record names a byte; returns how many segments were freed, at once.
 
         Its own record goes later: after a crash the session may be there again, empty.
         """
@@ -96,8 +96,8 @@ class Departures:
         dead: Sequence[Segment],
         bad: Sequence[Slot],
     ) -> None:
-        # Records are made when they are written: those of an earlier moment could undo another's.
-        # A leaving session is written as it went. Its removal may fail, and its old record lists dead segments.
+        # Records are made when they are written: those of an earlier moment could undo another's. A leaving
+        # session is written as it went. Its removal may fail, and its old record lists dead segments.
         recorded = [s for s in changed if not s.is_gone or s.uid in self._leaving]
         self._leaving.difference_update(session.uid for session in gone)
         changes = Changes(
@@ -117,7 +117,10 @@ class Departures:
                 await asyncio.sleep(0)
 
     async def reopen_metadata(self) -> None:
-        """Where changes are taken again, give back the slots whose records are certainly gone. Raises TierFailure."""
+        """Where changes are taken again, give back the slots whose records are certainly gone.
+
+        Raises TierFailure.
+        """
         if not await self._metadata.reopen():
             return
         stranded = set(self._ledger.below.stranded)
@@ -144,7 +147,10 @@ class SsdRoom:
         self._ledger = state.ledger
         self._departures = departures
         self.unstage_something: Callable[[], Awaitable[bool]]
-        """Gives back the slot of something staged; False where nothing is. Staging, which takes slots here, has it."""
+        """Gives back the slot of something staged; False where nothing is.
+
+        Staging, which takes slots here, has it.
+        """
         self._turn = asyncio.Lock()
 
     async def place(self, size_bytes: int, for_session: Session) -> Slot:
@@ -164,7 +170,9 @@ class SsdRoom:
         return slot
 
     async def keep_within_limit(self, session: Session, size_bytes: int) -> None:
-        """Evict others of the session's tenant until it may have so much more. Raises CapacityExceeded, TierFailure.
+        """Evict other sessions of the tenant until it may have as many bytes more.
+
+        Raises CapacityExceeded, TierFailure.
 
         Never waits when it may already.
         """
@@ -214,7 +222,10 @@ class SsdRoom:
         await self._evict(session, why)
 
     def give_up(self, session: Session) -> int:
-        """Evict a session that no record names bytes of, for room in memory; returns how many segments went."""
+        """Evict a session that no record names bytes of, for room in memory.
+
+        Returns how many segments went.
+        """
         self._state.counters.unadmitted_session_count += 1
         self._note(session, "room in memory, and not worth its place on SSD")
         return self._departures.remove_unrecorded(session)

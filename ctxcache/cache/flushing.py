@@ -5,10 +5,11 @@
                                ▼
                            synced, once for each path ──► one record committed ──► durable
 
-A full segment never changes. So it is staged before a caller asks for durability, and before its rows are visible.
-Bytes are durable before the record that points at them. Write-behind flushes unasked: what was committed since the
-last look, what has become old and, above the watermark, what is oldest. Worst case: a session is written whole,
-however large it is. A segment that is staged and never recorded gives its slot back when the segment goes.
+A full segment never changes. So it is staged before a caller asks for durability, and before its rows are
+visible. Bytes are durable before the record that points at them. Write-behind flushes unasked: what was
+committed since the last look, what has become old and, above the watermark, what is oldest. Worst case: a
+session is written whole, however large it is. A segment that is staged and never recorded gives its slot back
+when the segment goes.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from ctxcache.format.slot import Slot
 from ctxcache.storage.metadata.base import Changes, MetadataStore, SegmentRecord
 
 WINDOW_BYTES = 32 << 20
-"""Bytes that one move has in flight, mostly on its session's path: enough for the device never to wait, few enough for
+"""Bytes that one move has in flight, mostly on one path: enough that the device never waits, few enough for
 moves of several sessions to take turns. Two segments at least: one is verified while the next is read."""
 
 
@@ -158,7 +159,10 @@ class Staging:
         self._ledger.below.give(written.slot)
 
     async def write(self, session: Session, segment: Segment, row_count: int) -> Written:
-        """Write a segment's first rows to a slot that is made free. Raises CapacityExceeded, CorruptSegment, TierFailure."""
+        """Write a segment's first rows to a slot that is made free.
+
+        Raises CapacityExceeded, CorruptSegment, TierFailure.
+        """
         slot = await self._ssd_room.place(segment.size_bytes, session)
         self._ledger.staged(segment, slot, is_there=True)
         written = Written(segment, slot, row_count)
@@ -228,7 +232,10 @@ class Flushing:
         self._staging, self._mending, self._background = staging, mending, background
         self._flushes: set[asyncio.Task[None]] = set()
         self._waiting: dict[tuple[bytes, bool], asyncio.Task[None]] = {}
-        """Flushes that have not begun yet: rows committed until then are theirs too, whoever asks for them."""
+        """Flushes that have not begun yet.
+
+        Rows committed until then are theirs too, whoever asks for them.
+        """
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     @property
@@ -274,7 +281,10 @@ class Flushing:
         return False
 
     async def _flush(self, session: Session, *, is_tail_left: bool) -> None:
-        """Flush; what memory did not keep is mended or cut first. Raises CorruptSegment at the end when something was cut."""
+        """Flush; what memory did not keep is mended or cut first.
+
+        Raises CorruptSegment at the end when something was cut.
+        """
         lost: CorruptSegment | None = None
         async with self.lock(session):
             del self._waiting[session.uid, is_tail_left]
@@ -337,7 +347,10 @@ class Flushing:
         return await self._write(session, row_counts)
 
     async def _write(self, session: Session, row_counts: Mapping[Segment, int]) -> list[Written]:
-        """Write and sync. Raises CapacityExceeded, CorruptSegment, TierFailure when nothing is under way any more."""
+        """Write and sync.
+
+        Raises CapacityExceeded, CorruptSegment, TierFailure when nothing is under way any more.
+        """
         taken: list[Staged] = []
         for segment, count in row_counts.items():
             taken.append(self._staging.take(session, segment, count))
@@ -394,7 +407,7 @@ class Flushing:
     # -- away from paths that are lost ---------------------------------------------------------------
 
     async def write_elsewhere(self, session: Session, segments: Sequence[Segment]) -> bool:
-        """Write clean segments that DRAM has to SSD once more, and record them there; False when nothing moved.
+        """Write clean segments from DRAM to SSD again, and record them there. False when nothing moved.
 
         Raises CapacityExceeded, TierFailure.
         """

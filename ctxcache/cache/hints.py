@@ -1,8 +1,9 @@
 """Hints: what a client says of a session's future, carried out as far as room and budgets allow.
 
-No hint changes what a session is. Nothing here fails: what cannot be done is answered with a reason. A promotion for
-which there is no room is deferred: it stands in the merged queue as if a job of the session were about to start.
-Worst case: a hint waits for a flush, or some seconds for the promotion that it asked for.
+No hint changes what a session is. Nothing here fails: what cannot be done is answered with a reason. A
+promotion for which there is no room is deferred: it stands in the merged queue as if a job of the session
+were about to start. Worst case: a hint waits for a flush, or some seconds for the promotion that it asked
+for.
 """
 
 import asyncio

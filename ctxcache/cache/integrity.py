@@ -70,11 +70,16 @@ def _uses(cache: Cache) -> Iterator[str]:
 
 def _session(session: Session) -> Iterator[str]:
     if not session.durable_end <= session.recorded_end <= session.log_end:
-        yield f"{session.name}: durable {session.durable_end}, recorded {session.recorded_end}, log {session.log_end}"
+        yield (
+            f"{session.name}: durable {session.durable_end}, recorded {session.recorded_end}, log"
+            f" {session.log_end}"
+        )
     if any(a.begin >= b.begin for a, b in pairwise(session.segments)):
         yield f"{session.name}: segments are out of order"
     if session.token_count != ranges.count(session.live):
-        yield f"{session.name}: {session.token_count} tokens are counted, {ranges.count(session.live)} are live"
+        yield (
+            f"{session.name}: {session.token_count} tokens are counted, {ranges.count(session.live)} are live"
+        )
     memory = [s.memory.size_bytes for s in session.segments if s.memory]
     durable = [s.durable.size_bytes for s in session.segments if s.durable]
     if session.amounts() != (len(memory), sum(memory), sum(durable)):

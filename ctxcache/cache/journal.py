@@ -1,4 +1,4 @@
-"""Journal: what the store was asked, what it did, and why a caller got less. Counts and remembers; changes nothing.
+"""Journal: what the store was asked, what it did, and why a caller got less. Changes nothing.
 
     what happens          counts        history of the session     recording, while somebody listens
     found a session       hit or empty                             LOOKUP, GET, READ
@@ -7,8 +7,8 @@
     tokens went                         evicted, expired, cut, ... EVICT, EXPIRE, CUT, ...
     anything else                                                  its call
 
-Knows names; keeps no token and no row. Every memory is bounded: a recording that is not taken in time loses what
-follows, and counts it.
+Knows names; keeps no token and no row. Every memory is bounded: a recording that is not taken in time loses
+what follows, and counts it.
 """
 
 import enum
@@ -150,7 +150,10 @@ class Journal:
         empty: str = EMPTY,
         **facts: Fact,
     ) -> None:
-        """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`: why none."""
+        """The session was there; `tokens` among the facts: how many of its tokens were found; `empty`.
+
+        Why none.
+        """
         self.counts[by, HIT if facts["tokens"] else empty] += 1
         if self.listening is not None:
             self._hear(self.listening, call or _ASKED[by], session, session.token_count, facts)
@@ -192,7 +195,10 @@ class Journal:
     def happened(
         self, session: Session, event: Event, *, detail: str = "", token_count: int = 0, **facts: Fact
     ) -> None:
-        """Something was done to a session that is there, or was until now; `token_count`: tokens that it lost by it."""
+        """Something was done to a session that is there, or was until now; `token_count`.
+
+        Tokens that it lost by it.
+        """
         call = _CALLS.get(event)
         if self.listening is not None and call is not None:
             left = 0 if event in ENDS else session.token_count

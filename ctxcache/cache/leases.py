@@ -2,8 +2,8 @@
 
     ReadRequest ──► ReadPlan: pieces of segments ──► pinned, held ──► promoted ──► Lease ──► released
 
-A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away before the lease ends.
-What does not fit into DRAM can still be read as a stream, chunk by chunk.
+A lease holds its segments: neither eviction nor truncation nor deletion takes the bytes away before the lease
+ends. What does not fit into DRAM can still be read as a stream, chunk by chunk.
 """
 
 import mmap
@@ -46,8 +46,8 @@ class ReadRequest:
     """What a reader asks for: tokens `[begin, end)`, `end` None for all, of a session of that model.
 
     `client` is whose share of the arena the rows are counted in. `leaves_on_ssd`: what is not in DRAM is read
-    where it lies. `is_summed`: the answer says what its rows must be. `is_rechecked`: what is in DRAM is verified
-    before it.
+    where it lies. `is_summed`: the answer says what its rows must be. `is_rechecked`: what is in DRAM is
+    verified before it.
     """
 
     tenant: str
@@ -110,7 +110,10 @@ class ReadPlan:
         return self.sizes_bytes
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
-        """As `look`; where there is no room for all of it, what is in DRAM already, as far as the limit goes."""
+        """As `look`.
+
+        Where there is no room for all of it, what is in DRAM already, as far as the limit goes.
+        """
         if not budget.fits(self.owner, self.look()):
             size_bytes = self.session.layout.size_bytes
             resident = dict.fromkeys(p.segment.segment_id for p in self.pieces if p.segment.memory)
@@ -126,7 +129,7 @@ NEVER_NS = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pieces held for a reader, in token order, all in DRAM unless it is a stream's own or they were left on SSD.
+    """Pieces held for a reader, in token order. All are in DRAM, but for those that the request left on SSD.
 
     Its deadline begins when its rows are there; a stream's moves on with every piece it reads.
     """
@@ -154,7 +157,8 @@ class Lease:
 class Rows(NamedTuple):
     """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for.
 
-    `checksum`: what they must be, by their writer; they were not looked at where they lie in DRAM, in `segment`.
+    `checksum`: what they must be, by their writer; they were not looked at where they lie in DRAM, in
+    `segment`.
     """
 
     stream: Stream
@@ -257,7 +261,7 @@ class Leases:
         return (piece.segment for lease in self._leases.values() for piece in lease.pieces)
 
     async def acquire(self, request: ReadRequest) -> Lease:
-        """Bring tokens into DRAM and hold them there; what the request leaves on SSD is held there, and not verified.
+        """Bring tokens into DRAM and hold them there. Pieces left on SSD are held, not verified.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, TokenRangeOutOfBounds,
         CapacityExceeded, TooManyRequests, CorruptSegment, TierFailure.
@@ -279,9 +283,10 @@ class Leases:
         return lease
 
     def acquire_at_once(self, request: ReadRequest) -> Lease | None:
-        """`acquire` where nothing has to be waited for: all rows are in DRAM, or left on SSD, and there is room.
+        """Acquire without waiting: all rows are in DRAM, or left on SSD, and there is room.
 
-        None, and nothing is changed, where that is not so. Raises as `acquire`, but for CorruptSegment and TierFailure.
+        Returns None and changes nothing otherwise. Raises as `acquire`, except CorruptSegment and
+        TierFailure.
         """
         if request.is_rechecked:
             return None
@@ -300,7 +305,10 @@ class Leases:
         return lease
 
     async def recheck(self, lease_id: int) -> None:
-        """Verify what a lease holds in DRAM, since its reader found other bytes. Raises LeaseNotFound, CorruptSegment, TierFailure."""
+        """Verify what a lease holds in DRAM, since its reader found other bytes.
+
+        Raises LeaseNotFound, CorruptSegment, TierFailure.
+        """
         lease = self.lease(lease_id)
         try:
             for piece in lease.pieces:
@@ -364,7 +372,8 @@ class Leases:
             chosen = _chosen(lease.view, streams)
             # Beyond the readers' share only what is in DRAM already is read there.
             if len(lease.pinned) == len({piece.segment.segment_id for piece in lease.pieces}):
-                # Room that writes would have to make may be refused while reads go on; a read that fails fails again.
+                # Room that writes would have to make may be refused while reads go on; a read that fails
+                # fails again.
                 with suppress(CapacityExceeded, TierFailure):
                     try:
                         await self._promote(lease)
@@ -394,7 +403,10 @@ class Leases:
         self._renew(lease)
 
     async def mend(self, segment: Segment) -> None:
-        """Verify a held segment in DRAM, whose rows were found to be others. Raises CorruptSegment, TierFailure."""
+        """Verify a held segment in DRAM, whose rows were found to be others.
+
+        Raises CorruptSegment, TierFailure.
+        """
         await self._mending.verify(segment)
 
     async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
@@ -496,7 +508,7 @@ class Leases:
             raise
 
     async def _prepare(self, lease: Lease, request: ReadRequest) -> None:
-        """Have what is in DRAM covered by the sums that its reader gets, and verified where that is asked for."""
+        """Make the reader's sums for pieces in DRAM, and verify them where the request asks for it."""
         for piece in lease.pieces:
             segment = piece.segment
             if not segment.memory or lease.is_past(segment):

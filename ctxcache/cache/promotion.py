@@ -1,8 +1,8 @@
 """Promotion: segments on their way from SSD into DRAM, for callers that wait and ahead of need.
 
 A segment is promoted once, whoever wants it, and its promotion runs to its end although callers stop waiting.
-Promotion ahead of need takes what is free, or clean and not needed soon. It flushes nothing and gives way to callers
-that wait. Worst case: a device that does not answer, for which a slot is kept until it does.
+Promotion ahead of need takes what is free, or clean and not needed soon. It flushes nothing and gives way to
+callers that wait. Worst case: a device that does not answer, for which a slot is kept until it does.
 """
 
 import asyncio
@@ -51,7 +51,10 @@ class Promotions:
         return len(self._tasks)
 
     async def promote(self, segments: Sequence[Segment]) -> None:
-        """Bring a session's held segments into DRAM, verified. Raises CorruptSegment, CapacityExceeded, TierFailure."""
+        """Bring a session's held segments into DRAM, verified.
+
+        Raises CorruptSegment, CapacityExceeded, TierFailure.
+        """
         missing = [s for s in segments if not s.memory]
         if missing:
             count = window(missing[0].size_bytes)
@@ -72,10 +75,10 @@ class Promotions:
     async def promote_ahead(
         self, segments: deque[Segment], *, may_give: MayGive, is_wanted: Callable[[], bool]
     ) -> bool:
-        """Promote segments of one session with what is free beyond the watermark, or clean of whom `may_give` takes.
+        """Promote one session's segments into room above the watermark, or of sessions that `may_give` takes.
 
-        Each is taken off the left when it begins; none begins while a caller waits for others, or it is wanted
-        no more. False when there was no room. Raises CorruptSegment, TierFailure.
+        Each is taken off the left when it begins; none begins while a caller waits for others, or it is
+        wanted no more. False when there was no room. Raises CorruptSegment, TierFailure.
         """
         has_room = True
 
@@ -203,7 +206,8 @@ class Prefetching:
     async def promote_ahead(self, session: Session, budget_bytes: int) -> int:
         """Promote the session's first missing segments, so many bytes at most; how many bytes came.
 
-        Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment, TierFailure.
+        Less where there is no room, or the session is used or goes meanwhile. Raises CorruptSegment,
+        TierFailure.
         """
         size_bytes = session.layout.size_bytes
         missing = [segment for segment in session.shown if not segment.memory][: budget_bytes // size_bytes]

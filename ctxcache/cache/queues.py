@@ -1,8 +1,8 @@
-"""Queues: what engines' schedulers say of their waiting jobs, and what they are to hear of the sessions in them.
+"""Queues: what engines say of their waiting jobs, and what they hear of the jobs' sessions.
 
-A queue outlives its stream for a while, so that an engine that reconnects finds it as it was. Nothing here waits.
-Memory is bounded by jobs: what happens to a session is kept once for each queue until it is told. `Readiness` says
-where a session's state lies, layer by layer, and how long the rest takes to come.
+A queue outlives its stream for a while, so that an engine that reconnects finds it as it was. Nothing here
+waits. Memory is bounded by jobs: what happens to a session is kept once for each queue until it is told.
+`Readiness` says where a session's state lies, layer by layer, and how long the rest takes to come.
 """
 
 import asyncio
@@ -113,7 +113,10 @@ class Queues:
         self._leaving: deque[Queue] = deque()
         """Queues that are withdrawn, and have jobs yet."""
         self._starting: dict[bytes, int] = {}
-        """Sessions whose job was said to run, until when they are taken to be about to be accessed. The earliest first."""
+        """Sessions whose job was said to run, until when they are taken to be about to be accessed.
+
+        The earliest first.
+        """
 
     @property
     def engine_count(self) -> int:
@@ -162,7 +165,10 @@ class Queues:
         return queue
 
     def check(self, queue: Queue, stream: asyncio.Event) -> None:
-        """Raise EngineTakenOver unless the queue is still the stream's, which got `stream` as its `taken_over`."""
+        """Raise EngineTakenOver where another stream has taken over the queue.
+
+        `stream`: the caller's event.
+        """
         if stream.is_set() or queue.taken_over is not stream:
             raise EngineTakenOver(engine=queue.engine)
 
@@ -179,7 +185,7 @@ class Queues:
         await self._forget_jobs()
 
     async def expire_due(self) -> None:
-        """Withdraw the queues of engines that have not come back, and put off jobs that should have started."""
+        """Withdraw queues of engines that have not come back, and put off jobs that are overdue."""
         now_ns = self._state.clock.monotonic_ns()
         for queue in list(self._queues.values()):
             if queue.lost_until_ns is not None and queue.lost_until_ns <= now_ns:
@@ -225,7 +231,10 @@ class Queues:
             raise TooManyRequests(what="jobs of an engine", limit=self.limits.job_count)
 
     def put(self, queue: Queue, session_id: str, job: Job) -> str:
-        """A job waits, whose `uid` is filled in here. Returns why its session is not there; empty when it is."""
+        """A job waits, whose `uid` is filled in here.
+
+        Returns why its session is not there; empty when it is.
+        """
         session, reason = self._find(queue, session_id)
         before = self._schedule.job(queue.key, job.job_id)
         if session is not None:
@@ -339,7 +348,10 @@ def missing_bytes(session: Session) -> int:
 
 
 def readiness_of(session: Session, state: State, promotions: Throughput) -> Readiness:
-    """Where the session's state is now. Takes a time that does not grow with the session's tokens or layers."""
+    """Where the session's state is now.
+
+    Takes a time that does not grow with the session's tokens or layers.
+    """
     missing = missing_bytes(session)
     model = state.model(session.tenant, session.model_id)
     runs = _runs(session.layout.outline.ranges, model.spec.layer_count)

@@ -4,10 +4,10 @@
     bad in DRAM, SSD has fewer      the sessions end behind the rows that SSD has
     bad in DRAM alone, or on SSD    the sessions end before the segment; its slot on SSD is kept from use
 
-Leases, reservations and other readers of a mended slot go on: none of them sees a right byte change. A reader's
-complaint is never believed: its rows are verified here. A pass takes one slot's memory and no room in the arena. It
-takes segments with the last positions first, so that no cut hides a bad segment that is still to come. Worst case: a
-segment that moves meanwhile is checked twice in a pass.
+Leases, reservations and other readers of a mended slot go on: none of them sees a right byte change. A
+reader's complaint is never believed: its rows are verified here. A pass takes one slot's memory and no room
+in the arena. It takes segments with the last positions first, so that no cut hides a bad segment that is
+still to come. Worst case: a segment that moves meanwhile is checked twice in a pass.
 """
 
 import asyncio
@@ -45,7 +45,10 @@ class Mending:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def settle(self, segment: Segment, row_count: int) -> None:
-        """Have so many committed rows of a segment in DRAM, or more, covered by one sum per stream. Raises as `mend`."""
+        """Have so many committed rows of a segment in DRAM, or more, covered by one sum per stream.
+
+        Raises as `mend`.
+        """
         for _ in range(TRIES):
             if segment.memory is None or segment.is_settled(row_count):
                 return
@@ -89,7 +92,10 @@ class Mending:
     def cut(
         self, bad: Collection[Segment], event: Event, why: str
     ) -> tuple[Sequence[Session], Sequence[Segment]]:
-        """End sessions before these segments' tokens; returns the sessions, and the segments that no session lists now."""
+        """End sessions before these segments' tokens.
+
+        Returns the sessions, and the segments that no session lists now.
+        """
         cut: list[Session] = []
         dead: list[Segment] = []
         for session in {s.uid: s for segment in bad for s in self._ledger.listers(segment)}.values():

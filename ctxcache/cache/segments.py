@@ -122,7 +122,10 @@ class SegmentIO:
         return arrival.verified()
 
     async def settle(self, segment: Segment) -> str:
-        """Make one sum per stream of all committed rows of a segment in DRAM; what is wrong with it, empty if nothing is."""
+        """Make one sum per stream of all committed rows of a segment in DRAM.
+
+        What is wrong with it, empty if nothing is.
+        """
         view, row_count = self.view(segment), segment.row_count
         known = sums_of(segment, row_count)
         loop = asyncio.get_running_loop()
@@ -177,7 +180,7 @@ class SegmentIO:
     async def read_chunk(
         self, segment: Segment, stream: Stream, wanted: tuple[int, int], bounce: memoryview
     ) -> tuple[memoryview, int]:
-        """Rows `[begin, end)` of one stream straight from SSD, and their checksum; all of the chunk is verified.
+        """Rows `[begin, end)` of one stream from SSD, and their checksum. The whole chunk is verified.
 
         They lie in `bounce` (page-aligned, a slot's size). For readers of what does not fit into DRAM. Raises
         CorruptSegment, TierFailure.
@@ -209,7 +212,10 @@ def _sums_of_part(part: memoryview, whole: memoryview) -> tuple[int, int]:
 
 
 def sums_of(segment: Segment, row_count: int) -> tuple[Sums, ...]:
-    """What is known of a segment's first rows, and of what goes on behind them. Raises CorruptSegment for a gap."""
+    """What is known of a segment's first rows, and of what goes on behind them.
+
+    Raises CorruptSegment for a gap.
+    """
     known = tuple(segment.sums)
     if len(known) > 1:
         known = tuple(sums for sums in known if sums.row_begin < row_count)

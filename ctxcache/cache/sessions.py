@@ -42,7 +42,10 @@ SESSIONS_PER_COMMIT = 64
 SEGMENTS_PER_LOOK = 64
 """Segments that a fork comes to share before it looks whether others should have their turn."""
 PARTS_PER_COMMIT = 4096
-"""Sessions, and segments and streams of them, that one commit of upkeep takes at most; one session at least."""
+"""Sessions, and segments and streams of them, that one commit of upkeep takes at most.
+
+One session at least.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,8 @@ class Sessions:
     ) -> SessionView:
         """Drop tokens by index. What drops nothing changes nothing.
 
-        `furthest`: the range that must lie within the session for all of them to do, where `dropped` are in order.
+        `furthest`: the range that must lie within the session for all of them to do, where `dropped` are in
+        order.
 
         Raises SessionNotFound, GenerationMismatch, WriteInProgress, TokenRangeOutOfBounds,
         PositionsNotRelocatable, SessionTooFragmented.
@@ -223,8 +227,8 @@ class Sessions:
     ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
 
-        What takes long is done at `pace`, and changes nothing that anybody sees: the fork is of the source as that
-        is at the end. Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
+        What takes long is done at `pace`, and changes nothing that anybody sees: the fork is of the source as
+        that is at the end. Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
         TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
         source, kept = self._forkable(tenant, session_id, generation, token_count)
@@ -276,7 +280,7 @@ class Sessions:
         return source, kept
 
     async def _make_shareable(self, source: Session, positions: Ranges, pace: Pace) -> Count | None:
-        """Count the segments of these positions with the source's kin; to list them once more is then next to nothing.
+        """Count the segments at these positions with the source's kin, so that a later listing is cheap.
 
         Returns what they take; None where there is none, and for a source that is gone meanwhile.
         """
@@ -305,7 +309,10 @@ class Sessions:
         return session.view()
 
     async def demote(self, tenant: str, session_id: str) -> SessionView:
-        """Flush, and drop from DRAM what nobody holds. Raises SessionNotFound, CapacityExceeded, TierFailure."""
+        """Flush, and drop from DRAM what nobody holds.
+
+        Raises SessionNotFound, CapacityExceeded, TierFailure.
+        """
         session = self._ledger.find(tenant, session_id)
         self._state.journal.did(Call.DEMOTE, session)
         await self._flushing.demote(session)

@@ -111,7 +111,7 @@ class State:
             raise ModelNotFound(model=f"models/{model_id}") from None
 
     def layout(self, model: ModelRecord, ranges: Sequence[StreamRange]) -> SegmentLayout:
-        """Where these of a model's streams lie in a slot, and token ids: one object for all sessions that store the same.
+        """Where streams and token ids lie in a slot: one object for all sessions with these streams.
 
         Raises KeyError(stream) for a stream that the model does not have.
         """

@@ -34,7 +34,10 @@ class ExpiryQueue:
         self._earliest: dict[bytes, int] = {}
 
     def schedule(self, uid: bytes, expire_time_ns: int) -> None:
-        """Look at the session at that time, or earlier if it is scheduled earlier. Call it at every change."""
+        """Look at the session at that time, or earlier if it is scheduled earlier.
+
+        Call it at every change.
+        """
         known = self._earliest.get(uid)
         if known is not None and known <= expire_time_ns:
             return

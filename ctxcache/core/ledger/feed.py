@@ -82,7 +82,10 @@ class Standing:
     is_order_used: bool = False
     """Whether it was accessed since its job came."""
     is_leaving: bool = False
-    """Something of it has left memory since it was last used: half of it hastens no turn that waits for all."""
+    """Something of it has left memory since it was last used.
+
+    Half of it hastens no turn that waits for all.
+    """
     has_fallen: bool = False
     """Its rank may be lower than at the last look, once it rests, and the rankings were not told."""
     is_queued: bool = False
@@ -323,7 +326,10 @@ class Feed:
             self.policy.withdrawn(standing.name)
 
     def starting(self, session: Session) -> None:
-        """The job runs: its turn is the access since it came, or else the next, which takes it out of the queue."""
+        """The job runs.
+
+        Its turn is the access since it came, or else the next, which takes it out of the queue.
+        """
         standing = self._standings.get(session.uid)
         if standing is not None and standing.is_order_used:
             self.withdrawn(session)

@@ -1,9 +1,10 @@
-"""Leaving: which segment leaves memory next, which session leaves the store, and which is spared the way below.
+"""Leaving: which segment leaves memory next, which session leaves the store, and which is not written.
 
-Never a session that is pinned, being written or held. A session is spared that has nothing below, is idle, neither
-pinned nor retained, and worth less than a session that would have to leave for it: it stays in memory, leaves from
-there when it is the coldest, and is looked at again when something happens to it or it has become old. Decides by
-facts of now, and changes nothing but who is spared. Worst case: one look at all that would leave.
+Never a session that is pinned, being written or held. A session is spared that has nothing below, is idle,
+neither pinned nor retained, and worth less than a session that would have to leave for it: it stays in
+memory, leaves from there when it is the coldest, and is looked at again when something happens to it or it
+has become old. Decides by facts of now, and changes nothing but who is spared. Worst case: one look at all
+that would leave.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -60,7 +61,10 @@ class Leaving:
         return None if uid is None else self._get(uid)
 
     def from_below(self, for_session: Session, size_bytes: int) -> Session | None:
-        """The coldest session but this one that gives room on a path that takes writes; None when there is none."""
+        """The coldest session but this one that gives room on a path that takes writes.
+
+        None when there is none.
+        """
         among = self._quotas.below(for_session.tenant, size_bytes)
         return self._first(for_session, among, self._frees_room)
 
@@ -70,19 +74,22 @@ class Leaving:
         return self._first(for_session, among, lambda _: True) or self.from_memory(among)
 
     def over_share(self, dirty: Session) -> Session | None:
-        """The coldest session in memory alone of the same account, if the account has more than its share below."""
+        """The account's coldest session in memory alone. None while the account is within its share below."""
         account = self._quotas.over_share(dirty.tenant)
         return None if account is None else self.from_memory([account])
 
     # -- which session is not written unasked --------------------------------------------------------
 
     def waits(self, session: Session) -> bool:
-        """Whether its worth is not known yet, because it is in use, and there is no free room below for it."""
+        """Whether the session is in use, so that its worth is not known yet, and no room below is free."""
         has_room = self._unwritten.size_bytes(session) <= self._free_bytes
         return not session.is_idle and _is_in_memory_alone(session) and not has_room
 
     def refuses(self, session: Session, ahead_bytes: int = 0) -> bool:
-        """Whether the session is not worth its place below; `ahead_bytes` of what is free there are taken already."""
+        """Whether the session is not worth its place below.
+
+        `ahead_bytes` of what is free there are taken already.
+        """
         if session.is_pinned or not session.is_idle:
             return False
         if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):

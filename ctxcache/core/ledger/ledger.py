@@ -1,11 +1,12 @@
 """The ledger: where every segment and session is in its life, and every index over that.
 
-Events come in: what was opened, read, committed, flushed, promoted, dropped, truncated, forked, ended. Moves come
-out: which segment is to leave memory, which session the store, and what is to be written. `cache/` carries the
-moves out. `places.py` has the tables of all steps. Nothing here waits or does I/O, and time is what it is told.
+Events come in: what was opened, read, committed, flushed, promoted, dropped, truncated, forked, ended. Moves
+come out: which segment is to leave memory, which session the store, and what is to be written. `cache/`
+carries the moves out. `places.py` has the tables of all steps. Nothing here waits or does I/O, and time is
+what it is told.
 
-Order that this rests on: bytes are durable before the record that points at them, and a record is gone before its
-bytes are given back. A held segment keeps its slots.
+Order that this rests on: bytes are durable before the record that points at them, and a record is gone before
+its bytes are given back. A held segment keeps its slots.
 """
 
 from bisect import bisect_left, insort
@@ -98,7 +99,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A move: this session is to leave the store. Memory alone has it, and it is not worth its place below."""
+    """A move: this session is to leave the store.
+
+    Memory alone has it, and it is not worth its place below.
+    """
 
     session: Session
 
@@ -106,8 +110,8 @@ class GiveUp:
 class Ledger:
     """Every session and every segment. Owned by the event loop.
 
-    `memory` and `below` hand out slots; `usage` counts them by tenant; `quotas` divides them. These three, the
-    `unread` segments and the counts are for others to look at, not to change.
+    `memory` and `below` hand out slots; `usage` counts them by tenant; `quotas` divides them. These three,
+    the `unread` segments and the counts are for others to look at, not to change.
     """
 
     def __init__(
@@ -147,7 +151,10 @@ class Ledger:
         self.lost: Mapping[int, str] = {}
         """The files of paths of which nothing can be had now, by path number."""
         self._kept_back: set[Segment] = set()
-        """Segments that were passed over because they lie on a lost path: they may leave when that is another."""
+        """Segments that were passed over because they lie on a lost path.
+
+        They may leave when that is another.
+        """
         self._reckoning = 0
         """How often paths were lost or came back."""
         self._withheld: dict[bytes, int] = {}
@@ -264,7 +271,10 @@ class Ledger:
         self._visit(fork)
 
     def shared(self, session: Session, segments: Iterable[Segment]) -> None:
-        """Count these with the session's kin, as if a fork listed them; segments that others list stay as they are."""
+        """Count these with the session's kin, as if a fork listed them.
+
+        Segments that others list stay as they are.
+        """
         residence = session.residence
         if residence.kin is None:
             residence.found_kin()
@@ -282,11 +292,17 @@ class Ledger:
             segment.is_growing = False
 
     def truncated(self, session: Session, live: Ranges) -> list[Segment]:
-        """Only these positions of the session are live; returns the segments that no session lists any more."""
+        """Only these positions of the session are live.
+
+        Returns the segments that no session lists any more.
+        """
         return self._unlist(session, session.keep_positions(live))
 
     def ended(self, session: Session, *, is_evicted: bool = False) -> list[Segment]:
-        """The session is gone; returns the segments that no session lists any more. `is_evicted`: for others."""
+        """The session is gone; returns the segments that no session lists any more.
+
+        `is_evicted`: for others.
+        """
         if is_evicted:
             self._feed.evicted(session)
         session.used(UseEvent.ENDED)
@@ -366,7 +382,10 @@ class Ledger:
             self._expiry.schedule(session.uid, now_ns)
 
     def unsaved_accesses(self, *, limit: int, part_limit: int) -> list[Session]:
-        """Sessions whose last access no record has: at most so many, and about so many segments and streams of them."""
+        """Sessions whose last access no record has.
+
+        At most so many, and about so many segments and streams of them.
+        """
         some: list[Session] = []
         part_count = 0
         for session in islice(self._touched.values(), limit):
@@ -443,7 +462,7 @@ class Ledger:
         return self._unwritten.new_bytes(segment)
 
     def committed(self, session: Session, segment: Segment, row_count: int, now_ns: int) -> None:
-        """The segment's first `row_count` rows are visible in the session, at `now_ns` of the monotonic clock."""
+        """The segment's first `row_count` rows are visible in the session. `now_ns`: monotonic."""
         if segment.place is Place.RESERVED:
             session.is_tail_apart = segment.begin == session.log_end
             session.segments.append(segment)
@@ -561,7 +580,10 @@ class Ledger:
         self._left_memory(segment)
 
     def spoiled(self, segment: Segment) -> None:
-        """The segment's slot in memory does not keep what is written: it is left for good, once nothing uses it."""
+        """The segment's slot in memory does not keep what is written.
+
+        It is left for good, once nothing uses it.
+        """
         segment.is_growing = False
         if segment.is_unwritten or segment.memory_hold_count:
             self._spoiling.add(segment)
@@ -579,7 +601,7 @@ class Ledger:
         segment.settle(segment.row_count, values)
 
     def disowned(self, segment: Segment, *, is_bad: bool) -> Slot | None:
-        """The segment's slot below, which is returned, is not its own any more: another one has it, as records tell.
+        """Take the slot below away from the segment and return it: records give it to another segment.
 
         `is_bad`: what lies there is not what was written, and the slot is kept from use.
         """
@@ -649,7 +671,10 @@ class Ledger:
         return len(self._unwritten)
 
     def oldest_unwritten_ns(self) -> int | None:
-        """Since when rows are to be written, of the session that has had some for longest; None when there is none."""
+        """Since when rows are to be written, of the session that has had some for longest.
+
+        None when there is none.
+        """
         return self._unwritten.oldest_ns()
 
     def unwritten_segments(self, session: Session) -> Collection[Segment]:
@@ -745,7 +770,10 @@ class Ledger:
     # -- paths that are lost -----------------------------------------------------------------------
 
     def paths_lost(self, lost: Mapping[int, str]) -> bool:
-        """These paths are lost, and no other; whether that is news. Sessions are reckoned at the next look."""
+        """These paths are lost, and no other; whether that is news.
+
+        Sessions are reckoned at the next look.
+        """
         if lost == self.lost:
             return False
         self.lost = lost
@@ -754,7 +782,10 @@ class Ledger:
         return True
 
     def reckon(self, session: Session) -> None:
-        """Show of the session what can be had. Takes a time that grows with its segments, once for each loss."""
+        """Show of the session what can be had.
+
+        Takes a time that grows with its segments, once for each loss.
+        """
         if session.reckoned == self._reckoning:
             return
         session.reckoned = self._reckoning
@@ -980,7 +1011,10 @@ class Ledger:
             yield f"{session.name}: not all that is unwritten is known, or more is"
         is_behind = session.durable_end < session.log_end
         if (session.backlog is not Backlog.DURABLE) != is_behind:
-            yield f"{session.name}: durable up to {session.durable_end} of {session.log_end}, and {session.backlog.value}"
+            yield (
+                f"{session.name}: durable up to {session.durable_end} of {session.log_end}, and"
+                f" {session.backlog.value}"
+            )
         is_looked_at = session.uid in self._unwritten.changed or session.backlog is Backlog.SPARED
         if self._unwritten.has_full(session) and not is_looked_at:
             yield f"{session.name} is unwritten and would never be looked at"

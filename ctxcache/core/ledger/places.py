@@ -1,7 +1,7 @@
 """The lives of a segment and of a session, as tables. Nothing else changes a place, a use or a backlog.
 
-A segment's place. Tiers are an ordered list: the first is memory, where rows are written and read; those below
-outlive the process.
+A segment's place. Tiers are an ordered list: the first is memory, where rows are written and read; those
+below outlive the process.
 
               committed          flushed            dropped
     RESERVED ───────────► UNWRITTEN ──────────► BOTH ──────────► BELOW
@@ -20,7 +20,8 @@ A session's use.
       │ recalled           │     └── write ended ────────┘ │
       └──────► IDLE ◄──────┴──────── last ended ───────────┘      ended, from anywhere ────► GONE
 
-A session's backlog: whether rows of its log are in memory alone. A spared session that ends is recalled first.
+A session's backlog: whether rows of its log are in memory alone. A spared session that ends is recalled
+first.
 
                 committed             taken               settled
     DURABLE ───────────────► DUE ───────────► TAKEN ───────────────► DURABLE

@@ -1,7 +1,7 @@
 """Quotas: which tenants' sessions make room for whom, by what each has now. Looks, and changes nothing.
 
-Where tenants are not told apart every answer is None: the placement alone decides. Shares of memory are of what
-is not to be kept free. Worst case: one look at each tenant that has something.
+Where tenants are not told apart every answer is None: the placement alone decides. Shares of memory are of
+what is not to be kept free. Worst case: one look at each tenant that has something.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Quotas:
         self._filled_bytes = filled_bytes
 
     def below(self, tenant: str, size_bytes: int) -> Sequence[str] | None:
-        """Whose sessions leave the tier below for a session of this tenant, in the order in which they are asked."""
+        """The accounts whose sessions leave the tier below for this tenant, the first to be asked first."""
         if not self._shares:
             return None
         return self._shares.whose(tenant, size_bytes, self._usage.below, self._below_bytes)
@@ -80,7 +80,8 @@ class Quotas:
         """The error for a tenant that has as much as it may, and nothing that may go."""
         limit_bytes = self._limit_bytes(tenant) or 0
         return CapacityExceeded(
-            f"quota of tenant {tenant}: {needed_bytes} B needed of {limit_bytes} B on SSD, and none of its sessions may go",
+            f"quota of tenant {tenant}: {needed_bytes} B needed of {limit_bytes} B on SSD, and none of its"
+            " sessions may go",
             tier="SSD",
             tenant=tenant,
             needed_bytes=needed_bytes,

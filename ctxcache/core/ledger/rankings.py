@@ -4,9 +4,10 @@
     Evictable           the sessions that may leave the store
     Resident            the segments that may leave memory: of the coldest session the newest first
 
-None of these looks at sessions or segments that may not leave. One that comes up and may not leave is passed over once:
-for good where only a change of its own can alter that, after which it is added again. Callers name the accounts in the
-order in which they are to be asked. Memory: an entry per session. Worst case: one look at all that are held.
+None of these looks at sessions or segments that may not leave. One that comes up and may not leave is passed
+over once: for good where only a change of its own can alter that, after which it is added again. Callers name
+the accounts in the order in which they are to be asked. Memory: an entry per session. Worst case: one look at
+all that are held.
 """
 
 import enum
@@ -151,7 +152,10 @@ class Rankings:
     def first(
         self, accepts: Callable[[bytes], bool] = lambda _: True, among: Sequence[str] | None = None
     ) -> bytes | None:
-        """The session that leaves first, of the first account in `among` that has one; None: of all accounts."""
+        """The session that leaves first, of the first account in `among` that has one; None.
+
+        Of all accounts.
+        """
         if among is None:
             found = (ranking.first(accepts) for ranking in self._by_account.values())
             return min((uid for uid in found if uid is not None), key=self._known_rank, default=None)

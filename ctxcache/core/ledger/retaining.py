@@ -56,7 +56,10 @@ class Retaining:
         return self._ask(self._retention.retain, uid, size_bytes, until_s, priority)
 
     def pin(self, uid: bytes, size_bytes: int, until_s: float, priority: int) -> Grant | None:
-        """Let what a session has in memory leave it after all that is not pinned, and the store too. See `retain`."""
+        """Let what a session has in memory leave it after all that is not pinned, and the store too.
+
+        See `retain`.
+        """
         return self._ask(self._retention.pin, uid, size_bytes, until_s, priority)
 
     def rested(self, session: Session) -> None:

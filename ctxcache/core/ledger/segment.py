@@ -8,10 +8,10 @@ Several sessions list one segment after a fork.
 
 `places.py` has the steps of its life. Only the ledger takes them, by the methods under "events" here.
 
-A segment that one session lists is counted in that session's residence. A segment that forks share is counted in no
-residence: its kin notes that something changed, and counting again is left to the next look. So a move costs the
-same however many sessions list the segment. Worst case: a session's segments are counted anew at every look, while
-what it shares keeps moving.
+A segment that one session lists is counted in that session's residence. A segment that forks share is counted
+in no residence: its kin notes that something changed, and counting again is left to the next look. So a move
+costs the same however many sessions list the segment. Worst case: a session's segments are counted anew at
+every look, while what it shares keeps moving.
 """
 
 from collections import OrderedDict
@@ -97,7 +97,10 @@ class Kin:
 
 
 class Count:
-    """How much of some shared segments lies where, counted a part at a time; true while their kin does not change."""
+    """How much of some shared segments lies where, counted a part at a time.
+
+    True while their kin does not change.
+    """
 
     def __init__(self, kin: Kin, besides: "Residence | None" = None) -> None:
         """`besides`: what is counted there already is left out."""
@@ -125,8 +128,14 @@ class Residence:
     """How much of one session lies where."""
 
     __slots__ = (
-        "_counted", "_durable_bytes", "_kin", "_memory_bytes", "_memory_count", "_shared", "uid",
-    )  # fmt: skip
+        "_counted",
+        "_durable_bytes",
+        "_kin",
+        "_memory_bytes",
+        "_memory_count",
+        "_shared",
+        "uid",
+    )
 
     def __init__(self, uid: bytes) -> None:
         self.uid = uid
@@ -203,11 +212,11 @@ LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 class Segment:
     """State of one segment. Owned by the ledger; there may be millions.
 
-    `memory` is its slot in the first tier, `durable` its slot in a tier below. `reference_count` sessions list it.
-    `hold_count` counts leases, reservations and I/O under way: while it is not 0, the slots stay. Of these,
-    `past_hold_count` can do without memory. `sums` are what the writers of its rows said of them, in order: they
-    cover every committed row while the segment is in memory, and may cover rows that are marked as written.
-    `bound_checksums` are those of its header below, known once that was read.
+    `memory` is its slot in the first tier, `durable` its slot in a tier below. `reference_count` sessions
+    list it. `hold_count` counts leases, reservations and I/O under way: while it is not 0, the slots stay. Of
+    these, `past_hold_count` can do without memory. `sums` are what the writers of its rows said of them, in
+    order: they cover every committed row while the segment is in memory, and may cover rows that are marked
+    as written. `bound_checksums` are those of its header below, known once that was read.
     """
 
     __slots__ = (
@@ -232,7 +241,7 @@ class Segment:
         "sums",
         "tenant",
         "writer_uid",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -273,7 +282,10 @@ class Segment:
 
     @property
     def home(self) -> Residence | Kin | None:
-        """Where it is counted: with the one session that lists it or, once forks shared it, with their kin."""
+        """Where it is counted.
+
+        With the one session that lists it or, once forks shared it, with their kin.
+        """
         return self._home.root() if isinstance(self._home, Kin) else self._home
 
     @property

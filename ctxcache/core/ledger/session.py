@@ -75,11 +75,20 @@ class Session:
     """Reads and writes that are open."""
     backlog: Backlog = Backlog.DURABLE
     is_tail_apart: bool = False
-    """Whether a commit ended where the last segment begins: what is before that segment is whole without it."""
+    """Whether a commit ended where the last segment begins.
+
+    What is before that segment is whole without it.
+    """
     path: int | None = None
-    """The path below that its next segments go to, as long as that path has room: that of its last segments."""
+    """The path below that its next segments go to, as long as that path has room.
+
+    That of its last segments.
+    """
     withheld: Ranges = ()
-    """Positions that are live and not shown: they lie on a path that is lost, or behind a segment that does."""
+    """Positions that are live and not shown.
+
+    They lie on a path that is lost, or behind a segment that does.
+    """
     exposed_begin: int | None = None
     """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
     reckoned: int = 0
@@ -195,7 +204,10 @@ class Session:
         return self.heat * math.exp2(-max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
 
     def check_caller(self, fingerprint: bytes, generation: int | None) -> None:
-        """Raise as `check_fingerprint` and `check_generation` do: what every caller that moves rows is asked."""
+        """Raise as `check_fingerprint` and `check_generation` do.
+
+        What every caller that moves rows is asked.
+        """
         if fingerprint != self.model_fingerprint:
             self.check_fingerprint(fingerprint)
         if generation is not None and generation != self.generation:
@@ -265,7 +277,10 @@ class Session:
         return dead
 
     def reckon(self, lost: Collection[int]) -> int:
-        """Show what can be had while these paths are lost, and withhold the rest; returns how many tokens fewer are shown."""
+        """Show what can be had while these paths are lost, and withhold the rest.
+
+        Returns how many tokens fewer are shown.
+        """
         on_lost = [s for s in self.segments if s.durable and s.durable.path_index in lost]
         self.exposed_begin = next((s.begin for s in on_lost if s.memory), None)
         end = next((s.begin for s in on_lost if not s.memory), None)
@@ -300,13 +315,23 @@ class Session:
         """The session's facts as they are now."""
         amounts = self.amounts()
         return SessionView(
-            name=self.name, uid=self.uid, tenant=self.tenant, model_id=self.model_id,
-            model_fingerprint=self.model_fingerprint, layout=self.layout, generation=self.generation,
-            token_count=self.token_count, durable_token_count=self.durable_token_count,
-            create_time_ns=self.create_time_ns, access_time_ns=self.access_time_ns,
-            expire_time_ns=self.expire_time_ns, ttl_ns=self.expiration.ttl_ns, is_pinned=self.is_pinned,
-            memory_bytes=amounts.memory_bytes, durable_bytes=amounts.durable_bytes,
-        )  # fmt: skip
+            name=self.name,
+            uid=self.uid,
+            tenant=self.tenant,
+            model_id=self.model_id,
+            model_fingerprint=self.model_fingerprint,
+            layout=self.layout,
+            generation=self.generation,
+            token_count=self.token_count,
+            durable_token_count=self.durable_token_count,
+            create_time_ns=self.create_time_ns,
+            access_time_ns=self.access_time_ns,
+            expire_time_ns=self.expire_time_ns,
+            ttl_ns=self.expiration.ttl_ns,
+            is_pinned=self.is_pinned,
+            memory_bytes=amounts.memory_bytes,
+            durable_bytes=amounts.durable_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

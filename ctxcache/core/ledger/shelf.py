@@ -13,9 +13,9 @@ class Shelf(SlotAllocator):
     def __init__(self, capacities_bytes: Sequence[int], *, first_offset: int = 0) -> None:
         super().__init__(capacities_bytes, first_offset=first_offset)
         self.stranded: dict[Slot, Segment | None] = {}
-        """Slots of records that may or may not be gone, since a commit failed. Taken until changes are taken again.
+        """Slots whose records may be gone or not, since a commit failed. Taken until commits succeed again.
 
-        With each the segment whose record was to go, which may still be held; None for a slot that was replaced.
+        Each comes with the segment whose record was to go, which may still be held; None for a replaced slot.
         """
         self.quarantined: set[Slot] = set()
         """Slots that gave back other bytes than were written there. Taken until they are released."""

@@ -2,9 +2,9 @@
 
 Some sessions are spared: not worth writing, they stay as they are until the next look, and may leave.
 
-Kept where rows are committed, written and dropped, so that nothing has to be searched. Reserved segments count as
-well, for what is reserved will be committed without asking again. Every operation takes logarithmic time. Worst
-case: memory for every segment that is unwritten, as many as memory holds.
+Kept where rows are committed, written and dropped, so that nothing has to be searched. Reserved segments
+count as well, for what is reserved will be committed without asking again. Every operation takes logarithmic
+time. Worst case: memory for every segment that is unwritten, as many as memory holds.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,7 +18,10 @@ from ctxcache.core.placement.order import Key
 
 
 class Ages:
-    """Some sessions, the one that waits for longest first. Every operation takes amortised logarithmic time."""
+    """Some sessions, the one that waits for longest first.
+
+    Every operation takes amortised logarithmic time.
+    """
 
     def __init__(self) -> None:
         self._since_ns: dict[bytes, int] = {}
@@ -97,7 +100,10 @@ class Unwritten:
         return is_waiting or session.backlog is Backlog.TAKEN
 
     def first(self, accepts: Callable[[bytes], bool], among: Sequence[str] | None = None) -> bytes | None:
-        """The session that leaves first, spared or not, of those that `accepts` takes; of the first account that has one."""
+        """The session that leaves first, spared or not, of those that `accepts` takes.
+
+        Of the first account that has one.
+        """
         for asked in [None] if among is None else [[account] for account in among]:
             found = (each.first(accepts, asked) for each in (self.spared, self.ranking))
             uid = min((uid for uid in found if uid), key=lambda uid: self._rank(uid) or (), default=None)
@@ -219,7 +225,10 @@ class Unwritten:
         self._ages.discard(session.uid)
 
     def oldest_ns(self) -> int | None:
-        """Since when rows are to be written, of the session that has had some for longest; None when there is none."""
+        """Since when rows are to be written, of the session that has had some for longest.
+
+        None when there is none.
+        """
         since_ns = (at for uid, at in self._since_ns.items() if uid not in self._spared_bytes)
         return min(since_ns, default=None)
 
@@ -234,7 +243,10 @@ class Unwritten:
     # -- what is not to be written -----------------------------------------------------------------
 
     def spare(self, session: Session, now_ns: int) -> None:
-        """Leave an unwritten session as it is: it presses no writer, and is looked at when it has become old anew."""
+        """Leave an unwritten session as it is.
+
+        It presses no writer, and is looked at when it has become old anew.
+        """
         self.recall(session)
         session.owed(BacklogEvent.SPARED)
         uid = session.uid
