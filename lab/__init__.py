@@ -1,4 +1,7 @@
-"""What measures and shows the product: `ctxcache bench`, `ctxcache demo`, and `python -m lab.studies.NAME`."""
+"""What measures and shows the product.
+
+`ctxcache bench`, `ctxcache demo`, and `python -m lab.studies.NAME`.
+"""
 
 import os
 

@@ -53,9 +53,22 @@ def turn(first, second, cos_at, sin_at, token, pair, token_mask, PAIRS: tl.const
 
 @triton.jit
 def load_rows(
-    values_at, scales_at, zeros_at, outliers_at, places_at, token, column, mask, value_stride, scale_stride,
-    outlier_stride, place_stride, BITS: tl.constexpr, GROUP: tl.constexpr, OUTLIERS: tl.constexpr,
-):  # fmt: skip
+    values_at,
+    scales_at,
+    zeros_at,
+    outliers_at,
+    places_at,
+    token,
+    column,
+    mask,
+    value_stride,
+    scale_stride,
+    outlier_stride,
+    place_stride,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+):
     """A tile [tokens, columns] of rows, dequantized to float32 where BITS says so."""
     token = token.to(tl.int64)
     if BITS == 4:

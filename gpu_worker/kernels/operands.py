@@ -123,7 +123,8 @@ class Pages:
     def __post_init__(self) -> None:
         if self.keys.ndim != 4 or self.values.ndim != 4 or self.keys.shape[:2] != self.values.shape[:2]:
             raise ValueError(
-                f"caches of shapes {list(self.keys.shape)}, {list(self.values.shape)} are not [pages, page_tokens, H, C]"
+                f"caches of shapes {list(self.keys.shape)}, {list(self.values.shape)} are not [pages,"
+                " page_tokens, H, C]"
             )
         if self.slots.dtype is not torch.int64 or self.slots.ndim != 1:
             raise ValueError("slots are [T] int64")

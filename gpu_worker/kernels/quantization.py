@@ -33,8 +33,12 @@ class NotRepresentable(ValueError):
 
 
 def quantize(
-    rows: Tensor, *, bits: int, group_size: int = 32, outlier_count: int = OUTLIERS,
-) -> Quantized:  # fmt: skip
+    rows: Tensor,
+    *,
+    bits: int,
+    group_size: int = 32,
+    outlier_count: int = OUTLIERS,
+) -> Quantized:
     """Rows [T, D] -> the nearest of 2^bits steps per group, and each token's outliers. D even for 4 bits.
 
     What spans less than 1e-5 in its group becomes one value: a step below the least of float16 is none.
@@ -59,9 +63,14 @@ def quantize(
     values = ((groups - zeros.float().unsqueeze(-1)) / steps).round_().clamp_(0, most).to(torch.uint8)
     values = values.view(token_count, -1)[:, :size]
     return Quantized(
-        _pack(values) if bits == NIBBLE else values.contiguous(), scales, zeros,
-        outliers, places.to(torch.int16), group_size, bits,
-    )  # fmt: skip
+        _pack(values) if bits == NIBBLE else values.contiguous(),
+        scales,
+        zeros,
+        outliers,
+        places.to(torch.int16),
+        group_size,
+        bits,
+    )
 
 
 def dequantize(rows: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +95,10 @@ def _dequantize(rows: Quantized, part: slice, out: Tensor) -> None:
 
 
 def _check(outliers: Tensor, least: Tensor, greatest: Tensor) -> None:
-    """Raise NotRepresentable for the first row that is not finite or too large; amin and amax pass no number on."""
+    """Raise NotRepresentable for the first row that is not finite or too large.
+
+    Amin and amax pass no number on.
+    """
     is_finite = torch.isfinite(torch.cat((outliers, least, greatest), dim=1)).all(1)
     is_held = is_finite & (torch.maximum(-least, greatest).amax(1) <= MOST_MAGNITUDE)
     if not bool(is_held.all()):

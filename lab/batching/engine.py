@@ -39,12 +39,19 @@ class Running:
 
 
 class BatchedEngine:
-    """Greedy generation of many sessions at once; their rows go to `saver` through a capture that is the caller's."""
+    """Greedy generation of many sessions at once.
+
+    Their rows go to `saver` through a capture that is the caller's.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, saver: Saver | None, *, pass_tokens: int = PASS_TOKENS,
+        self,
+        model: PreTrainedModel,
+        saver: Saver | None,
+        *,
+        pass_tokens: int = PASS_TOKENS,
         durability: Durability = Durability.MEMORY,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`saver`: None saves nothing; else what packed passes compute is compared with the probe that the store keeps.
 
         Raises UnsupportedArchitecture, ModelFingerprintMismatch, ModelProbeMismatch.

@@ -1,9 +1,10 @@
 """A packed batch: tokens of many sequences in one pass of a transformers model, each with a cache of its own.
 
-Prefill chunks and decode steps go through the model side by side in one row of tokens, as serving engines pack
-them; attention alone looks at each sequence by itself, with the windows, soft caps and sinks of the model. Knows
-models whose attention goes through transformers' interface. Any other model, and whatever else a model hands to its
-attention, is refused when a PackedModel is made. Worst case: scores of all heads in memory, where a cap or sinks ask for them.
+Prefill chunks and decode steps go through the model side by side in one row of tokens, as serving engines
+pack them; attention alone looks at each sequence by itself, with the windows, soft caps and sinks of the
+model. Knows models whose attention goes through transformers' interface. Any other model, and whatever else a
+model hands to its attention, is refused when a PackedModel is made. Worst case: scores of all heads in
+memory, where a cap or sinks ask for them.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,14 @@ from gpu_worker.families.adapter import check_rope, refuse, windows
 
 ATTENTION = "ctxcache_packed"
 _HARMLESS = (
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict",
-)  # fmt: skip
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+)
 """What models hand through, and what does not change how tokens attend: positions are in queries and keys."""
 
 
@@ -110,16 +116,23 @@ class PackedModel:
                 raise InvalidArgument(field="token_ids", problem=f"{len(work.token_ids)} do not fit")
         device = self.model.device
         ids = torch.tensor([[token for work in batch for token in work.token_ids]], device=device)
-        positions = torch.cat([
-            torch.arange(work.cache.token_count, work.cache.token_count + len(work.token_ids))
-            for work in batch
-        ])  # fmt: skip
+        positions = torch.cat(
+            [
+                torch.arange(work.cache.token_count, work.cache.token_count + len(work.token_ids))
+                for work in batch
+            ]
+        )
         lasts = torch.tensor([len(work.token_ids) for work in batch]).cumsum(0) - 1
         with torch.no_grad():
             output = self.model(
-                input_ids=ids, position_ids=positions[None].to(device), past_key_values=_Packed(),
-                use_cache=True, logits_to_keep=lasts.to(device), packed=batch, windows=self._windows,
-            )  # fmt: skip
+                input_ids=ids,
+                position_ids=positions[None].to(device),
+                past_key_values=_Packed(),
+                use_cache=True,
+                logits_to_keep=lasts.to(device),
+                packed=batch,
+                windows=self._windows,
+            )
         for work in batch:
             work.cache.token_count += len(work.token_ids)
         logits: Tensor = output.logits[0]
@@ -139,12 +152,26 @@ class _Packed:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None,
-    *, packed: Sequence[Work] | None = None, windows: Sequence[int | None] = (), scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, is_causal: bool | None = None, **others: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of each sequence by itself. Shapes [1, H, T, C]; returns [1, T, H, C]. Raises UnsupportedArchitecture."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    packed: Sequence[Work] | None = None,
+    windows: Sequence[int | None] = (),
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attention of each sequence by itself. Shapes [1, H, T, C]; returns [1, T, H, C].
+
+    Raises UnsupportedArchitecture.
+    """
     layer: int = module.layer_idx  # type: ignore[assignment]
     unknown = sorted(name for name, value in others.items() if name not in _HARMLESS and value is not None)
     if packed is None:
@@ -173,9 +200,15 @@ def _attend(
 
 
 def _scored(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
-    *, scaling: float | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention by its scores [1, H, t, T], capped by `softcap`, with `sinks` [H] that take weight and give nothing."""
     repeats = query.shape[1] // keys.shape[1]
     keys, values = (half.repeat_interleave(repeats, dim=1) for half in (keys, values))

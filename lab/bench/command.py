@@ -120,7 +120,8 @@ def _show(run: "Run", *, as_json: bool) -> None:
     for line in remarks(run.rows):
         console.print(line)
     console.print(
-        f"{run.machine['cpu']}, {run.machine['core_count']} cores, {run.machine['disk']}, load {run.load_at_start}"
+        f"{run.machine['cpu']}, {run.machine['core_count']} cores, {run.machine['disk']}, load"
+        f" {run.load_at_start}"
     )
 
 

@@ -168,8 +168,8 @@ def main() -> int:
     begin_s = time.monotonic()
     made = make(options.directory, options.segments)
     sys.stdout.write(
-        f"{made.segment_count} segments of {made.session_count} sessions in {time.monotonic() - begin_s:.0f} s; "
-        f"serve with --data-directory {options.directory} --ssd-size-bytes {made.ssd_bytes}\n"
+        f"{made.segment_count} segments of {made.session_count} sessions in {time.monotonic() - begin_s:.0f}"
+        f" s; serve with --data-directory {options.directory} --ssd-size-bytes {made.ssd_bytes}\n"
     )
     return 0
 

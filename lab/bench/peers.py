@@ -127,8 +127,8 @@ BLOCK_TOKENS = 16
 ELEMENT_BYTES = 2
 KV_HEADS = 8
 _HOW_LMCACHE = (
-    "in an environment of its own: pip install torch, pip install --no-deps lmcache==0.5.6 and what it imports; "
-    f"then {LMCACHE_PROGRAM}=/that/environment/bin/lmcache ctxcache bench --rows lmcache"
+    "in an environment of its own: pip install torch, pip install --no-deps lmcache==0.5.6 and what it"
+    f" imports; then {LMCACHE_PROGRAM}=/that/environment/bin/lmcache ctxcache bench --rows lmcache"
 )
 
 

@@ -199,7 +199,10 @@ def source_words(source: Source) -> str:
 
 def reference_facts(turn: ReferenceTurn) -> str:
     """One line about the run that never drops its state."""
-    return f"{turn.history_token_count:,} tokens kept in the engine; first token after {duration(turn.first_token_ns)}"
+    return (
+        f"{turn.history_token_count:,} tokens kept in the engine; first token after"
+        f" {duration(turn.first_token_ns)}"
+    )
 
 
 def restored_facts(turn: RestoredTurn) -> str:
@@ -213,10 +216,10 @@ def restored_facts(turn: RestoredTurn) -> str:
 def window_facts(turn: WindowTurn) -> str:
     """One line about a turn that did not fit into the window."""
     return turn.problem or (
-        f"dropped {turn.dropped_token_count:,} of {turn.history_token_count + turn.dropped_token_count:,} tokens,"
-        f" restored {turn.reused_token_count:,} ({turn.sink_count} sinks among them) at new positions,"
-        f" prefilled only the {turn.prefilled_token_count:,} new ones;"
-        f" first token after {duration(turn.first_token_ns)}"
+        f"dropped {turn.dropped_token_count:,} of {turn.history_token_count + turn.dropped_token_count:,}"
+        f" tokens, restored {turn.reused_token_count:,} ({turn.sink_count} sinks among them) at new"
+        f" positions, prefilled only the {turn.prefilled_token_count:,} new ones; first token after"
+        f" {duration(turn.first_token_ns)}"
     )
 
 

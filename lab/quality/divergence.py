@@ -46,7 +46,10 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Of predictions from stored rows to those from the cache that stayed; `agreement` of the likeliest token."""
+    """Of predictions from stored rows to those from the cache that stayed.
+
+    `agreement` of the likeliest token.
+    """
 
     kl_nats: float
     perplexity: float
@@ -82,7 +85,10 @@ def divergences(
     context_count: int,
     step: Callable[[str], None] = lambda _title: None,
 ) -> dict[str, Divergence]:
-    """Measure each form on the tokens behind the first `context_count`; the first key is "kept": nothing stored."""
+    """Measure each form on the tokens behind the first `context_count`; the first key is "kept".
+
+    Nothing stored.
+    """
     context, new = token_ids[:context_count], token_ids[context_count:]
     kept = DynamicCache(config=adapter.model.config)
     rows: dict[Stream, Tensor] = {}

@@ -1,4 +1,7 @@
-"""Tally: what a store was asked and gave, counted by one rule for a recording and for the store it is played against."""
+"""Tally.
+
+What a store was asked and gave, counted by one rule for a recording and for the store it is played against.
+"""
 
 import threading
 from collections import Counter

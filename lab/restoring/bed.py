@@ -45,14 +45,20 @@ RESTORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far a restored cache may be off: largest difference over largest value of a layer, and nats of a prediction."""
+    """How far a restored cache may be off.
+
+    Largest difference over largest value of a layer, and nats of a prediction.
+    """
 
     cache_error: float
     kl_nats: float
 
 
 def bounds(dtype: torch.dtype, *, is_exact: bool) -> Bounds:
-    """For element types and kinds: 8 bits within lab/notes/quantization.md's 4e-4 nats, others within rounding."""
+    """For element types and kinds.
+
+    8 bits within lab/notes/quantization.md's 4e-4 nats, others within rounding.
+    """
     if not is_exact:
         return Bounds(0.1, 4e-4)
     return Bounds(1e-4, 1e-5) if dtype is torch.float32 else Bounds(1.5e-2, 4e-4)
@@ -153,7 +159,10 @@ class Bed:
         self.add(token_ids, new_ids)
 
     def add(self, token_ids: Sequence[int], new_ids: Sequence[int]) -> Saved:
-        """Run the history once, keep its cache, and save all kinds of rows of it; the context is in use then."""
+        """Run the history once, keep its cache, and save all kinds of rows of it.
+
+        The context is in use then.
+        """
         saved = Saved(DynamicCache(config=self.model.config), list(token_ids), list(new_ids), torch.empty(0))
         layers = range(len(self.adapter.layers))
 

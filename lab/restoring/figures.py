@@ -19,7 +19,10 @@ from gpu_worker.planning.profile import StatePlace
 WIDE_KINDS = (StateKind.HIDDEN, StateKind.KV)
 PLANNED, HIDDEN_INT8 = "planned", "hidden int8"
 WHOLE, FIRST, LEAD = "whole", "first layer", "lead"
-"""When the engine starts: behind the last layer, behind the first one, or as early as no layer will be late."""
+"""When the engine starts.
+
+Behind the last layer, behind the first one, or as early as no layer will be late.
+"""
 VERIFIED = "verified"
 Row = Mapping[str, Any]
 """One line of the results; Any: it is JSON."""
@@ -136,7 +139,10 @@ def key_of(row: Row) -> Key:
 
 
 def compared(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The papers' rows as far as they were measured, without those that are red; `rows` are of one model and length."""
+    """The papers' rows as far as they were measured, without those that are red.
+
+    `rows` are of one model and length.
+    """
     known = {key_of(row): row for row in rows if not row["problem"]}
     for each in _COMPARISONS:
         if each.over in known and each.under in known:

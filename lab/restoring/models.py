@@ -1,4 +1,7 @@
-"""The models of lab/studies/restore.py and skew.py: real ones from directories, and shapes with random weights."""
+"""The models of lab/studies/restore.py and skew.py.
+
+Real ones from directories, and shapes with random weights.
+"""
 
 import gzip
 import json

@@ -1,7 +1,8 @@
 """The papers' own machines, and what they say that no worker asks: for comparison with the planner.
 
-HCache's testbed as a profile, and CachedAttention's read buffer. The schedules that the planner falls back on are in
-`gpu_worker/planning/baselines.py`. Worst case: a model that the papers did not measure, which is a KeyError.
+HCache's testbed as a profile, and CachedAttention's read buffer. The schedules that the planner falls back on
+are in `gpu_worker/planning/baselines.py`. Worst case: a model that the papers did not measure, which is a
+KeyError.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,14 @@ def hcache_profile(model: str, *, ssd_bytes_per_s: float = HCACHE_BUS_BYTES_PER_
     flops_per_s = layer.project_flops * HCACHE_BALANCE_BYTES_PER_S[model] / layer.hidden_row_bytes
     link = Link(ssd_bytes_per_s)
     return Profile(
-        name=f"hcache testbed, {model}", copy=link, ssd=link, remote=link, is_direct=True,
-        gemm_flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s,
-    )  # fmt: skip
+        name=f"hcache testbed, {model}",
+        copy=link,
+        ssd=link,
+        remote=link,
+        is_direct=True,
+        gemm_flops_per_s=flops_per_s,
+        attention_flops_per_s=flops_per_s,
+    )
 
 
 def read_buffer_bytes(

@@ -62,7 +62,10 @@ class Front(Generic[_Cache]):
 
 
 _PAPER = {(KV, 0.0): "1.67", (KV, 2.0): "1.15", (RECOMPUTE, 2.0): "1.98"}
-"""HCache, section 6.4: Llama-2-7B, L-Eval, four SSDs, 15 % of requests on the GPU without skew, 94 % at 2.0."""
+"""HCache, section 6.4.
+
+Llama-2-7B, L-Eval, four SSDs, 15 % of requests on the GPU without skew, 94 % at 2.0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,10 @@ class Skewed:
 
 
 def figures(rounds: Sequence[Sequence[Served]]) -> Row:
-    """Rounds of one method: shares of hits, mean and median of seconds to the first token, and of hits and misses by themselves."""
+    """Rounds of one method.
+
+    Shares of hits, mean and median of seconds to the first token, and of hits and misses by themselves.
+    """
     seconds = [[each.taken.ttft_s for each in found] for found in rounds]
     values = {
         "hit_rate": [fmean(each.is_hit for each in found) for found in rounds],
@@ -163,7 +169,10 @@ def figures(rounds: Sequence[Sequence[Served]]) -> Row:
 
 
 def compared(rows: Sequence[Row], skew: float) -> Iterator[Row]:
-    """D8 at one skew: mean time to first token over that of hidden states, and of the plan, round by round; without red rows."""
+    """D8 at one skew: mean time to first token over that of hidden states, and of the plan, round by round.
+
+    Without red rows.
+    """
     known = {row["method"]: row for row in rows if not row["problem"]}
     for over, under in ((KV, HIDDEN), (RECOMPUTE, HIDDEN), (KV, PLANNED), (RECOMPUTE, PLANNED)):
         if over in known and under in known and known[over]["case"] != known[under]["case"]:

@@ -16,7 +16,8 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
     for row in rows:
         if row["what"] == "ceilings":
             out.print(
-                f"{row['model']}, {row['layers']} layers, {row['weights']} weights, {row['dtype']}; {row['device']}: {_rates(row)}"
+                f"{row['model']}, {row['layers']} layers, {row['weights']} weights, {row['dtype']};"
+                f" {row['device']}: {_rates(row)}"
             )
         if row["what"] == "left out":
             out.print(f"{row['model']} at {row['history']:,} tokens: no time left")

@@ -172,9 +172,11 @@ def measured(
             "median_s": statistics.median(taken_s),
             "megabytes": round(tokens * row_bytes / 1e6, 1),
             "of_store": statistics.median(a / b for a, b in zip(taken_s, seconds[STORE], strict=True)),
-            "verifying": None
-            if base is None
-            else statistics.median(a / b - 1 for a, b in zip(taken_s, base, strict=True)),
+            "verifying": (
+                None
+                if base is None
+                else statistics.median(a / b - 1 for a, b in zip(taken_s, base, strict=True))
+            ),
         }
 
 
@@ -219,7 +221,8 @@ def main(
                 else:
                     cost = "" if row["verifying"] is None else f", verifying {row['verifying']:+.1%}"
                     print(
-                        f"{row['rows']:7} {row['way']:28} {row['median_s'] * 1e3:8.1f} ms  {row['of_store']:.2f} of the store{cost}"
+                        f"{row['rows']:7} {row['way']:28} {row['median_s'] * 1e3:8.1f} ms "
+                        f" {row['of_store']:.2f} of the store{cost}"
                     )
 
 

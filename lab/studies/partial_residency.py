@@ -52,7 +52,10 @@ MODELS = (Model("llama-13b", 819_200, 40, 7_000.0), Model("llama-3-8b", 131_072,
 
 
 REPLAYED = ((MODELS[0], 20), (MODELS[1], 5))
-"""At 5 GB/s the larger model's turns wait minutes for SSD, whatever is in DRAM; at 20 GB/s the smaller one's do not wait."""
+"""At 5 GB/s the larger model's turns wait minutes for SSD, whatever is in DRAM.
+
+At 20 GB/s the smaller one's do not wait.
+"""
 
 
 def needed_share(model: Model, history: int, new: int, read_bytes_per_s: float) -> float:

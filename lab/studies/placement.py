@@ -142,7 +142,10 @@ class Results:
         return " / ".join("-" if rate is None else f"{rate:.1f}" for rate in rates)
 
     def lead(self, trace: str, setting: str, usual: str, multiple: float, figure: str) -> float | None:
-        """By how many points ours is ahead of the best baseline; of those that hear nothing as it `usual`ly is."""
+        """By how many points ours is ahead of the best baseline.
+
+        Of those that hear nothing as it `usual`ly is.
+        """
         ours = self.rate(trace, setting, OURS, multiple, figure)
         heard = self.rate(trace, setting, "look-ahead", multiple, figure)
         others = [

@@ -212,7 +212,10 @@ class Blocks:
         self._caches = [first, *(first.fork() for _ in range(batch - 1))]
 
     def run(self, way: Way, steps: int) -> list[tuple[float, float]]:
-        """Seconds of each step and of the engine thread's CPU in it; the first, which warms up, is left out."""
+        """Seconds of each step and of the engine thread's CPU in it.
+
+        The first, which warms up, is left out.
+        """
         sessions = [self._session(number) for number in range(len(self._caches))]
         way.open(sessions)
         for cache in self._caches:

@@ -30,9 +30,11 @@ LOOKED_AT = 10
 def settings(directory: Path) -> Settings:
     """Of the new store: one SSD directory inside, one outside."""
     return Settings(
-        data_directory=directory / "data", ssd_directories=(directory / "data" / "ssd", directory / "other"),
-        ssd_size_bytes=1 << 20, unix_socket="",
-    )  # fmt: skip
+        data_directory=directory / "data",
+        ssd_directories=(directory / "data" / "ssd", directory / "other"),
+        ssd_size_bytes=1 << 20,
+        unix_socket="",
+    )
 
 
 def restore(archive: Path, directory: Path, kill_at: int = 0) -> str:
@@ -48,9 +50,14 @@ def restore(archive: Path, directory: Path, kill_at: int = 0) -> str:
     found = settings(directory)
     with source(str(archive)) as opened:
         lay_out(
-        opened, found.data_directory, found.ssd_directories or (), ssd_size_bytes=found.ssd_size_bytes,
-        now_ns=time.time_ns(), created_by="a test", step=step,
-    )  # fmt: skip
+            opened,
+            found.data_directory,
+            found.ssd_directories or (),
+            ssd_size_bytes=found.ssd_size_bytes,
+            now_ns=time.time_ns(),
+            created_by="a test",
+            step=step,
+        )
     return "done"
 
 

@@ -1,4 +1,7 @@
-"""Admission: what SSD has no room for, and is worth less than what lies there, is not written though nobody asked."""
+"""Admission.
+
+What SSD has no room for, and is worth less than what lies there, is not written though nobody asked.
+"""
 
 import asyncio
 import random
@@ -84,9 +87,14 @@ async def _house(
 ) -> House:
     policy = Worth()
     rig = MemoryRig(
-        directory, arena_segments=ARENA_SEGMENTS, ssd_segments=(SSD_SEGMENTS,), watermarks=marks,
-        make_policy=lambda: policy, shares=shares, tenant=tenant,
-    )  # fmt: skip
+        directory,
+        arena_segments=ARENA_SEGMENTS,
+        ssd_segments=(SSD_SEGMENTS,),
+        watermarks=marks,
+        make_policy=lambda: policy,
+        shares=shares,
+        tenant=tenant,
+    )
     await rig.open()
     house = House(rig, policy)
     for number in range(4):
@@ -104,7 +112,10 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 
 async def test_what_is_worth_less_than_all_of_a_full_ssd_is_not_written(house: House) -> None:
-    """It stays in memory and is read from there; nothing on SSD leaves for it, however often it is looked at."""
+    """It stays in memory and is read from there.
+
+    Nothing on SSD leaves for it, however often it is looked at.
+    """
     flushed = house.rig.cache.state.counters.flushed_segment_count
     await house.write("once-1", 3)
     for _ in range(3):
@@ -145,7 +156,10 @@ async def test_ssd_with_free_room_takes_everything(house: House) -> None:
 
 
 async def test_from_full_memory_it_leaves_and_what_is_better_stays(house: House) -> None:
-    """The coldest of those that were not written goes for each that comes; nobody waits, nothing is refused or written."""
+    """The coldest of those that were not written goes for each that comes.
+
+    Nobody waits, nothing is refused or written.
+    """
     flushed = house.rig.cache.state.counters.flushed_segment_count
     for number in range(40):
         await house.write(f"once{number}-1.{number:02}", 3)
@@ -172,7 +186,10 @@ async def test_a_bound_on_dirty_rows_holds_up_nobody_for_what_is_not_written(hou
 
 
 async def test_writers_beside_each_other_need_no_look_in_between(house: House) -> None:
-    """A burst finds its room though write-behind never had its turn: what it would spare goes when it is wanted."""
+    """A burst finds its room though write-behind never had its turn.
+
+    What it would spare goes when it is wanted.
+    """
     for number in range(24):
         name = f"once{number}-1"
         await house.rig.create(name)
@@ -400,7 +417,10 @@ async def test_a_tenant_within_its_share_is_written_whatever_others_are_worth(tm
 
 
 async def test_nobody_of_worth_to_leave_means_a_try_and_a_reason(house: House) -> None:
-    """All of SSD is pinned: a flush that somebody waits for is refused as ever, and the rows stay readable."""
+    """All of SSD is pinned.
+
+    A flush that somebody waits for is refused as ever, and the rows stay readable.
+    """
     for number in range(4):
         await house.rig.cache.sessions.update("acme", f"good{number}-5", expiration=None, is_pinned=True)
     await house.write("once-1", 2)

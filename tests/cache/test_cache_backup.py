@@ -67,9 +67,14 @@ def laid_out(path: Path, directory: Path, rig: Rig) -> Restored:
     """Make a store of it."""
     with source(str(path)) as opened:
         return lay_out(
-        opened, directory, [directory / "ssd0", directory / "ssd1"], ssd_size_bytes=64 * SLOT_BYTES,
-        now_ns=rig.clock.now_ns(), created_by="a test", step=told,
-    )  # fmt: skip
+            opened,
+            directory,
+            [directory / "ssd0", directory / "ssd1"],
+            ssd_size_bytes=64 * SLOT_BYTES,
+            now_ns=rig.clock.now_ns(),
+            created_by="a test",
+            step=told,
+        )
 
 
 async def opened(directory: Path, rig: Rig) -> DiskRig:
@@ -244,7 +249,10 @@ async def test_a_tail_is_read_while_no_flush_moves_it(
 async def test_a_tail_that_has_grown_is_copied_again(
     rig: MemoryRig, tmp_path: Path, restore: Restore
 ) -> None:
-    """Where the session lost a segment that was to come, and is begun anew: rows that are in the file are not written again."""
+    """Where the session lost a segment that was to come, and is begun anew.
+
+    Rows that are in the file are not written again.
+    """
     writer = Writer(1)
     tokens, more = writer.make(2 * SEGMENT_TOKENS + 10), writer.make(5)
     await stored(rig, "a", tokens)
@@ -337,10 +345,19 @@ async def test_an_archive_of_some_sessions_makes_a_store_too(
     path, tokens = tmp_path / "archive", Writer(1).make(200)
     model, rows = ArchivedModel(TENANT, MODEL, 0), expected(tokens)
     one = ArchivedSession(
-        session_id="a", model=model, layout=STREAMS, uid=b"u" * 16, generation=(7 << 32) + 5, live=((0, 3), (130, 200)),
-        log_end=200, create_time_ns=1, access_time_ns=2, expire_time_ns=rig.clock.now_ns() + 10**12, ttl_ns=0,
+        session_id="a",
+        model=model,
+        layout=STREAMS,
+        uid=b"u" * 16,
+        generation=(7 << 32) + 5,
+        live=((0, 3), (130, 200)),
+        log_end=200,
+        create_time_ns=1,
+        access_time_ns=2,
+        expire_time_ns=rig.clock.now_ns() + 10**12,
+        ttl_ns=0,
         is_pinned=True,
-    )  # fmt: skip
+    )
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     writer = FrameWriter(fd, str(path), bytes(16), 0)
     writer.write(MADE, Origin("a test", 2).encode())

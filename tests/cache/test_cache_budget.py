@@ -106,7 +106,10 @@ async def test_who_is_within_its_share_goes_first_whenever_it_comes(make: Make, 
 
 
 async def test_one_tenant_is_served_in_the_order_of_coming(make: Make) -> None:
-    """Also where tenants are not told apart: a large request is not passed for ever by small ones that fit."""
+    """Also where tenants are not told apart.
+
+    A large request is not passed for ever by small ones that fit.
+    """
     rig = await make(shares=NO_SHARES)
     budget = _Budget(rig)
     await budget.append("a", LIMIT_SEGMENTS - 2)
@@ -122,7 +125,10 @@ async def test_one_tenant_is_served_in_the_order_of_coming(make: Make) -> None:
 
 
 async def test_who_gives_up_leaves_the_line_to_the_next(make: Make) -> None:
-    """The one that was making room, one in the middle and one within its share: the others go on, and nothing is claimed."""
+    """The one that was making room, one in the middle and one within its share.
+
+    The others go on, and nothing is claimed.
+    """
     rig = await make()
     budget = _Budget(rig)
     await budget.append("a", LIMIT_SEGMENTS)

@@ -61,7 +61,10 @@ def found(rig: MemoryRig) -> dict[str, int]:
 
 
 async def test_a_lost_path_takes_its_sessions_and_no_other(rig: MemoryRig) -> None:
-    """Before anything is read look-ups, lists and histories say which sessions are not there; the rest is whole."""
+    """Before anything is read look-ups, lists and histories say which sessions are not there.
+
+    The rest is whole.
+    """
     made = await stored(rig, 8)
     on_lost = {name for name in made if set(paths_of(rig, name)) == {1}}
     reads = rig.ssd.counts[Operation.READ]
@@ -115,7 +118,8 @@ async def test_a_path_that_comes_back_brings_its_tokens(rig: MemoryRig) -> None:
     assert back == found(rig) == {name: len(tokens) for name, tokens in made.items()}
     for name, tokens in made.items():
         assert await rig.read(name) == expected(tokens)
-        # Of the run that crashed nothing is known; the two after it lost the path, and each time it came back.
+        # Of the run that crashed nothing is known; the two after it lost the path, and each time it came
+        # back.
         changes = rig.cache.sessions.get(rig.tenant, name).generation - generations[name]
         assert changes == (4 if lost[name] == 0 else 0)
     await rig.check()
@@ -162,7 +166,10 @@ async def test_what_memory_has_of_a_lost_path_is_written_elsewhere(rig: MemoryRi
 
 
 async def test_places_on_a_lost_path_stay_taken_when_the_new_ones_are_not_recorded(rig: MemoryRig) -> None:
-    """The old records may be read after the next start: until they are known to be gone they name these places."""
+    """The old records may be read after the next start.
+
+    Until they are known to be gone they name these places.
+    """
     await rig.create("s")
     await rig.append("s", Writer(1).make(2 * SEGMENT_TOKENS), is_durable=True)
     named = {segment.slot for segment in rig.metadata.segments()}
@@ -201,7 +208,10 @@ async def test_a_session_is_cut_where_its_first_lost_segment_begins(rig: MemoryR
 
 
 async def test_a_path_whose_file_is_new_costs_its_sessions_at_once(rig: MemoryRig) -> None:
-    """A disk that was replaced on purpose is empty: no session says that it has what was there, and its places are free."""
+    """A disk that was replaced on purpose is empty.
+
+    No session says that it has what was there, and its places are free.
+    """
     made = await stored(rig, 4)
     on_lost = {name for name in made if set(paths_of(rig, name)) == {1}}
     await rig.close()

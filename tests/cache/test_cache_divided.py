@@ -20,9 +20,15 @@ from ctxcache.service.bulk_connection import Tickets
 from ctxcache.service.callers import Caller
 
 GREEDY = Limits(
-    session_count=30, model_count=30, lease_count=9, lease_share=0.75, reservation_share=0.75, client_share=0.75,
-    room_wait_ns=0, are_divided=True,
-)  # fmt: skip
+    session_count=30,
+    model_count=30,
+    lease_count=9,
+    lease_share=0.75,
+    reservation_share=0.75,
+    client_share=0.75,
+    room_wait_ns=0,
+    are_divided=True,
+)
 
 
 async def divided(directory: Path) -> MemoryRig:
@@ -44,7 +50,10 @@ async def as_many(take: Callable[[int], Any]) -> int:
 
 
 def test_what_is_left_is_for_those_who_have_less() -> None:
-    """Alone a tenant has two thirds; however many come, each finds some; one tenant of an undivided count has all."""
+    """Alone a tenant has two thirds; however many come, each finds some.
+
+    One tenant of an undivided count has all.
+    """
     bound = Bound(30, is_divided=True)
     own = dict.fromkeys("abcdefgh", 0)
     for name in own:

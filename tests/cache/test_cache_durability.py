@@ -104,7 +104,10 @@ async def test_rows_that_were_dropped_while_they_were_written_are_not_recorded(
 
 
 async def test_slots_of_records_that_could_not_be_changed_stay_taken(rig: MemoryRig, writer: Writer) -> None:
-    """A deletion, or a tail's new place, that was not written down: the old record may be read after the next start."""
+    """A deletion, or a tail's new place, that was not written down.
+
+    The old record may be read after the next start.
+    """
     await rig.create("tail")
     await rig.append("tail", writer.make(10), is_durable=True)
     await rig.create("a")
@@ -206,7 +209,10 @@ async def test_a_session_that_goes_while_it_is_truncated_is_never_cut_further(
 
 
 async def test_no_generation_comes_again_after_a_crash(rig: MemoryRig, writer: Writer) -> None:
-    """What the crash took back had generations too; those that come are above all of them, after each crash."""
+    """What the crash took back had generations too.
+
+    Those that come are above all of them, after each crash.
+    """
     await rig.create("a")
     await rig.append("a", writer.make(10), is_durable=True)
     seen = []

@@ -133,12 +133,18 @@ async def test_what_forks_have_where_is_exact(rig: MemoryRig, writer: Writer) ->
     await rig.fork("half", "again")
     await rig.append("half", writer.make(3))
     assert [amounts(n) for n in ("source", "all", "half", "again")] == [
-        (2, 2, 128), (2, 2, 128), (2, 1, 67), (1, 1, 64),
-    ]  # fmt: skip
+        (2, 2, 128),
+        (2, 2, 128),
+        (2, 1, 67),
+        (1, 1, 64),
+    ]
     await rig.demote("again")
     assert [amounts(n) for n in ("source", "all", "half", "again")] == [
-        (1, 2, 64), (1, 2, 64), (1, 1, 3), (0, 1, 0),
-    ]  # fmt: skip
+        (1, 2, 64),
+        (1, 2, 64),
+        (1, 1, 3),
+        (0, 1, 0),
+    ]
     await rig.delete("source")
     await rig.delete("again")
     await rig.read("half")

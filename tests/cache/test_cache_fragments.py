@@ -1,4 +1,7 @@
-"""Truncation cuts a session's tokens into runs; how many there may be is bounded, and so is what a cut costs."""
+"""Truncation cuts a session's tokens into runs.
+
+How many there may be is bounded, and so is what a cut costs.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,4 +1,7 @@
-"""Readers and writers get their share of the arena and no more; who must wait waits in order, and not for long."""
+"""Readers and writers get their share of the arena and no more.
+
+Who must wait waits in order, and not for long.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -62,7 +65,10 @@ async def test_one_client_holds_no_more_than_its_share(rig: MemoryRig) -> None:
 
 
 async def test_more_than_a_share_is_refused_for_good(rig: MemoryRig) -> None:
-    """What could never be leased is told apart from what may be leased later; as a stream it is read all the same."""
+    """What could never be leased is told apart from what may be leased later.
+
+    As a stream it is read all the same.
+    """
     await limited(rig, PATIENT, "a", segment_count=4)
     with pytest.raises(CapacityExceeded) as caught:
         await acquire(rig, "a")
@@ -74,7 +80,10 @@ async def test_more_than_a_share_is_refused_for_good(rig: MemoryRig) -> None:
 
 @pytest.mark.parametrize("is_deleted", [False, True])
 async def test_a_stream_holds_no_more_than_the_readers_share(rig: MemoryRig, *, is_deleted: bool) -> None:
-    """What of it lies in the arena beyond that leaves for others; its rows are read from SSD, also when it is deleted."""
+    """What of it lies in the arena beyond that leaves for others.
+
+    Its rows are read from SSD, also when it is deleted.
+    """
     await limited(rig, SHARES, "a", segment_count=5)
     tokens, writer = Writer(0).make(5 * SEGMENT_TOKENS), Writer(9)
     await rig.create("w")
@@ -97,7 +106,10 @@ async def test_a_stream_holds_no_more_than_the_readers_share(rig: MemoryRig, *, 
 
 
 async def test_rows_of_a_stream_that_lie_in_memory_alone_are_read(rig: MemoryRig) -> None:
-    """Beyond the share and not on SSD yet; some of them get there, and leave memory, while the stream goes on."""
+    """Beyond the share and not on SSD yet.
+
+    Some of them get there, and leave memory, while the stream goes on.
+    """
     await limited(rig, replace(SHARES, lease_share=0.2))
     tokens = Writer(0).make(4 * SEGMENT_TOKENS)
     await rig.create("a")
@@ -186,7 +198,10 @@ async def test_a_refused_extension_pins_nothing_more(rig: MemoryRig) -> None:
 
 
 async def test_many_that_expire_at_once_leave_others_their_turn(disk_rig: DiskRig) -> None:
-    """Between one slice of the removals and the next a reader runs; in the end all are gone, and their space."""
+    """Between one slice of the removals and the next a reader runs.
+
+    In the end all are gone, and their space.
+    """
     for number in range(300):
         await disk_rig.create(f"s{number}", ttl_s=10)
     await disk_rig.create("stays")

@@ -1,4 +1,7 @@
-"""Segments on their way: staged ahead of their commit, promoted one behind the other, cut off in the middle."""
+"""Segments on their way.
+
+Staged ahead of their commit, promoted one behind the other, cut off in the middle.
+"""
 
 import asyncio
 import itertools
@@ -180,7 +183,10 @@ async def test_a_refused_staging_is_made_good_by_the_flush(rig: MemoryRig, write
 
 
 async def test_what_was_staged_before_a_refused_sync_is_written_again(rig: MemoryRig, writer: Writer) -> None:
-    """Bytes that a path may have lost are not taken as durable: they go to another one, and their slot back."""
+    """Bytes that a path may have lost are not taken as durable.
+
+    They go to another one, and their slot back.
+    """
     reservation, tokens = await written(rig, writer, 2 * SEGMENT_TOKENS)
     rig.cache.appends.mark_written(reservation, len(tokens))
     await rig.cache.drain()
@@ -473,7 +479,10 @@ async def test_what_was_marked_before_does_not_touch_what_is_marked_now(
 async def test_rows_that_memory_loses_while_they_are_flushed_are_not_recorded(
     rig: MemoryRig, writer: Writer
 ) -> None:
-    """Their copy on SSD is more than the segment has by then: what is read back later is only what is left."""
+    """Their copy on SSD is more than the segment has by then.
+
+    What is read back later is only what is left.
+    """
     await rig.create("a")
     tokens = writer.make(30)
     await rig.append("a", tokens[:10], is_durable=True)

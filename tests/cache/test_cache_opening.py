@@ -32,8 +32,13 @@ async def test_an_orderly_end_keeps_everything(disk_rig: DiskRig) -> None:
 
     assert await disk_rig.read("a") == expected(tokens[:10] + tokens[20:])
     assert await disk_rig.read("b") == expected((tokens[:10] + tokens[20:])[:50])
-    assert after == replace(before, memory_bytes=0, durable_bytes=after.durable_bytes, generation=after.generation,
-                            durable_token_count=90)  # fmt: skip
+    assert after == replace(
+        before,
+        memory_bytes=0,
+        durable_bytes=after.durable_bytes,
+        generation=after.generation,
+        durable_token_count=90,
+    )
     await disk_rig.check()
 
 
@@ -114,7 +119,10 @@ async def test_a_missing_segment_record_ends_the_session_before_it(rig: MemoryRi
 
 
 async def test_two_records_of_one_slot_cost_one_session_and_no_space(rig: MemoryRig) -> None:
-    """A slot claimed twice belongs to one; the other session ends there and gives back only what was its own."""
+    """A slot claimed twice belongs to one.
+
+    The other session ends there and gives back only what was its own.
+    """
     await filled(rig, "a", 3 * SEGMENT_TOKENS)
     await filled(rig, "b", 3 * SEGMENT_TOKENS, tag=2)
     taken, wrong = (next(iter(rig.cache.ledger.find(TENANT, n).segments)) for n in ("a", "b"))

@@ -1,4 +1,7 @@
-"""An operator at work in a storm: evicts, takes paths out of use, changes shares and marks, drains, ends streams' leases."""
+"""An operator at work in a storm.
+
+Evicts, takes paths out of use, changes shares and marks, drains, ends streams' leases.
+"""
 
 import asyncio
 import copy

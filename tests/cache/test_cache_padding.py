@@ -52,7 +52,10 @@ async def test_a_flush_writes_nobody_elses_rows(disk_rig: DiskRig) -> None:
 
 
 async def test_a_full_segment_has_nothing_of_another_layout(disk_rig: DiskRig) -> None:
-    """Rows end elsewhere in a slot that another layout had used: the rest of their pages is zeros all the same."""
+    """Rows end elsewhere in a slot that another layout had used.
+
+    The rest of their pages is zeros all the same.
+    """
     streams = (TOKENS, KV)
     layout = SegmentLayout(MODEL.resolve(streams))
     await disk_rig.create("a")

@@ -54,9 +54,14 @@ class SlowTier(MemoryTier):
         self.is_damaged = False
 
     async def read(
-        self, slot: object, begin: int, into: memoryview, *, pieces: Sequence[Range] | None = None,
+        self,
+        slot: object,
+        begin: int,
+        into: memoryview,
+        *,
+        pieces: Sequence[Range] | None = None,
         then: Callable[[int, int], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See Tier."""
         for first, last in pieces or [(0, into.nbytes)]:
             for page in range(first, last, ALIGN_BYTES):
@@ -151,10 +156,22 @@ class Storm:
 
     async def run(self) -> None:
         """Until the owners have done what they wanted."""
-        others = [asyncio.ensure_future(self._until_over(work)) for work in (
-            self.look, self.look, self.look, self.upkeep, self.scrub, self.cut, self.fail,
-            self.foretell, self.foretell, self.foretell, self.rig.cache.prefetching.prefetch,
-        )]  # fmt: skip
+        others = [
+            asyncio.ensure_future(self._until_over(work))
+            for work in (
+                self.look,
+                self.look,
+                self.look,
+                self.upkeep,
+                self.scrub,
+                self.cut,
+                self.fail,
+                self.foretell,
+                self.foretell,
+                self.foretell,
+                self.rig.cache.prefetching.prefetch,
+            )
+        ]
         try:
             async with asyncio.timeout(60):
                 await asyncio.gather(*(self.own(f"owned{i}") for i in range(5)))
@@ -351,15 +368,20 @@ class Storm:
             self.rig.ssd.fail(self.dice.choice((Operation.READ, Operation.WRITE)))
 
     async def cut(self) -> None:
-        """The power goes, for a copy: what was acknowledged as durable is there, and nothing else than was written."""
+        """The power goes, for a copy.
+
+        What was acknowledged as durable is there, and nothing else than was written.
+        """
         await pause(self.dice, 200)
         if self.cut_count == CUTS:
             return
         self.cut_count += 1
         after = MemoryRig(
-            self.rig.directory, arena_segments=40, ssd_segments=self.rig.ssd_segments,
+            self.rig.directory,
+            arena_segments=40,
+            ssd_segments=self.rig.ssd_segments,
             clock=FakeClock(self.rig.clock.now_ns()),
-        )  # fmt: skip
+        )
         after.ssd, after.metadata = self.rig.ssd.cut(), self.rig.metadata.cut()  # type: ignore[attr-defined]
         is_there = {session.uid for session in self.rig.cache.ledger.sessions()}
         promised = [

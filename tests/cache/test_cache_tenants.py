@@ -108,7 +108,10 @@ async def equal(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_a_flood_costs_nobody_what_is_within_an_equal_share(equal: DiskRig) -> None:
-    """With no share configured: ten times the capacity of one tenant, and another within half of SSD loses nothing."""
+    """With no share configured.
+
+    Ten times the capacity of one tenant, and another within half of SSD loses nothing.
+    """
     stored = {f"s{i}": await _store(equal, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
     await _flood(equal, "b", 160, tag=9)
 
@@ -237,7 +240,10 @@ async def test_what_is_more_than_a_limit_makes_nothing_leave(shared: DiskRig) ->
 async def test_what_may_not_be_written_keeps_nobody_from_writing(
     divided: DiskRig, *, is_durable: bool
 ) -> None:
-    """Memory full of a tenant's tokens that SSD has no room for under the shares: others' writes go through."""
+    """Memory full of a tenant's tokens that SSD has no room for under the shares.
+
+    Others' writes go through.
+    """
     stored = {f"s{i}": await _store(divided, "a", f"s{i}", 4, Writer(i)) for i in range(4)}
     others = {f"s{i}": await _store(divided, "d", f"s{i}", 4, Writer(i)) for i in range(4)}
     for divided.tenant in ("a", "d"):
@@ -325,7 +331,10 @@ OPERATIONS = st.lists(
 async def test_whatever_tenants_do_nobody_within_its_share_loses_anything(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str, int, int]]
 ) -> None:
-    """Who is within its share before another acts has the same sessions after it; limits hold, and the books."""
+    """Who is within its share before another acts has the same sessions after it.
+
+    Limits hold, and the books.
+    """
     rig = _rig(MemoryRig, tmp_path_factory.mktemp("tenants"), 12)
     await rig.open()
     await rig.cache.models.register(ANYONE, MODEL)

@@ -333,9 +333,14 @@ def add_clean_sessions(rig: MemoryRig, sources: Sequence[Session], count: int) -
     for number in range(count):
         source = sources[number % len(sources)]
         session = rig.cache.sessions._blank(
-            TENANT, f"clean{number:06}", source.model_id, source.model_fingerprint, source.layout,
-            source.expiration, live=source.live,
-        )  # fmt: skip
+            TENANT,
+            f"clean{number:06}",
+            source.model_id,
+            source.model_fingerprint,
+            source.layout,
+            source.expiration,
+            live=source.live,
+        )
         session.segments = list(source.segments)
         session.log_end = session.recorded_end = session.durable_end = source.log_end
         rig.cache.ledger.shared(source, source.segments)
@@ -369,7 +374,10 @@ async def test_a_turn_costs_what_has_changed(large: Make, writer: Writer) -> Non
 
 
 async def test_room_on_ssd_costs_what_leaves(tmp_path: Path, writer: Writer) -> None:
-    """Older sessions that are pinned or held are looked at once, not at each eviction; then they leave as others do."""
+    """Older sessions that are pinned or held are looked at once, not at each eviction.
+
+    Then they leave as others do.
+    """
     rig = MemoryRig(tmp_path, arena_segments=ARENA_SEGMENTS, ssd_segments=(8,))
     await rig.open()
     for name, is_pinned in (("pinned", True), ("held", False)):

@@ -330,7 +330,10 @@ async def test_rows_are_durable_as_they_are_when_they_are_committed(rig: MemoryR
 async def test_a_writer_whose_prefix_was_lost_commits_nothing(
     disk_rig: DiskRig, writer: Writer, *, is_marked: bool
 ) -> None:
-    """Damage that is found meanwhile cuts the session: rows behind the gap stay unseen, and their writer is told."""
+    """Damage that is found meanwhile cuts the session.
+
+    Rows behind the gap stay unseen, and their writer is told.
+    """
     tokens = writer.make(2 * SEGMENT_TOKENS)
     await disk_rig.create("a")
     await disk_rig.append("a", tokens)

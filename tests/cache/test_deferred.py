@@ -1,4 +1,7 @@
-"""Promotions that were asked for and wait for room: what waits is bounded, and keeps nobody waiting in vain."""
+"""Promotions that were asked for and wait for room.
+
+What waits is bounded, and keeps nobody waiting in vain.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -38,7 +38,10 @@ async def queue(rig: MemoryRig) -> Queue:
 async def test_a_job_that_never_starts_does_not_exempt_its_session_for_ever(
     rig: MemoryRig, queue: Queue, start: dict[str, Any]
 ) -> None:
-    """Its session ranks as all others do in the end, though the stream is there; and as before when it is put again."""
+    """Its session ranks as all others do in the end, though the stream is there.
+
+    And as before when it is put again.
+    """
     rig.cache.queues.put(queue, "a", Job("stuck", None, **start))
     placement, by_name = rig.cache.placement, rig.cache.ledger.find
 

@@ -85,7 +85,10 @@ def appended(token_count: int) -> int:
 
 
 async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release(noted: MemoryRig) -> None:
-    """A lease that is held over the append makes one turn; a read alone is a rest of its own, with nothing appended."""
+    """A lease that is held over the append makes one turn.
+
+    A read alone is a rest of its own, with nothing appended.
+    """
     writer, policy = Writer(1), policy_of(noted)
     await noted.create("a")
     noted.cache.sessions.lookup(TENANT, "a", bytes(32))
@@ -93,8 +96,10 @@ async def test_a_turn_is_what_lies_between_the_first_access_and_the_last_release
 
     await noted.append("a", writer.make(100))
     assert policy.since() == [
-        ("arrived", "a", (0.0,)), ("idle", "a", (2, 1, appended(100))), ("placed", "a", (Tier.MEMORY,)),
-    ]  # fmt: skip
+        ("arrived", "a", (0.0,)),
+        ("idle", "a", (2, 1, appended(100))),
+        ("placed", "a", (Tier.MEMORY,)),
+    ]
     noted.clock.advance(seconds=5)
     lease = await noted.acquire("a")
     await noted.append("a", writer.make(10))
@@ -188,7 +193,10 @@ async def test_a_session_that_is_forked_while_it_is_leased_is_known_to_leave_dra
 async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
     noted: MemoryRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rank rises, which rankings find when it comes up; one that was looked up while in use has fallen since."""
+    """Its rank rises, which rankings find when it comes up.
+
+    One that was looked up while in use has fallen since.
+    """
     await noted.create("a")
     await noted.append("a", Writer(1).make(64), is_durable=True)
     looks: list[bytes] = []
@@ -212,7 +220,10 @@ async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
 async def test_what_forks_share_falls_with_the_one_that_is_read(
     noted: MemoryRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nobody looked meanwhile: it ranks as the one accessed last, which may rank lower than the one before."""
+    """Though nobody looked meanwhile.
+
+    It ranks as the one accessed last, which may rank lower than the one before.
+    """
     await noted.create("a")
     await noted.append("a", Writer(1).make(64), is_durable=True)
     await noted.fork("a", "b")
@@ -289,7 +300,10 @@ async def test_nothing_is_kept_of_sessions_that_are_gone(name: str, tmp_path: Pa
 
 
 def test_those_that_may_not_leave_are_not_looked_at_again() -> None:
-    """Of 50,000 sessions all but a thousand are pinned: each is looked at once, however often room is made."""
+    """Of 50,000 sessions all but a thousand are pinned.
+
+    Each is looked at once, however often room is made.
+    """
     count = 50_000
     ranks: dict[bytes, Key] = {number.to_bytes(4, "big"): (number,) for number in range(count)}
     movable = {uid for uid in ranks if ranks[uid][0] % (count // 1000) == 0}

@@ -1,4 +1,7 @@
-"""Promotion ahead of need: who is hinted is in memory before anyone asks, at nobody's cost who is needed sooner."""
+"""Promotion ahead of need.
+
+Who is hinted is in memory before anyone asks, at nobody's cost who is needed sooner.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -73,8 +76,10 @@ class Foreseen(MemoryRig):
         """Segments promoted ahead, used, and dropped unused."""
         found = self.cache.placement.prefetched
         return (
-            found.prefetched_segment_count, found.prefetch_used_segment_count, found.prefetch_unused_segment_count
-        )  # fmt: skip
+            found.prefetched_segment_count,
+            found.prefetch_used_segment_count,
+            found.prefetch_unused_segment_count,
+        )
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -197,7 +202,10 @@ async def test_what_a_fork_shares_stays_for_whom_it_came(foreseen: Foreseen) -> 
 
 
 async def test_a_failure_leaves_a_session_aside_until_its_next_hint(foreseen: Foreseen) -> None:
-    """A device that refuses a read is not asked the same again; the other session comes, and so does this one later."""
+    """A device that refuses a read is not asked the same again.
+
+    The other session comes, and so does this one later.
+    """
     foreseen.hint("a", "b")
     foreseen.ssd.fail(Operation.READ)
     with pytest.raises(TierFailure):

@@ -1,4 +1,7 @@
-"""A job that is said to run before its session is accessed: the policy sees its turn come out of the queue."""
+"""A job that is said to run before its session is accessed.
+
+The policy sees its turn come out of the queue.
+"""
 
 from collections.abc import Callable
 

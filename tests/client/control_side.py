@@ -13,7 +13,10 @@ Answer = Callable[[arena_pb2.AccessRequest], arena_pb2.AccessResponse]
 
 
 class ControlSide:
-    """Listens where the arena's facts say, and answers by `answer`. `welcomes` is what it says of the arena."""
+    """Listens where the arena's facts say, and answers by `answer`.
+
+    `welcomes` is what it says of the arena.
+    """
 
     def __init__(self, facts: arena_pb2.Arena, answer: Answer) -> None:
         self.welcomes = arena_pb2.Arena()

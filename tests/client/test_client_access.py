@@ -319,7 +319,10 @@ def _next_request(connection: socket.socket, asked: FrameReader) -> arena_pb2.Ac
 def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
     connect: Connect, far_side: FarSide
 ) -> None:
-    """One thread is at it and hears nothing; those behind it are not kept for its sake and then for their own."""
+    """One thread is at it and hears nothing.
+
+    Those behind it are not kept for its sake and then for their own.
+    """
     far_side.add(NAME, 5)
     client = connect(access="local", timeout_s=0.3)
     client.get_session(NAME)
@@ -332,7 +335,10 @@ def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
 def test_a_clock_that_is_set_while_a_lease_is_acquired_makes_it_no_longer(
     hours: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server says by the new time when it ends; reckoned from the old one that would be an hour too late."""
+    """The server says by the new time when it ends.
+
+    Reckoned from the old one that would be an hour too late.
+    """
     sent = Moment.now()
     set_ns = time.time_ns() + hours * 3600 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: set_ns)

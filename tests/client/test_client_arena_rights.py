@@ -1,4 +1,7 @@
-"""Who may write to the arena: tried by a client that is not ours, against a real server, and by ours beside it."""
+"""Who may write to the arena.
+
+Tried by a client that is not ours, against a real server, and by ours beside it.
+"""
 
 import json
 import os
@@ -114,8 +117,12 @@ def attempts(server: ServerProcess, *, uid: int = 0) -> dict[str, Any]:
     # What it may not read of this environment it must not miss.
     ran = subprocess.run(
         [sys.executable, "-I", "-c", ATTEMPTS, *given],
-        capture_output=True, text=True, timeout=60, check=False, cwd="/",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd="/",
+    )
     assert not ran.returncode, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
@@ -147,10 +154,14 @@ def server() -> Iterator[ServerProcess]:
         for name in grants:
             write_secret(place / name, name)
         with ServerProcess(
-            place / "data", "--token-hashes", str(place / "hashes"),
-            "--control-socket", str(place / "run" / "control.sock"),
-            "--identities", f"uid:{STRANGER}=far:shared-memory",
-        ) as process:  # fmt: skip
+            place / "data",
+            "--token-hashes",
+            str(place / "hashes"),
+            "--control-socket",
+            str(place / "run" / "control.sock"),
+            "--identities",
+            f"uid:{STRANGER}=far:shared-memory",
+        ) as process:
             yield process
 
 
@@ -186,10 +197,15 @@ def stored_twice(client: Client, name: str) -> npt.NDArray[np.generic]:
 
 @AS_ROOT
 def test_another_user_that_may_read_gets_nothing_to_write_with(server: ServerProcess) -> None:
-    """Not by the descriptor it is given, nor by what the kernel makes of it; what it asks for beyond is not given."""
+    """Not by the descriptor it is given, nor by what the kernel makes of it.
+
+    What it asks for beyond is not given.
+    """
     assert attempts(server, uid=STRANGER) == {
-        "fds": 1, "size": server.ready["arena"]["size_bytes"], "done": [],
-    }  # fmt: skip
+        "fds": 1,
+        "size": server.ready["arena"]["size_bytes"],
+        "done": [],
+    }
 
 
 def test_of_a_sealed_arena_nobody_gets_anything_to_write_with(sealed: ServerProcess) -> None:

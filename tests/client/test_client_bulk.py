@@ -1,4 +1,7 @@
-"""The client's ways to rows over sockets, against a real server: the same rows, errors and mending by each."""
+"""The client's ways to rows over sockets, against a real server.
+
+The same rows, errors and mending by each.
+"""
 
 import socket
 import time

@@ -1,4 +1,7 @@
-"""Tenants told apart by certificates, against a real server: what each sees, keeps and may do, and who is nobody."""
+"""Tenants told apart by certificates, against a real server.
+
+What each sees, keeps and may do, and who is nobody.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -208,7 +211,10 @@ def test_hints_speak_of_ones_own_sessions_alone(connect: Callable[..., Client]) 
 def test_one_floods_and_the_other_keeps_its_share(
     connect: Callable[..., Client], server: ServerProcess
 ) -> None:
-    """A tenant that writes many times what SSD holds pushes out its own; the other's is there, also after a kill."""
+    """A tenant that writes many times what SSD holds pushes out its own.
+
+    The other's is there, also after a kill.
+    """
     flooding, quiet = connect("a"), connect("b")
     rows, many = make_rows(640), make_rows(1920)
     kept = [fill(quiet, f"kept-{number}", rows) for number in range(8)]
@@ -232,7 +238,10 @@ def test_one_floods_and_the_other_keeps_its_share(
 
 
 def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server: ServerProcess) -> None:
-    """So does a hold against eviction. What an operator changes is written down with who did it, and what came of it."""
+    """So does a hold against eviction.
+
+    What an operator changes is written down with who did it, and what came of it.
+    """
     user, operator = connect("a"), connect("ops")
     name = fill(user, "pinned", make_rows(5)).name
     asked: list[Callable[[], Any]] = [
@@ -255,8 +264,8 @@ def test_operators_verbs_need_an_operator(connect: Callable[..., Client], server
     said = server.stderr
     assert (
         'audit subject="dns:ops.example" tenant=ops role=operator method=DemoteSession'
-        f' request={{"name":"{name}"}} result=SESSION_NOT_FOUND'
-    ) in said
+        f' request={{"name":"{name}"}} result=SESSION_NOT_FOUND' in said
+    )
     assert (
         'audit subject="dns:ops.example" tenant=ops role=operator method=Verify request={} result=OK' in said
     )
@@ -304,12 +313,20 @@ def test_a_certificate_that_does_not_hold_gets_no_connection(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tenant", "b"), ("x-tenant", "b"), ("x-ctxcache-tenant", "b"), ("role", "operator"),
-        ("authorization", "Bearer b"), ("authorization", "Basic Yjpi"), ("x-user", "root"),
-        ("x-forwarded-client-cert", f"URI={SPIFFE.format('b')}"), ("x-forwarded-for", "unix:"),
-        ("x509_common_name", "legacy"), ("peer_spiffe_id", SPIFFE.format("b")), ("transport_security_type", "local"),
+        ("tenant", "b"),
+        ("x-tenant", "b"),
+        ("x-ctxcache-tenant", "b"),
+        ("role", "operator"),
+        ("authorization", "Bearer b"),
+        ("authorization", "Basic Yjpi"),
+        ("x-user", "root"),
+        ("x-forwarded-client-cert", f"URI={SPIFFE.format('b')}"),
+        ("x-forwarded-for", "unix:"),
+        ("x509_common_name", "legacy"),
+        ("peer_spiffe_id", SPIFFE.format("b")),
+        ("transport_security_type", "local"),
     ],
-)  # fmt: skip
+)
 def test_what_a_caller_says_of_itself_is_not_heard(
     pki: Pki, server: ServerProcess, connect: Callable[..., Client], key: str, value: str
 ) -> None:
@@ -355,7 +372,10 @@ def test_without_shared_memory_rows_come_by_stream(connect: Callable[..., Client
 
 
 def test_a_ticket_is_its_owners(pki: Pki, connect: Callable[..., Client]) -> None:
-    """With one's own ticket another's session is not there; another's ticket does not go with one's own certificate."""
+    """With one's own ticket another's session is not there.
+
+    Another's ticket does not go with one's own certificate.
+    """
     owner, other = connect("a", "bulk"), connect("b", "bulk")
     fill(owner, "bulky", make_rows(5))
     stolen = owner._bulk._ticket()

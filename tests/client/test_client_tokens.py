@@ -137,7 +137,10 @@ def test_on_the_ways_of_a_host_another_tenants_is_not_there(
 
 
 def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) -> None:
-    """Written and read in place under the identity that has the tenant; every checksum holds, also from SSD."""
+    """Written and read in place under the identity that has the tenant.
+
+    Every checksum holds, also from SSD.
+    """
     client = connect("a", "local-socket")
     session = fill(client, "in-place", 200)
     assert session.tenant == "a"
@@ -152,7 +155,10 @@ def test_a_local_clients_rows_are_its_tenants(connect: Callable[..., Client]) ->
 def test_a_token_without_shared_memory_gets_none(
     connect: Callable[..., Client], server: ServerProcess
 ) -> None:
-    """On the control socket neither, where the arena's descriptor would come with the welcome; rows come by stream."""
+    """On the control socket neither, where the arena's descriptor would come with the welcome.
+
+    Rows come by stream.
+    """
     client = connect("far")
     session = fill(client, "streamed")
     with client.read(session.name, OWN) as found:
@@ -171,12 +177,18 @@ def test_a_token_without_shared_memory_gets_none(
 @pytest.mark.parametrize(
     "metadata",
     [
-        (), (("authorization", "Bearer unknown"),), (("authorization", "Bearer "),), (("authorization", "a"),),
-        (("authorization", "Basic a"),), (("authorization", "Bearer a"), ("authorization", "Bearer b")),
-        (("authorization", f"Bearer {digest_of('a').hex()}"),), (("tenant", "a"),), (("token", "a"),),
+        (),
+        (("authorization", "Bearer unknown"),),
+        (("authorization", "Bearer "),),
+        (("authorization", "a"),),
+        (("authorization", "Basic a"),),
+        (("authorization", "Bearer a"), ("authorization", "Bearer b")),
+        (("authorization", f"Bearer {digest_of('a').hex()}"),),
+        (("tenant", "a"),),
+        (("token", "a"),),
         (("x-forwarded-for", "unix:"),),
     ],
-)  # fmt: skip
+)
 def test_without_a_token_that_holds_nobody_is_let_in(server: ServerProcess, metadata: Any) -> None:
     """Not on loopback either; with two, with a hash, or by any other word."""
     with grpc.insecure_channel(server.target) as channel:
@@ -189,7 +201,10 @@ def test_without_a_token_that_holds_nobody_is_let_in(server: ServerProcess, meta
 def test_the_servers_own_user_is_known_on_its_unix_socket(
     connect: Callable[..., Client], server: ServerProcess
 ) -> None:
-    """As operator of the default tenant, whom the socket's mode alone lets in; with a token, as whom that says."""
+    """As operator of the default tenant, whom the socket's mode alone lets in.
+
+    With a token, as whom that says.
+    """
     path = Path(server.unix_target.removeprefix("unix:"))
     with Client(server.unix_target, access="local-socket") as own:
         assert fill(own, "own").tenant == "default"

@@ -41,10 +41,16 @@ PATHS = 2
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server with two SSD paths."""
     settings = Settings(
-        data_directory=tmp_path / "data", listen="", unix_socket=str(tmp_path / "socket"), bulk_listen="",
+        data_directory=tmp_path / "data",
+        listen="",
+        unix_socket=str(tmp_path / "socket"),
+        bulk_listen="",
         ssd_directories=tuple(tmp_path / f"ssd{i}" for i in range(PATHS)),
-        arena_size_bytes=1 << 20, ssd_size_bytes=1 << 20, arena_huge_pages="off", drain_timeout_s=1,
-    )  # fmt: skip
+        arena_size_bytes=1 << 20,
+        ssd_size_bytes=1 << 20,
+        arena_huge_pages="off",
+        drain_timeout_s=1,
+    )
     made = LiveServer(settings)
     yield made
     with contextlib.suppress(CacheError):
@@ -172,9 +178,16 @@ def test_what_is_in_the_arena_is_leased_there(client: Client) -> None:
 
 
 _HEADER_PLACES = {
-    "magic": 0, "segment": 16, "generation": 24, "begin": 32, "uid": 48, "tenant": 102, "header checksum": 248,
-    "layer": HEADER_FIXED_BYTES, "chunk checksum": HEADER_FIXED_BYTES + 24 + 16,
-}  # fmt: skip
+    "magic": 0,
+    "segment": 16,
+    "generation": 24,
+    "begin": 32,
+    "uid": 48,
+    "tenant": 102,
+    "header checksum": 248,
+    "layer": HEADER_FIXED_BYTES,
+    "chunk checksum": HEADER_FIXED_BYTES + 24 + 16,
+}
 
 
 @pytest.mark.parametrize("place", [*_HEADER_PLACES, "first row", "last row"])
@@ -239,7 +252,10 @@ def _never_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stale_lease_never_shows_others_rows(
     live: LiveServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slots are another session's: the header says so, even where nobody notices that the lease has ended."""
+    """The slots are another session's.
+
+    The header says so, even where nobody notices that the lease has ended.
+    """
     _never_checked(monkeypatch)
     with client.read(NAME, OWN, leave_on_ssd=True) as rows:
         _reused(live, client)

@@ -1,4 +1,7 @@
-"""What protects rows: a stream that lives, a deadline that has not passed, and an arena that is the server's."""
+"""What protects rows.
+
+A stream that lives, a deadline that has not passed, and an arena that is the server's.
+"""
 
 import os
 import stat

@@ -1,4 +1,7 @@
-"""Bytes that change in the arena: every way to the rows serves SSD's, or ends the session before them, and says so."""
+"""Bytes that change in the arena.
+
+Every way to the rows serves SSD's, or ends the session before them, and says so.
+"""
 
 import asyncio
 import contextlib
@@ -38,9 +41,14 @@ WAYS: tuple[Access, ...] = ("local-socket", "local-grpc", "grpc", "bulk")
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A server with a bulk channel that writes nothing behind anybody's back."""
     settings = Settings(
-        data_directory=tmp_path / "data", listen="", unix_socket=str(tmp_path / "socket"),
-        arena_size_bytes=4 << 20, ssd_size_bytes=4 << 20, arena_huge_pages="off", drain_timeout_s=1,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="",
+        unix_socket=str(tmp_path / "socket"),
+        arena_size_bytes=4 << 20,
+        ssd_size_bytes=4 << 20,
+        arena_huge_pages="off",
+        drain_timeout_s=1,
+    )
     made = LiveServer(settings)
     made.run(_without_upkeep(made.server))
     yield made
@@ -237,7 +245,10 @@ def test_a_byte_that_changes_before_the_server_ends_is_never_made_durable(
 def test_durable_rows_outlive_a_byte_that_changes_behind_them(
     live: LiveServer, connect: Callable[[Access], Client]
 ) -> None:
-    """Of a segment that grew since it was flushed, what SSD has is mended or kept; only what is behind it goes."""
+    """Of a segment that grew since it was flushed, what SSD has is mended or kept.
+
+    Only what is behind it goes.
+    """
     client = connect("local-socket")
     made(client, 100, Durability.DISK)
     client.append(NAME, OWN, {stream: rows[100:] for stream, rows in make_rows(120).items()})
@@ -297,7 +308,10 @@ def test_tokens_of_a_decode_batch_are_summed_one_by_one(
 def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
     live: LiveServer, connect: Callable[[Access], Client]
 ) -> None:
-    """Too few sums are refused and change nothing; wrong ones end the session before the rows, and nothing else."""
+    """Too few sums are refused and change nothing.
+
+    Wrong ones end the session before the rows, and nothing else.
+    """
     client = connect("local-socket")
     made(client, 64, Durability.DISK)
     attachment = client._attach()
@@ -387,7 +401,10 @@ def test_a_fork_and_a_cut_session_are_verified_by_whole_chunks(
 def test_flips_at_random_between_operations_at_random(
     live: LiveServer, connect: Callable[[Access], Client]
 ) -> None:
-    """Whatever comes between: a reader gets right rows of all tokens that are told to be there, or is told otherwise."""
+    """Whatever comes between.
+
+    A reader gets right rows of all tokens that are told to be there, or is told otherwise.
+    """
     random = np.random.default_rng(7)
     clients = [connect(way) for way in WAYS]
     made(clients[0], 20, Durability.MEMORY)
@@ -460,7 +477,10 @@ def test_readers_of_all_ways_at_once_see_no_flipped_byte(
 def test_the_sums_of_a_lease_are_those_of_its_rows(
     live: LiveServer, connect: Callable[[Access], Client]
 ) -> None:
-    """They are on the wire for any reader: XXH3 of the rows, also of a segment that grows by single tokens."""
+    """They are on the wire for any reader.
+
+    XXH3 of the rows, also of a segment that grows by single tokens.
+    """
     client = connect("local-socket")
     made(client, 1, Durability.MEMORY)
     rows = make_rows(80)

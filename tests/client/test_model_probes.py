@@ -1,4 +1,7 @@
-"""Probes in the store: the first one stays, whatever comes later, restarts and wherever sessions are carried."""
+"""Probes in the store.
+
+The first one stays, whatever comes later, restarts and wherever sessions are carried.
+"""
 
 import struct
 import subprocess

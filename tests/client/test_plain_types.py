@@ -86,7 +86,10 @@ def test_a_session_is_read_by_hand_as_field_by_field() -> None:
 
 
 def test_what_only_a_newer_server_knows_is_kept_and_not_used() -> None:
-    """An unknown outcome has a number and no meaning; an unknown kind is refused where its streams are asked for."""
+    """An unknown outcome has a number and no meaning.
+
+    An unknown kind is refused where its streams are asked for.
+    """
     assert types.HintOutcome(UNKNOWN) == UNKNOWN
     assert types.HintOutcome(UNKNOWN) not in list(types.HintOutcome)
     session = convert.session_from_wire(

@@ -10,9 +10,11 @@ from ctxcache.v1.model_pb2 import STATE_KIND_HIDDEN, STATE_KIND_TOKENS, StreamNa
 
 ARENA = np.zeros(3 * 4096, np.uint8)
 LAYOUT = SlotLayout(
-    [ChunkLayout(stream=StreamName(layer=-1, kind=STATE_KIND_TOKENS), offset_bytes=0, row_bytes=4),
-     ChunkLayout(stream=StreamName(layer=0, kind=STATE_KIND_HIDDEN), offset_bytes=256, row_bytes=60)]
-)  # fmt: skip
+    [
+        ChunkLayout(stream=StreamName(layer=-1, kind=STATE_KIND_TOKENS), offset_bytes=0, row_bytes=4),
+        ChunkLayout(stream=StreamName(layer=0, kind=STATE_KIND_HIDDEN), offset_bytes=256, row_bytes=60),
+    ]
+)
 
 
 def span(offset_bytes: int, *, stride_bytes: int = 0, run_count: int = 1, row_end: int = 64) -> Span:
@@ -25,7 +27,10 @@ def span(offset_bytes: int, *, stride_bytes: int = 0, run_count: int = 1, row_en
     [span(-4096), span(2 * 4096 + 4), span(0, stride_bytes=4096, run_count=4), span(2 * 4096, row_end=65)],
 )
 def test_rows_outside_the_arena_are_refused(outside: Span) -> None:
-    """No view is made of what lies before, behind or partly behind the arena; the last slot itself is inside."""
+    """No view is made of what lies before, behind or partly behind the arena.
+
+    The last slot itself is inside.
+    """
     SlotRows(ARENA, LAYOUT, [span(0, stride_bytes=4096, run_count=3)])
 
     with pytest.raises(CorruptSegment, match="outside the arena"):

@@ -40,12 +40,21 @@ class Curl:
         """Call a method of ctxcache.v1 with messages on standard input."""
         return subprocess.run(
             [
-                self.buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", "@-",
+                self.buf,
+                "curl",
+                "--protocol",
+                "grpc",
+                "--http2-prior-knowledge",
+                "--data",
+                "@-",
                 f"http://{self.target}/ctxcache.v1.{method}",
             ],
-            input="\n".join(map(json.dumps, messages)), capture_output=True, text=True,
-            timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
+            input="\n".join(map(json.dumps, messages)),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
 
     def call(self, method: str, *messages: Json) -> list[Json]:
         """Call a method that is to succeed; returns what it answers."""
@@ -198,7 +207,10 @@ def test_a_server_stream_reads_what_was_appended(curl: Curl, session: str, model
 
 
 def test_a_queue_is_published_and_withdrawn(curl: Curl, session: str) -> None:
-    """A stream both ways: an answer for each request, an event for the session, and the end after a half-close."""
+    """A stream both ways.
+
+    An answer for each request, an event for the session, and the end after a half-close.
+    """
     job = {"jobId": "job", "session": session, "newTokenCount": "7", "position": 0}
     responses = curl.call(
         "HintService/Schedule",

@@ -104,7 +104,10 @@ def _verbs(command: object, prefix: str = "") -> list[str]:
 
 
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
-    """Strictly, where `make docs` has set mkdocs up; no page names a font, style or script of another host."""
+    """Strictly, where `make docs` has set mkdocs up.
+
+    No page names a font, style or script of another host.
+    """
     mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
     if not mkdocs.exists():
         pytest.skip("THE SITE IS NOT BUILT: `make docs` sets mkdocs up; its links are tested all the same")

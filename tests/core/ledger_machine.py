@@ -1,7 +1,7 @@
 """The ledger against dictionaries: events in any order, and what must be so after each of them.
 
-The model knows of a segment its rows, its slots and who holds it, and of a session its tokens. It has no index: what
-may leave, what is unwritten and what everything adds up to is worked out anew at every step.
+The model knows of a segment its rows, its slots and who holds it, and of a session its tokens. It has no
+index: what may leave, what is unwritten and what everything adds up to is worked out anew at every step.
 """
 
 from collections import Counter

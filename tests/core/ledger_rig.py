@@ -1,4 +1,7 @@
-"""A ledger by itself: a clock that is set, two small shelves, and callers that do in order what the cache does."""
+"""A ledger by itself.
+
+A clock that is set, two small shelves, and callers that do in order what the cache does.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -151,10 +154,18 @@ class LedgerRig:
         """A session that the ledger does not know."""
         now_ns = self.clock.ns
         return Session(
-            uid=next(self._uids).to_bytes(16), tenant=tenant, session_id=name, model_id="m",
-            model_fingerprint=bytes(32), layout=LAYOUT, expiration=Expiration(TTL_NS), create_time_ns=now_ns,
-            access_time_ns=now_ns, expire_time_ns=now_ns + TTL_NS, live=live,
-        )  # fmt: skip
+            uid=next(self._uids).to_bytes(16),
+            tenant=tenant,
+            session_id=name,
+            model_id="m",
+            model_fingerprint=bytes(32),
+            layout=LAYOUT,
+            expiration=Expiration(TTL_NS),
+            create_time_ns=now_ns,
+            access_time_ns=now_ns,
+            expire_time_ns=now_ns + TTL_NS,
+            live=live,
+        )
 
     def opened(self, name: str, tenant: str = "a", *, is_pinned: bool = False) -> Session:
         """A session that is created."""

@@ -15,7 +15,10 @@ LEAVING = st.lists(st.builds(Leaving, st.booleans(), st.integers(0, 40)), max_si
 def test_nothing_better_leaves_and_room_is_never_left_empty(
     size_bytes: int, free_bytes: int, leaving: list[Leaving]
 ) -> None:
-    """What is free is taken; where it does not do, all that would leave are worth less, and no others are looked at."""
+    """What is free is taken.
+
+    Where it does not do, all that would leave are worth less, and no others are looked at.
+    """
     looked_at: list[Leaving] = []
 
     def look() -> Iterator[Leaving]:

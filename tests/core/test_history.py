@@ -51,7 +51,10 @@ def test_a_histogram_counts_a_bound_below_it() -> None:
 
 
 def test_what_requests_missed_is_bounded_too() -> None:
-    """By requests, the longest silent of which is forgotten, and by misses of each; one that repeats is counted."""
+    """By requests, the longest silent of which is forgotten, and by misses of each.
+
+    One that repeats is counted.
+    """
     requests = Requests(requests_limit=2)
     for trace in ("a", "b", "a", "c"):
         requests.note("t", trace, Miss("s", "lookup", "evicted", 1))

@@ -339,10 +339,15 @@ PAIRS = [
 def facts(rig: LedgerRig, *of: object) -> list[Any]:
     """All that a step may change."""
     found: list[Any] = [
-        set(rig.memory.taken), set(rig.below.taken), rig.ledger.dirty_bytes, rig.ledger.claimed_bytes,
-        dict(rig.ledger.usage.in_memory), dict(rig.ledger.usage.below), dict(rig.ledger.usage.kept),
+        set(rig.memory.taken),
+        set(rig.below.taken),
+        rig.ledger.dirty_bytes,
+        rig.ledger.claimed_bytes,
+        dict(rig.ledger.usage.in_memory),
+        dict(rig.ledger.usage.below),
+        dict(rig.ledger.usage.kept),
         list(rig.ledger.faults()),
-    ]  # fmt: skip
+    ]
     for each in of:
         if isinstance(each, Segment):
             found.append([getattr(each, name) for name in Segment.__slots__ if name != "sums"])

@@ -24,13 +24,15 @@ MAKERS: dict[str, Callable[[Capacities], Policy]] = {
 }
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(("arrived", "idle", "ended", "pin", "unpin", "hinted", "withdrawn", "expected", "prefetch")),
+        st.sampled_from(
+            ("arrived", "idle", "ended", "pin", "unpin", "hinted", "withdrawn", "expected", "prefetch")
+        ),
         st.integers(0, 11),
         st.integers(0, 130),
         st.integers(0, 400),
     ),
     max_size=120,
-)  # fmt: skip
+)
 Events = list[tuple[str, int, int, int]]
 
 
@@ -196,7 +198,10 @@ def test_beyond_the_window_the_queue_leaves_from_its_tail() -> None:
     )
 )
 def test_a_window_is_the_head_of_the_queue(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever deltas come, the window holds the earliest jobs and no more than its length; each change is heard of."""
+    """Whatever deltas come, the window holds the earliest jobs and no more than its length.
+
+    Each change is heard of.
+    """
     heard: set[bytes] = set()
 
     def changed(uid: bytes) -> None:
@@ -248,8 +253,10 @@ def test_a_hinted_session_is_promoted_before_its_turn() -> None:
     moves = ledger.prefetch()
 
     assert [(move.act, move.uid) for move in moves] == [
-        (Act.EVICT, b"\1"), (Act.DEMOTE, b"\2"), (Act.PROMOTE, b"\0"),
-    ]  # fmt: skip
+        (Act.EVICT, b"\1"),
+        (Act.DEMOTE, b"\2"),
+        (Act.PROMOTE, b"\0"),
+    ]
     assert not ledger.prefetch()
 
 
@@ -343,7 +350,10 @@ def test_a_session_said_to_be_over_goes_first_while_that_holds() -> None:
 
 
 def test_an_expected_return_is_waited_for_until_it_is_overdue() -> None:
-    """Who is said to return soon stays before who is said to return late; once overdue, it is as others are."""
+    """Who is said to return soon stays before who is said to return late.
+
+    Once overdue, it is as others are.
+    """
     ledger, policy = _learned()
     for uid, wait_s in ((b"soon", 60.0), (b"late", 6000.0)):
         _turn(ledger, uid, 9000)

@@ -1,4 +1,7 @@
-"""Inclusive tiers: what DRAM has SSD has, if it is worth it, within both capacities, whatever the events and the policy."""
+"""Inclusive tiers.
+
+What DRAM has SSD has, if it is worth it, within both capacities, whatever the events and the policy.
+"""
 
 import pytest
 from hypothesis import given, settings

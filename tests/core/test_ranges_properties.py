@@ -228,14 +228,28 @@ LAYOUT = SegmentLayout((TOKENS_SPEC,), 8)
 def make_session(sizes: list[int]) -> Session:
     """A session whose segments hold so many rows each, one after the other."""
     session = Session(
-        uid=bytes(16), tenant="t", session_id="s", model_id="m", model_fingerprint=bytes(32), layout=LAYOUT,
-        expiration=Expiration(1), create_time_ns=0, access_time_ns=0, expire_time_ns=1,
-    )  # fmt: skip
+        uid=bytes(16),
+        tenant="t",
+        session_id="s",
+        model_id="m",
+        model_fingerprint=bytes(32),
+        layout=LAYOUT,
+        expiration=Expiration(1),
+        create_time_ns=0,
+        access_time_ns=0,
+        expire_time_ns=1,
+    )
     for i, size in enumerate(sizes):
         segment = Segment(
-            segment_id=i, tenant="t", writer_uid=bytes(16), generation=1, begin=session.log_end,
-            model_fingerprint=bytes(32), layout=LAYOUT, use=Usage(NO_SHARES).of("t"),
-        )  # fmt: skip
+            segment_id=i,
+            tenant="t",
+            writer_uid=bytes(16),
+            generation=1,
+            begin=session.log_end,
+            model_fingerprint=bytes(32),
+            layout=LAYOUT,
+            use=Usage(NO_SHARES).of("t"),
+        )
         segment.row_count = size
         session.segments.append(segment)
         session.append_rows(session.log_end + size)

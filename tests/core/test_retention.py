@@ -34,7 +34,10 @@ def _grants(fallen: list[bytes] | None = None) -> Grants:
 def test_budgets_hold_and_lower_priorities_alone_make_way(
     steps: list[tuple[str, int, int, int, int]],
 ) -> None:
-    """No account has more than its budget; who lost a grant it did not give back was lower, or its time over."""
+    """No account has more than its budget.
+
+    Who lost a grant it did not give back was lower, or its time over.
+    """
     fallen: list[bytes] = []
     grants, now_s = _grants(fallen), 0.0
     held: dict[bytes, tuple[int, float, int]] = {}
@@ -139,7 +142,10 @@ def test_a_pin_counts_in_both_tiers_and_a_retention_in_the_store_alone() -> None
 
 
 def test_one_that_comes_later_finds_its_equal_share() -> None:
-    """Alone an account may be granted the whole budget; its lowest grants end as others ask, down to its share."""
+    """Alone an account may be granted the whole budget.
+
+    Its lowest grants end as others ask, down to its share.
+    """
     fallen: list[bytes] = []
     grants = Grants(90, Shares(are_tenants_known=True), lambda uid: uid[:1].decode(), fallen.append)
     for number in range(3):

@@ -156,7 +156,10 @@ def test_a_later_run_goes_on_from_what_was_counted() -> None:
 
 
 def test_sessions_that_were_counted_before_a_restart_are_not_counted_again() -> None:
-    """Nor are those left out that came into the next bin meanwhile: the counts are those of a run that went on."""
+    """Nor are those left out that came into the next bin meanwhile.
+
+    The counts are those of a run that went on.
+    """
     whole, first, second = (ReturnTimes(lambda _: None) for _ in range(3))
     for number in range(100):
         for returns in (whole, first):
@@ -191,11 +194,18 @@ def _root(returns: ReturnTimes) -> list[list[float]]:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"ages_s": [0, 1]}, {"classes": {"7": [[], []]}}, {"classes": {"0.a": [[], []]}}, {"classes": []},
-        {"classes": {"0": [[1.0] * 17, [1.0] * 18]}}, {"classes": {"0": [[-1.0] * 18, [1.0] * 18]}},
-        {"classes": {"0": [[1.0] * 18]}}, {"wait_s": -1}, {"queued_share": "many"}, {"wait_s": None},
+        {"ages_s": [0, 1]},
+        {"classes": {"7": [[], []]}},
+        {"classes": {"0.a": [[], []]}},
+        {"classes": []},
+        {"classes": {"0": [[1.0] * 17, [1.0] * 18]}},
+        {"classes": {"0": [[-1.0] * 18, [1.0] * 18]}},
+        {"classes": {"0": [[1.0] * 18]}},
+        {"wait_s": -1},
+        {"queued_share": "many"},
+        {"wait_s": None},
     ],
-)  # fmt: skip
+)
 def test_counts_of_another_kind_are_refused_and_change_nothing(changed: dict[str, object]) -> None:
     """Whatever is wrong with them."""
     known, returns = ReturnTimes(lambda _: None), ReturnTimes(lambda _: None)

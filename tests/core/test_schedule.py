@@ -207,7 +207,10 @@ def late(merged: Schedule, until_s: int) -> Iterator[tuple[int, list[float | Non
 
 @pytest.mark.parametrize("has_positions", [True, False])
 def test_a_stuck_engines_jobs_lose_their_places(*, has_positions: bool) -> None:
-    """They are behind whatever starts soon, in their order, each as far off as it is late; and in the end nowhere."""
+    """They are behind whatever starts soon, in their order, each as far off as it is late.
+
+    And in the end nowhere.
+    """
     merged = Schedule(lambda *_: None)
     for i in range(10):
         start_s = None if has_positions else float(i)

@@ -56,10 +56,13 @@ def test_whoever_is_furthest_above_its_share_is_asked_first(
     asked = shares.whose(needing, needed_bytes, used_bytes, CAPACITY_BYTES)
 
     wanted = {
-        tenant: used_bytes.get(tenant, 0) + needed_bytes * (tenant == needing)
-        - _guaranteed(shares, tenant, needing, used_bytes)
+        tenant: (
+            used_bytes.get(tenant, 0)
+            + needed_bytes * (tenant == needing)
+            - _guaranteed(shares, tenant, needing, used_bytes)
+        )
         for tenant in {*used_bytes, needing}
-    }  # fmt: skip
+    }
     over = [wanted[tenant] for tenant in asked if tenant in used_bytes]
     assert over == sorted(over, reverse=True)
     assert needing in used_bytes or asked[-1] == needing
@@ -82,7 +85,10 @@ def test_a_need_within_the_share_finds_room_in_a_full_store(
 
 @given(_shares(), USED)
 def test_guarantees_are_never_more_than_there_is(shares: Shares, used_bytes: dict[str, int]) -> None:
-    """The guarantees of all that have something add up to the whole at most; those without a share have equal ones."""
+    """The guarantees of all that have something add up to the whole at most.
+
+    Those without a share have equal ones.
+    """
     own = {tenant: shares.guaranteed_bytes(tenant, used_bytes, CAPACITY_BYTES) for tenant in used_bytes}
     assert sum(own.values()) <= CAPACITY_BYTES
     assert len({own[tenant] for tenant in own.keys() - shares.by_tenant.keys()}) <= 1

@@ -41,7 +41,10 @@ def _above_bytes(shares: Shares, request: RoomRequest, used: dict[str, int], the
 def test_a_request_within_its_share_goes_before_all_that_are_not(
     shares: Shares, used: dict[str, int], asked: list[tuple[str, int]]
 ) -> None:
-    """Of one tenant's the first that came; of tenants within their shares too; of those above, the one least above."""
+    """Of one tenant's the first that came; of tenants within their shares too.
+
+    Of those above, the one least above.
+    """
     line = WaitingLine("room", shares, used)
     waiting = [line.join(tenant, needed_bytes) for tenant, needed_bytes in asked]
     there = {request.account for request in waiting}
@@ -115,7 +118,10 @@ def test_a_flood_takes_nothing_while_another_is_within_its_share(
 def test_everybody_is_served_and_the_books_are_right(
     shares: Shares, asked: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    """Whoever comes while whom is served, and whoever gives up: all others get their room, once, and nothing is left."""
+    """Whoever comes while whom is served, and whoever gives up.
+
+    All others get their room, once, and nothing is left.
+    """
     budget = _Budget(shares)
     left, waiting = list(asked), list[RoomRequest]()
     served, gone = list[RoomRequest](), list[RoomRequest]()

@@ -52,15 +52,22 @@ class Aborter(threading.Thread):
         self._rows = rows
         self._chunks = [
             Chunk(
-                stream=stream_to_wire(stream), token_begin=KEPT_TOKENS + begin, data=data, checksum=wire_checksum(data)
+                stream=stream_to_wire(stream),
+                token_begin=KEPT_TOKENS + begin,
+                data=data,
+                checksum=wire_checksum(data),
             )
             for stream, of_stream in rows.items()
             for begin in range(0, SAVED_TOKENS, SAVED_TOKENS // PARTS + 1)
             if (data := of_stream[begin : begin + SAVED_TOKENS // PARTS + 1].tobytes())
-        ]  # fmt: skip
+        ]
         self._ways: list[Callable[[Client, SessionInfo], None]] = [
-            self._cancel, self._outlive_deadline, self._end_early, self._break_chunk, self._give_up,
-        ]  # fmt: skip
+            self._cancel,
+            self._outlive_deadline,
+            self._end_early,
+            self._break_chunk,
+            self._give_up,
+        ]
 
     def run(self) -> None:
         """Abort as many saves as asked for."""
@@ -172,11 +179,13 @@ def abort_saves(server: ServerProcess, report: Report, count: int, *, seed: int)
         model = client.register_model(SHAPE.model)
         sessions = [
             client.append(
-                client.create_session(model.name, session_id=f"kept{i}", layout=SHAPE.streams), model,
-                ledger.rows(ledger.take_tags(KEPT_TOKENS)), durability=Durability.DISK,
+                client.create_session(model.name, session_id=f"kept{i}", layout=SHAPE.streams),
+                model,
+                ledger.rows(ledger.take_tags(KEPT_TOKENS)),
+                durability=Durability.DISK,
             )
             for i in range(SESSIONS_PER_CLIENT * CLIENTS)
-        ]  # fmt: skip
+        ]
         threads = [
             Aborter(server.target, ledger, sessions[i::CLIENTS], count // CLIENTS, seed=seed + i)
             for i in range(CLIENTS)

@@ -1,4 +1,7 @@
-"""The bench on which clients misbehave: a server, sessions of known content, and processes to be killed or frozen."""
+"""The bench on which clients misbehave.
+
+A server, sessions of known content, and processes to be killed or frozen.
+"""
 
 import argparse
 import select
@@ -30,14 +33,28 @@ START_WITHIN_S = 300.0
 KEEPALIVE_S = 4
 """A peer has half of it to answer a ping. One second was too little for a live client on a busy machine."""
 GONE_WITHIN_S = 1.5 * KEEPALIVE_S
-"""A peer that says nothing is given up by then; of one that ended or cancelled the kernel or gRPC tells sooner."""
+"""A peer that says nothing is given up by then.
+
+Of one that ended or cancelled the kernel or gRPC tells sooner.
+"""
 SILENT_GONE_WITHIN_S = 2 * GONE_WITHIN_S
 """The same where it is gRPC's own timers that run out: they may be late on a busy machine."""
 MODEL = ModelSpec(
-    model_id="clients", architecture="Clients", revision="", weights_digest="", tokenizer_digest="",
-    dtype=DType.FLOAT16, layer_count=1, hidden_size=8, kv_head_count=1, head_size=4, rope="", norm="",
-    is_relocatable=True, streams=(StreamSpec(KV, ROW_BYTES, DType.FLOAT16),),
-)  # fmt: skip
+    model_id="clients",
+    architecture="Clients",
+    revision="",
+    weights_digest="",
+    tokenizer_digest="",
+    dtype=DType.FLOAT16,
+    layer_count=1,
+    hidden_size=8,
+    kv_head_count=1,
+    head_size=4,
+    rope="",
+    norm="",
+    is_relocatable=True,
+    streams=(StreamSpec(KV, ROW_BYTES, DType.FLOAT16),),
+)
 OWN = CallerModel(MODEL)
 
 
@@ -93,9 +110,11 @@ class Bench:
     def check_rows(self, owner: int, access: str) -> None:
         """Read a session, locally or by stream: all that was written, and nothing else."""
         with (
-            Client(self.server.target, timeout_s=TIMEOUT_S, access="local" if access == "local" else "remote") as client,
+            Client(
+                self.server.target, timeout_s=TIMEOUT_S, access="local" if access == "local" else "remote"
+            ) as client,
             client.read(f"sessions/s{owner}", OWN) as rows,
-        ):  # fmt: skip
+        ):
             found = np.concatenate([np.asarray(piece) for piece in rows.pieces(KV)])
             if len(found) != TOKENS_EACH or first_difference(found, owner, KV, 0) is not None:
                 self.report.find(

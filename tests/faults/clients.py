@@ -197,8 +197,10 @@ def out_of_turn(bench: Bench) -> None:
 
 def _header(owner: int, **changes: object) -> session_pb2.AppendSessionRequest:
     facts = {
-        "name": f"sessions/s{owner}", "model_fingerprint": MODEL.fingerprint(), "write_offset": TOKENS_EACH,
-    }  # fmt: skip
+        "name": f"sessions/s{owner}",
+        "model_fingerprint": MODEL.fingerprint(),
+        "write_offset": TOKENS_EACH,
+    }
     return session_pb2.AppendSessionRequest(header=session_pb2.AppendHeader(**(facts | changes)))  # type: ignore[arg-type]
 
 
@@ -236,7 +238,10 @@ def _wrong_appends() -> dict[str, tuple[list[session_pb2.AppendSessionRequest], 
         "an empty message": ([header, session_pb2.AppendSessionRequest()], invalid),
         "a chunk that does not follow": ([header, _chunk(0, KV, at + 1, at + 3)], aborted),
         "a chunk twice": ([header, kv, kv], aborted),
-        "a chunk of a stream that is not stored": ([header, _chunk(0, Stream(5, StateKind.KV), at, at + 1)], invalid),
+        "a chunk of a stream that is not stored": (
+            [header, _chunk(0, Stream(5, StateKind.KV), at, at + 1)],
+            invalid,
+        ),
         "half a row": ([header, _chunk(0, KV, at, at + 1, data=b"x" * 100)], invalid),
         "no rows": ([header, _chunk(0, KV, at, at + 1, data=b"")], invalid),
         "a wrong sum": ([header, _chunk(0, KV, at, at + 1, checksum=1)], invalid),
@@ -248,7 +253,7 @@ def _wrong_appends() -> dict[str, tuple[list[session_pb2.AppendSessionRequest], 
         "another generation": ([_header(0, if_generation_match=1 << 40)], aborted),
         "another model": ([_header(0, model_fingerprint=bytes(32))], precondition),
         "no such session": ([_header(99)], grpc.StatusCode.NOT_FOUND),
-    }  # fmt: skip
+    }
 
 
 def _append_and_drop(bench: Bench, owner: int) -> None:
@@ -287,9 +292,15 @@ def run(options: argparse.Namespace, report: Report) -> None:
     chosen = options.scenarios or list(SCENARIOS)
     with tempfile.TemporaryDirectory(prefix="ctxcache-clients-") as folder:
         given = (
-            "--arena-size-bytes", "512MiB", "--ssd-size-bytes", "512MiB", "--keepalive-s", str(KEEPALIVE_S),
-            "--max-concurrent-streams", str(options.stalled + STREAMS_BESIDE),
-        )  # fmt: skip
+            "--arena-size-bytes",
+            "512MiB",
+            "--ssd-size-bytes",
+            "512MiB",
+            "--keepalive-s",
+            str(KEEPALIVE_S),
+            "--max-concurrent-streams",
+            str(options.stalled + STREAMS_BESIDE),
+        )
         server = ServerProcess(Path(folder) / "data", *given, program=program)
         with server, Client(server.target, timeout_s=TIMEOUT_S) as client:
             client.register_model(MODEL)

@@ -68,8 +68,13 @@ def run(options: argparse.Namespace, report: Report) -> None:
 
 
 def _lives_as_long(
-    options: argparse.Namespace, report: Report, server: ServerProcess, clock: SetClock, name: str, wall_s: float
-) -> None:  # fmt: skip
+    options: argparse.Namespace,
+    report: Report,
+    server: ServerProcess,
+    clock: SetClock,
+    name: str,
+    wall_s: float,
+) -> None:
     with Client(server.target) as client:
         client.register_model(model_spec())
         began_s = time.monotonic()

@@ -17,7 +17,10 @@ from tests.faults import planted, plants  # noqa: F401  # they register
 from tests.stored_model import stored_model
 
 TOKENS_COPIED = 8
-"""So few that copying them never lets go of the interpreter: the thread that receives hears of nothing before."""
+"""So few that copying them never lets go of the interpreter.
+
+The thread that receives hears of nothing before.
+"""
 
 
 def copy_on(target: str, name: str) -> str:

@@ -35,15 +35,27 @@ from tests.faults.corrupt_store import (
     new_cache,
     open_metadata,
     open_ssd,
-)  # fmt: skip
+)
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.plants.corrupt import PATCHES
 
 PAGE = 4096
 REFUSALS = (CorruptMetadata, DataDirectoryUnusable, FormatTooNew)
 REBUILT_ONE_IN = 5
-KINDS = ("*.sst", "*.log", "MANIFEST-*", "CURRENT", "OPTIONS-*", "IDENTITY", "FORMAT", "RUNS", "LOCK", "PATHS",
-         "DEVICE", "WITNESS")  # fmt: skip
+KINDS = (
+    "*.sst",
+    "*.log",
+    "MANIFEST-*",
+    "CURRENT",
+    "OPTIONS-*",
+    "IDENTITY",
+    "FORMAT",
+    "RUNS",
+    "LOCK",
+    "PATHS",
+    "DEVICE",
+    "WITNESS",
+)
 
 
 class Segments:
@@ -168,8 +180,9 @@ class Records:
     async def one(self, number: int) -> None:
         """Damage a copy in one way, open it, read everything; rebuild what was refused, every so often."""
         self._copy()
-        damage = self._random.choice((self._flip, self._flip, self._flip, self._cut, self._delete, self._older,
-                                      self._lose_record))  # fmt: skip
+        damage = self._random.choice(
+            (self._flip, self._flip, self._flip, self._cut, self._delete, self._older, self._lose_record)
+        )
         told = damage()
         log = _Log()
         with log:
@@ -323,9 +336,10 @@ async def _run(chosen: argparse.Namespace, report: Report, home: Path) -> None:
         try:
             await segments.begin()
             for count, step in (
-                (chosen.flips, segments.flip), (chosen.misplacements, segments.misplace),
+                (chosen.flips, segments.flip),
+                (chosen.misplacements, segments.misplace),
                 (chosen.misplacements // 4, segments.tear),
-            ):  # fmt: skip
+            ):
                 await _repeat(count, step)
             if chosen.flips:
                 await segments.roll_back()

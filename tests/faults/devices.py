@@ -2,8 +2,8 @@
 
 Sessions are durable on both. When one is gone, look-ups, lists and tokens counted must be true before
 anything is read; what is claimed is read and compared; sessions on the other device are whole. When it is
-back, all of them are. At last each hangs, over FUSE: it answers nothing, and says no error either; the first one
-has the catalog besides. Worst case: every session lies on both devices, and most of the tokens are lost.
+back, all of them are. At last each hangs, over FUSE: it answers nothing, and says no error either; the first
+one has the catalog besides. Worst case: every session lies on both devices, and most of the tokens are lost.
 """
 
 import argparse
@@ -65,9 +65,14 @@ def run(options: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="ctxcache-devices-") as folder:
         places = Places(Path(folder))
         server = ServerProcess(
-            Path(folder) / "data", *places.options, "--ssd-missing", "serve", "--fault-injection", "true",
+            Path(folder) / "data",
+            *places.options,
+            "--ssd-missing",
+            "serve",
+            "--fault-injection",
+            "true",
             program=program,
-        )  # fmt: skip
+        )
         try:
             _scenario(options, report, server, places)
         finally:
@@ -239,7 +244,10 @@ def _displaced(report: Report, server: ServerProcess, places: Places, sizes: Map
 
 
 def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int) -> None:
-    """The device under one directory answers nothing any more: neither reads nor commits nor the end wait for it."""
+    """The device under one directory answers nothing any more.
+
+    Neither reads nor commits nor the end wait for it.
+    """
     when = f"hang{index}"
     if problem := why_not():
         if options.control in NEED_FUSE:
@@ -251,10 +259,16 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
     mount_point = directories[index]
     with hanging_disk(mount_point, folder / f"{when}_behind") as disk:
         server = ServerProcess(
-            folder / f"{when}_data", *(part for path in directories for part in ("--ssd-directories", str(path))),
-            "--ssd-hang-after-s", str(HANG_AFTER_S), "--drain-timeout-s", "5", "--flush-timeout-s", "5",
+            folder / f"{when}_data",
+            *(part for path in directories for part in ("--ssd-directories", str(path))),
+            "--ssd-hang-after-s",
+            str(HANG_AFTER_S),
+            "--drain-timeout-s",
+            "5",
+            "--flush-timeout-s",
+            "5",
             program=program,
-        )  # fmt: skip
+        )
         try:
             sizes = {f"sessions/h{i}": 100 + 61 * i % 500 for i in range(options.sessions)}
             with server, Client(server.target) as client:
@@ -276,9 +290,14 @@ def _hangs(options: argparse.Namespace, report: Report, folder: Path, index: int
 
 
 def _is_noticed(
-    report: Report, when: str, client: Client, server: ServerProcess, disk: HangingDisk, path: str,
+    report: Report,
+    when: str,
+    client: Client,
+    server: ServerProcess,
+    disk: HangingDisk,
+    path: str,
     sizes: Mapping[str, int],
-) -> None:  # fmt: skip
+) -> None:
     with ThreadPoolExecutor(len(sizes)) as callers:
         threads_before = _thread_count(server.pid)
         disk.tell("hang")

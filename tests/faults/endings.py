@@ -9,8 +9,11 @@ import subprocess
 from tests.server_process import ServerDidNotStart, ServerProcess
 
 START_CODES = {
-    7: "CAPACITY_EXCEEDED", 9: "DATA_DIRECTORY_UNUSABLE", 12: "ADDRESS_UNUSABLE", 13: "TIER_FAILURE",
-}  # fmt: skip
+    7: "CAPACITY_EXCEEDED",
+    9: "DATA_DIRECTORY_UNUSABLE",
+    12: "ADDRESS_UNUSABLE",
+    13: "TIER_FAILURE",
+}
 """Exit codes that a fault of a system call may end a start with. Damage it is not, so 8 is none of them."""
 
 
@@ -38,7 +41,10 @@ def check_refusal(error: ServerDidNotStart, problems: list[str]) -> None:
 
 
 def _told(line: str) -> tuple[str, int]:
-    """Reason and exit code of the document that a refused start ends with; no reason where a sentence is missing."""
+    """Reason and exit code of the document that a refused start ends with.
+
+    No reason where a sentence is missing.
+    """
     try:
         told = json.loads(line)["error"]
         return (str(told["reason"]) if told["message"] else "", int(told["exit_code"]))

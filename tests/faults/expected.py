@@ -75,7 +75,10 @@ class Expected:
         self.durable = self.end
 
     def note(self, uid: str, generation: int) -> str | None:
-        """Note what lives at a generation; returns what is wrong: it was told of something else, or went back."""
+        """Note what lives at a generation; returns what is wrong.
+
+        It was told of something else, or went back.
+        """
         content = hash(self.live)
         known = self.seen.setdefault((uid, generation), content)
         if known != content:

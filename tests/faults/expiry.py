@@ -37,7 +37,10 @@ WITH_ROWS, AT_A_TIME, SAMPLED = 50, 64, 100
 LEAD_S, CALM_S, GONE_S, BACK_S = 3.0, 3.0, 60.0, 10.0
 ATTEMPTS, REST_S, SLOWEST_RATE_HZ = 5, 0.05, 10.0
 P99_LIMIT_S, STALL_LIMIT_S = 0.05, 0.25
-"""What a small call and a resident read of 3 MB may take at most while sessions expire: p99, and the longest."""
+"""What a small call and a resident read of 3 MB may take at most while sessions expire.
+
+P99, and the longest.
+"""
 
 
 @dataclass(slots=True)
@@ -102,7 +105,10 @@ def _used_bytes(client: Client) -> list[int]:
 
 
 def _date(target: str, count: int, rate_hz: float) -> datetime:
-    """Make sessions that expire together, and return when: later where the machine is too busy for the rate."""
+    """Make sessions that expire together, and return when.
+
+    Later where the machine is too busy for the rate.
+    """
     while rate_hz >= SLOWEST_RATE_HZ:
         at = datetime.now(UTC) + timedelta(seconds=LEAD_S + CALM_S + count / rate_hz)
         asyncio.run(_date_many(target, count, at))
@@ -172,9 +178,13 @@ async def _ask(call: Callable[[M], Awaitable[object]], request: M) -> grpc.Statu
 
 
 def _expire(
-    options: argparse.Namespace, report: Report, server: ServerProcess, client: Client, at: datetime,
+    options: argparse.Namespace,
+    report: Report,
+    server: ServerProcess,
+    client: Client,
+    at: datetime,
     used_bytes: Sequence[int],
-) -> None:  # fmt: skip
+) -> None:
     time.sleep(max(0.0, (at - datetime.now(UTC)).total_seconds() - CALM_S))
     watches = {"get": Watch(server.target, is_read=False), "read": Watch(server.unix_target, is_read=True)}
     threads = [watch.start() for watch in watches.values()]

@@ -43,7 +43,10 @@ from tests.server_process import ServerProcess
 CALL_TIMEOUT_S = 30.0
 AS_LONG = ("Verify", "Drain", "Backup", "Record")
 AS_SLOW_AS_ASKED = {f"/ctxcache.v1.AdminService/{name}": 0.1 for name in AS_LONG}
-"""Rpcs that take as long as a field of theirs says, or others do, and how long we wait, in seconds: a byte per second is a rate."""
+"""Rpcs that take as long as a field of theirs says, or others do, and how long we wait, in seconds.
+
+A byte per second is a rate.
+"""
 REFUSES_OTHERS = {"/ctxcache.v1.AdminService/Drain": "/ctxcache.v1.AdminService/Undrain"}
 """Rpcs after which others are refused, as they should be, and what ends that: never among the others."""
 DRAINS = 30
@@ -58,9 +61,13 @@ STREAMS = tuple(StreamSpec(Stream(layer, StateKind.KV), 96, DType.FLOAT16) for l
 # What gRPC itself refuses carries no reason of ours: messages beyond its limit.
 WITHOUT_REASON = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 NEVER = (
-    grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED,
-)  # fmt: skip
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
 NEVER_NUMBERS = {int(code.value[0]) for code in NEVER}
 
 
@@ -146,9 +153,11 @@ class Fuzzer:
 
     def _call(self, rpc: Rpc, requests: Sequence[bytes]) -> list[bytes]:
         kinds = {
-            (False, False): self._channel.unary_unary, (True, False): self._channel.stream_unary,
-            (False, True): self._channel.unary_stream, (True, True): self._channel.stream_stream,
-        }  # fmt: skip
+            (False, False): self._channel.unary_unary,
+            (True, False): self._channel.stream_unary,
+            (False, True): self._channel.unary_stream,
+            (True, True): self._channel.stream_stream,
+        }
         call: Any = kinds[rpc.takes_stream, rpc.gives_stream](rpc.path)
         sent = iter(requests) if rpc.takes_stream else requests[0]
         answer = call(sent, timeout=AS_SLOW_AS_ASKED.get(rpc.path, CALL_TIMEOUT_S))
@@ -339,10 +348,21 @@ def _make_plausible(client: Client) -> Plausible:
 
 def _model(model_id: str) -> ModelSpec:
     return ModelSpec(
-        model_id=model_id, architecture="Fuzz", revision=model_id, weights_digest="", tokenizer_digest="",
-        dtype=DType.FLOAT16, layer_count=3, hidden_size=48, kv_head_count=1, head_size=24, rope="", norm="",
-        is_relocatable=True, streams=STREAMS,
-    )  # fmt: skip
+        model_id=model_id,
+        architecture="Fuzz",
+        revision=model_id,
+        weights_digest="",
+        tokenizer_digest="",
+        dtype=DType.FLOAT16,
+        layer_count=3,
+        hidden_size=48,
+        kv_head_count=1,
+        head_size=24,
+        rope="",
+        norm="",
+        is_relocatable=True,
+        streams=STREAMS,
+    )
 
 
 def _used_bytes(client: Client) -> list[int]:
@@ -366,8 +386,10 @@ def _check_after(report: Report, server: ServerProcess, client: Client, used_byt
         time.sleep(0.1)
         stats = client.stats()
     if stats.session_count != CANARIES or stats.lease_count or stats.reservation_count:
-        report.find(f"left behind: {stats.session_count} sessions, {stats.lease_count} leases, "
-                    f"{stats.reservation_count} reservations")  # fmt: skip
+        report.find(
+            f"left behind: {stats.session_count} sessions, {stats.lease_count} leases, "
+            f"{stats.reservation_count} reservations"
+        )
     after = _used_bytes(client)
     if any(now > before for now, before in zip(after, used_bytes, strict=True)):
         report.find(f"space is not back: {used_bytes} B before, {after} B after")

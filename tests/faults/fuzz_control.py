@@ -19,8 +19,13 @@ Find = Callable[[str], None]
 
 
 def fuzz_control(
-    path: str, draw: random.Random, maker: MessageMaker, count: int, judge: Callable[[AccessResponse], None], find: Find
-) -> int:  # fmt: skip
+    path: str,
+    draw: random.Random,
+    maker: MessageMaker,
+    count: int,
+    judge: Callable[[AccessResponse], None],
+    find: Find,
+) -> int:
     """Open so many connections, and say strange things on each; returns how many frames were sent."""
     return sum(_converse(path, draw, maker, judge, find) for _ in range(count))
 

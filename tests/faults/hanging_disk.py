@@ -2,8 +2,8 @@
 
     python -m tests.faults.hanging_disk MOUNT_POINT BACKING_DIRECTORY
 
-`hang` on standard input: no request is answered from then on, as by a controller that has stopped. `answer`: all
-of them are, late, and in any order. Worst case: its process ends; then whoever waits gets an error.
+`hang` on standard input: no request is answered from then on, as by a controller that has stopped. `answer`:
+all of them are, late, and in any order. Worst case: its process ends; then whoever waits gets an error.
 """
 
 # ruff: noqa: ARG002  # the signatures are mfusepy's
@@ -159,8 +159,10 @@ def hanging_disk(mount_point: Path, backing: Path) -> Iterator[HangingDisk]:
         path.mkdir(mode=0o700)
     daemon = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.hanging_disk", str(mount_point), str(backing)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline_s = time.monotonic() + MOUNT_TIMEOUT_S
         while not mount_point.is_mount():

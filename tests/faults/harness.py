@@ -70,7 +70,10 @@ class Report:
         sys.stderr.write("".join(traceback.format_exception(error)))
 
     def end_if_found(self) -> None:
-        """Raises Found, which ends the run, when there is a control and a finding. For the run's own thread."""
+        """Raises Found, which ends the run, when there is a control and a finding.
+
+        For the run's own thread.
+        """
         if self.control and self.findings:
             raise Found
 

@@ -2,10 +2,11 @@
 
     python -m tests.faults.history --acts 200 [--power]
 
-An act: clients in processes of their own, local and remote, write, fork, truncate, expire, delete, read and look up
-three sessions, while the server is killed, or stands still, or clients do; with `--power` every blow is a power cut,
-metadata and each SSD directory on disks of their own. Each call is logged outside the victim, with its times, and
-the history of each name is checked (`history_check`). Worst case: a history too tangled to decide, which is a finding.
+An act: clients in processes of their own, local and remote, write, fork, truncate, expire, delete, read and
+look up three sessions, while the server is killed, or stands still, or clients do; with `--power` every blow
+is a power cut, metadata and each SSD directory on disks of their own. Each call is logged outside the victim,
+with its times, and the history of each name is checked (`history_check`). Worst case: a history too tangled
+to decide, which is a finding.
 """
 
 import argparse
@@ -58,8 +59,13 @@ POLL_S = 0.005
 BLOWS = {"kill": 5, "stop the server": 2, "stop a client": 2, "kill a client": 2, "end": 1, "nothing": 1}
 POWER_BLOWS = {"kill": 6, "stop the server": 1, "nothing": 1}
 REFUSED = {
-    "WriteInProgress", "TooManyRequests", "ReservationNotFound", "LeaseNotFound", "Draining", "SessionTooFragmented",
-}  # fmt: skip
+    "WriteInProgress",
+    "TooManyRequests",
+    "ReservationNotFound",
+    "LeaseNotFound",
+    "Draining",
+    "SessionTooFragmented",
+}
 """Answers that say of a session nothing that could be compared, and have changed nothing."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.faults.history_client"])
@@ -161,9 +167,10 @@ class Play:
         log = self._directory / f"client-{self._writer_count}.jsonl"
         log.touch()
         process = _CONTEXT.Process(
-            target=work, daemon=True,
+            target=work,
+            daemon=True,
             args=(theirs, server.target, access, str(log), self._writer_count, self._random.getrandbits(32)),
-        )  # fmt: skip
+        )
         process.start()
         theirs.close()
         return Hand(process, ours, log)
@@ -313,9 +320,10 @@ class History:
         for made_tag, source in self._forks:
             count = source.count
             source.known = tuple(
-                (unknown - made_tag, tag, length) for unknown, tag, length in bound
+                (unknown - made_tag, tag, length)
+                for unknown, tag, length in bound
                 if made_tag <= unknown < made_tag + count
-            )  # fmt: skip
+            )
 
     def _fits(self, lent: Sequence[tuple[int, Runs]]) -> bool:
         """Whether forks have an order when they begin with just what an order of their source says.
@@ -345,9 +353,14 @@ class History:
                 self._attribute_run(call["name"], first, count, lineage, position, made)
 
     def _attribute_run(
-        self, name: str, first: int, count: int, lineage: int, position: int,
+        self,
+        name: str,
+        first: int,
+        count: int,
+        lineage: int,
+        position: int,
         made: Sequence[tuple[int, int, int, str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         while count > 0:
             found = next((m for m in made if m[0] <= first < m[0] + m[1]), None)
             if found is None:

@@ -89,9 +89,10 @@ class State(NamedTuple):
     """A session name between two operations.
 
     `uid` is empty until somebody is told, `generation` -1 (then it is `least` or more). `cuts`: token counts
-    that a crash may cut it to. `stale`: what a crash may leave besides, of changes that nobody was told of. `due`:
-    not before, and not after which moment it expires; `is_over`: somebody was told that it has. A fork begins with
-    tokens of negative tags, until they are read: `bound` says what was read, and `lent` what its own forks began with.
+    that a crash may cut it to. `stale`: what a crash may leave besides, of changes that nobody was told of.
+    `due`: not before, and not after which moment it expires; `is_over`: somebody was told that it has. A fork
+    begins with tokens of negative tags, until they are read: `bound` says what was read, and `lent` what its
+    own forks began with.
     """
 
     is_there: bool = False
@@ -124,7 +125,8 @@ class State(NamedTuple):
 class Op:
     """One operation on one session name. `is_known` off: its end is not, `returned_ns` NEVER_NS.
 
-    `kind`: see `Model`. `generation` of an append: the one that it asked for. `after`: an operation that comes before it in any order. `text` says it to people.
+    `kind`: see `Model`. `generation` of an append: the one that it asked for. `after`: an operation that
+    comes before it in any order. `text` says it to people.
     """
 
     kind: str
@@ -213,9 +215,16 @@ class Model:
         due = (op.called_ns + op.ttl_ns, NEVER_NS) if op.ttl_ns else op.due
         stale = frozenset() if op.is_known else state.images()
         yield State(
-            is_there=True, uid=op.uid, runs=op.runs, cuts=(count_of(op.runs),), ttl_ns=op.ttl_ns, due=due, stale=stale,
-            bound=state.bound, lent=state.lent,
-        )  # fmt: skip
+            is_there=True,
+            uid=op.uid,
+            runs=op.runs,
+            cuts=(count_of(op.runs),),
+            ttl_ns=op.ttl_ns,
+            due=due,
+            stale=stale,
+            bound=state.bound,
+            lent=state.lent,
+        )
 
     def append(self, state: State, op: Op) -> Iterator[State]:
         """Rows behind the first `begin`."""
@@ -258,7 +267,10 @@ class Model:
             yield state._replace(cuts=(count_of(state.runs),))
 
     def source(self, state: State, op: Op) -> Iterator[State]:
-        """A fork of it was made, of `count` tokens; `known`: `(index, tags, count)` of those that were read there."""
+        """A fork of it was made, of `count` tokens; `known`.
+
+        `(index, tags, count)` of those that were read there.
+        """
         total = count_of(state.runs)
         if not self._is_live(state, op) or total < op.count:
             return
@@ -282,9 +294,16 @@ class Model:
                 # Accesses are written down now and then.
                 due = (0 if image.ttl_ns else image.due[0], image.due[1])
                 yield State(
-                    is_there=True, uid=image.uid, runs=image.runs, cuts=(count_of(image.runs),),
-                    least=known + (not is_same), ttl_ns=image.ttl_ns, due=due, bound=state.bound, lent=state.lent,
-                )  # fmt: skip
+                    is_there=True,
+                    uid=image.uid,
+                    runs=image.runs,
+                    cuts=(count_of(image.runs),),
+                    least=known + (not is_same),
+                    ttl_ns=image.ttl_ns,
+                    due=due,
+                    bound=state.bound,
+                    lent=state.lent,
+                )
 
     def ended(self, state: State, _: Op) -> Iterator[State]:
         """The server has ended in order: all is kept."""

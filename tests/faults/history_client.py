@@ -1,8 +1,9 @@
 """A client of the history harness: a process that works on sessions others work on too, and logs every call.
 
-Each operation is a line of JSON before it is asked for and one when it was answered, with CLOCK_MONOTONIC, which
-all processes share, in a file that is written before the next thing happens. Rows say of which session, position
-and writer they are, in every word. Knows no checker. Worst case: it is killed, and its last line has no answer.
+Each operation is a line of JSON before it is asked for and one when it was answered, with CLOCK_MONOTONIC,
+which all processes share, in a file that is written before the next thing happens. Rows say of which session,
+position and writer they are, in every word. Knows no checker. Worst case: it is killed, and its last line has
+no answer.
 """
 
 import json
@@ -97,9 +98,12 @@ def look_into(rows: SessionRows) -> dict[str, Any]:
     )
     begins = [0, *(int(i) + 1 for i in steps)]
     ends = [*begins[1:], len(tags)]
-    return {"runs": [
-        [int(tags[b]), e - b, int(lineages[b]), int(positions[b])] for b, e in zip(begins, ends, strict=True)
-    ]}  # fmt: skip
+    return {
+        "runs": [
+            [int(tags[b]), e - b, int(lineages[b]), int(positions[b])]
+            for b, e in zip(begins, ends, strict=True)
+        ]
+    }
 
 
 class Log:
@@ -111,7 +115,10 @@ class Log:
 
     @contextmanager
     def op(self, kind: str, name: str, **facts: object) -> Iterator[dict[str, Any]]:
-        """Log a call and its answer, which the body puts into what it is given; errors are answers and are raised."""
+        """Log a call and its answer, which the body puts into what it is given.
+
+        Errors are answers and are raised.
+        """
         self._count += 1
         answer: dict[str, Any] = {}
         self._write({"kind": kind, "name": name, "writer": self._writer, **facts, "ns": time.monotonic_ns()})
@@ -156,10 +163,21 @@ class Worker:
         self._next_tag = (writer << WRITER_BITS) + 1
         self._names: Sequence[str] = ()
         self._acts: dict[Callable[[Client, str], object], int] = {
-            self._append: 8, self._write_in_parts: 3, self._abandon: 1, self._keep_first: 3, self._keep_recent: 2,
-            self._fork: 2, self._fork_and_write_both: 3, self._delete: 2, self._update: 1, self._flush: 2, self._demote: 2, self._read: 7,
-            self._get: 2, self._look_up: 2,
-        }  # fmt: skip
+            self._append: 8,
+            self._write_in_parts: 3,
+            self._abandon: 1,
+            self._keep_first: 3,
+            self._keep_recent: 2,
+            self._fork: 2,
+            self._fork_and_write_both: 3,
+            self._delete: 2,
+            self._update: 1,
+            self._flush: 2,
+            self._demote: 2,
+            self._read: 7,
+            self._get: 2,
+            self._look_up: 2,
+        }
 
     def play(self, names: Sequence[str], operation_count: int) -> None:
         """Do that many things to the sessions of these names, over as many connections as it takes."""
@@ -195,9 +213,11 @@ class Worker:
         try:
             with self._log.op("create", name) as answer:
                 session = client.create_session(
-                    f"models/{MODEL.model_id}", session_id=name.partition("/")[2], layout=SHAPE.streams,
+                    f"models/{MODEL.model_id}",
+                    session_id=name.partition("/")[2],
+                    layout=SHAPE.streams,
                     expire_time=_moment(time.time_ns() + 3600 * 10**9),
-                )  # fmt: skip
+                )
                 answer.update(view_of(session))
         except (*_UNKNOWN, Draining):
             raise
@@ -224,13 +244,25 @@ class Worker:
         is_durable, generation = self._is_heads(), session.generation if self._is_heads() else None
         rows = rows_to_append(name, first, session.token_count, count)
         with self._log.op(
-            "append", name, begin=session.token_count, first=first, count=count, is_durable=is_durable,
+            "append",
+            name,
+            begin=session.token_count,
+            first=first,
+            count=count,
+            is_durable=is_durable,
             matches=generation,
-        ) as answer:  # fmt: skip
-            answer.update(view_of(client.append(
-                session, OWN, rows, durability=Durability.DISK if is_durable else Durability.MEMORY,
-                if_generation_match=generation,
-            )))  # fmt: skip
+        ) as answer:
+            answer.update(
+                view_of(
+                    client.append(
+                        session,
+                        OWN,
+                        rows,
+                        durability=Durability.DISK if is_durable else Durability.MEMORY,
+                        if_generation_match=generation,
+                    )
+                )
+            )
 
     def _write_in_parts(self, client: Client, name: str) -> None:
         session = self._get(client, name)
@@ -245,13 +277,23 @@ class Worker:
                     writer.write(stream, begin, rows)
                 is_durable = self._is_heads()
                 with self._log.op(
-                    "append", name, begin=at, first=first + begin, count=end - begin, is_durable=is_durable,
+                    "append",
+                    name,
+                    begin=at,
+                    first=first + begin,
+                    count=end - begin,
+                    is_durable=is_durable,
                     matches=None,
-                ) as answer:  # fmt: skip
-                    answer.update(view_of(writer.commit(
-                        session.token_count + end, Durability.DISK if is_durable else Durability.MEMORY,
-                        keep_open=end < count,
-                    )))  # fmt: skip
+                ) as answer:
+                    answer.update(
+                        view_of(
+                            writer.commit(
+                                session.token_count + end,
+                                Durability.DISK if is_durable else Durability.MEMORY,
+                                keep_open=end < count,
+                            )
+                        )
+                    )
 
     def _abandon(self, client: Client, name: str) -> None:
         session = self._get(client, name)
@@ -289,9 +331,14 @@ class Worker:
         ).items():
             writer.write(stream, 0, rows)
         with self._log.op(
-            "append", session.name, begin=session.token_count, first=first, count=writer.token_count,
-            is_durable=False, matches=None,
-        ) as answer:  # fmt: skip
+            "append",
+            session.name,
+            begin=session.token_count,
+            first=first,
+            count=writer.token_count,
+            is_durable=False,
+            matches=None,
+        ) as answer:
             answer.update(view_of(writer.commit()))
 
     def _fork(self, client: Client, name: str) -> None:
@@ -302,9 +349,11 @@ class Worker:
     def _fork_to(self, client: Client, source: SessionInfo, new_name: str, count: int) -> SessionInfo:
         with self._log.op("fork", source.name, target=new_name, count=count) as answer:
             fork = client.fork_session(
-                source.name, session_id=new_name.partition("/")[2], token_count=count,
+                source.name,
+                session_id=new_name.partition("/")[2],
+                token_count=count,
                 expire_time=_moment(time.time_ns() + 3600 * 10**9),
-            )  # fmt: skip
+            )
             answer.update(view_of(fork))
         return fork
 

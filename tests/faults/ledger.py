@@ -38,10 +38,21 @@ class Shape:
         """A model that has them."""
         specs = tuple(StreamSpec(stream, self.row_bytes, DType.FLOAT16) for stream in self.streams)
         return ModelSpec(
-            model_id="crash", architecture="Crash", revision="1", weights_digest="", tokenizer_digest="",
-            dtype=DType.FLOAT16, layer_count=self.layer_count, hidden_size=self.row_bytes // 2, kv_head_count=1,
-            head_size=self.row_bytes // 2, rope="", norm="", is_relocatable=True, streams=specs,
-        )  # fmt: skip
+            model_id="crash",
+            architecture="Crash",
+            revision="1",
+            weights_digest="",
+            tokenizer_digest="",
+            dtype=DType.FLOAT16,
+            layer_count=self.layer_count,
+            hidden_size=self.row_bytes // 2,
+            kv_head_count=1,
+            head_size=self.row_bytes // 2,
+            rope="",
+            norm="",
+            is_relocatable=True,
+            streams=specs,
+        )
 
     @property
     def slot_bytes(self) -> int:

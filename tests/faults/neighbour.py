@@ -183,9 +183,15 @@ def run(options: argparse.Namespace, report: Report) -> None:
         hashes.write_text("\n".join(lines))
         hashes.chmod(0o600)
         server = ServerProcess(
-            Path(folder) / "data", "--token-hashes", str(hashes), "--arena-size-bytes", "256MiB",
-            "--ssd-size-bytes", "512MiB", program=program,
-        )  # fmt: skip
+            Path(folder) / "data",
+            "--token-hashes",
+            str(hashes),
+            "--arena-size-bytes",
+            "256MiB",
+            "--ssd-size-bytes",
+            "512MiB",
+            program=program,
+        )
         stack.enter_context(server)
         facts = _prepare(server.target)
         neighbour = Neighbour(server.target)
@@ -217,7 +223,8 @@ def _judge(
     ratio = float(np.median([attacked / idle for _, idle, _, attacked in rounds]))
     ms = [float(np.median(each)) for each in zip(*rounds, strict=True)]
     report.figures[name] = (
-        f"idle p50 {ms[0]:.2f} p99 {ms[1]:.2f} ms, attack p50 {ms[2]:.2f} p99 {ms[3]:.2f} ms, ratio {ratio:.2f}"
+        f"idle p50 {ms[0]:.2f} p99 {ms[1]:.2f} ms, attack p50 {ms[2]:.2f} p99 {ms[3]:.2f} ms, ratio"
+        f" {ratio:.2f}"
     )
     if ratio > RATIO and not options.untimed:
         report.find(f"{name}: p99 of a neighbour's call rose {ratio:.1f} times, to {ms[3]:.1f} ms")

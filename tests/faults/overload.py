@@ -58,11 +58,21 @@ LEAST_HZ = 4.0
 RECOVERY_S = 2.0
 GOODPUT_RATIO, LATENCY_RATIO, REFUSAL_S, MEMORY_RATIO = 0.9, 2.0, 0.05, 1.05
 SPEC = ModelSpec(
-    model_id="load", architecture="Load", revision="", weights_digest="", tokenizer_digest="",
-    dtype=DType.FLOAT16, layer_count=LAYERS, hidden_size=64, kv_head_count=1, head_size=64, rope="", norm="",
+    model_id="load",
+    architecture="Load",
+    revision="",
+    weights_digest="",
+    tokenizer_digest="",
+    dtype=DType.FLOAT16,
+    layer_count=LAYERS,
+    hidden_size=64,
+    kv_head_count=1,
+    head_size=64,
+    rope="",
+    norm="",
     is_relocatable=True,
     streams=tuple(StreamSpec(Stream(i, StateKind.KV), ROW_BYTES, DType.FLOAT16) for i in range(LAYERS)),
-)  # fmt: skip
+)
 OWN = CallerModel(SPEC)
 STORED = (TOKENS_SPEC, *SPEC.streams)
 
@@ -181,9 +191,14 @@ class Rig:
 
     def _run(self, load: Plan, probe_seconds: float, local_rate_hz: float) -> Phase:
         probe = replace(
-            self._plan, seconds=probe_seconds, stream_rate_hz=PROBE_RATE_HZ, small_rate_hz=PROBE_RATE_HZ,
-            reads=[_read("context-0", PROBE_TOKENS)], writes=[], channel_count=1,
-        )  # fmt: skip
+            self._plan,
+            seconds=probe_seconds,
+            stream_rate_hz=PROBE_RATE_HZ,
+            small_rate_hz=PROBE_RATE_HZ,
+            reads=[_read("context-0", PROBE_TOKENS)],
+            writes=[],
+            channel_count=1,
+        )
         local = LocalClient(self.server.unix_target, local_rate_hz, load.seconds, self._report)
         processes = [self._start(load), self._start(probe)]
         local.start()
@@ -221,9 +236,10 @@ def _fill(client: Client, name: str, owner: int) -> None:
 
 def _read(name: str, token_count: int = CONTEXT_TOKENS) -> str:
     request = session_pb2.ReadSessionRequest(
-        name=f"sessions/{name}", model_fingerprint=SPEC.fingerprint(),
+        name=f"sessions/{name}",
+        model_fingerprint=SPEC.fingerprint(),
         range=session_pb2.TokenRange(begin=0, end=token_count),
-    )  # fmt: skip
+    )
     return request.SerializeToString().hex()
 
 
@@ -255,10 +271,16 @@ def run(options: argparse.Namespace, report: Report) -> None:
     program = command([options.control]) if options.control else COMMAND_LINE
     with tempfile.TemporaryDirectory(prefix="ctxcache-overload-") as folder:
         server = ServerProcess(
-            Path(folder) / "data", "--arena-size-bytes", str(ARENA_BYTES), "--ssd-size-bytes", str(SSD_BYTES),
-            "--max-concurrent-streams", str(STREAMS_ADMITTED), program=program,
+            Path(folder) / "data",
+            "--arena-size-bytes",
+            str(ARENA_BYTES),
+            "--ssd-size-bytes",
+            str(SSD_BYTES),
+            "--max-concurrent-streams",
+            str(STREAMS_ADMITTED),
+            program=program,
             wrapper=("taskset", "-c", str(cores[0])),
-        )  # fmt: skip
+        )
         with server, _pinned(cores[-1]):
             _run(options, report, Rig(server, cores[-1], report))
 

@@ -9,11 +9,19 @@ from tests.faults.interposed import FOR_EVER
 
 PHASES = ("first start", "restart", "life", "stop")
 ERRORS = {
-    "open": ("EIO", "EMFILE", "ENOSPC"), "write": ("EIO", "ENOSPC", "short"), "fsync": ("EIO", "ENOSPC"),
-    "fdatasync": ("EIO", "ENOSPC"), "rename": ("EIO", "ENOSPC"), "fallocate": ("ENOSPC", "EIO"),
-    "ftruncate": ("EIO",), "mkdir": ("ENOSPC", "EIO"), "link": ("EIO",), "unlink": ("EIO",),
-    "mmap": ("ENOMEM",), "read": ("EIO", "short"),
-}  # fmt: skip
+    "open": ("EIO", "EMFILE", "ENOSPC"),
+    "write": ("EIO", "ENOSPC", "short"),
+    "fsync": ("EIO", "ENOSPC"),
+    "fdatasync": ("EIO", "ENOSPC"),
+    "rename": ("EIO", "ENOSPC"),
+    "fallocate": ("ENOSPC", "EIO"),
+    "ftruncate": ("EIO",),
+    "mkdir": ("ENOSPC", "EIO"),
+    "link": ("EIO",),
+    "unlink": ("EIO",),
+    "mmap": ("ENOMEM",),
+    "read": ("EIO", "short"),
+}
 PLACES = ("directory", "metadata", "ssd", "copies", "arena")
 
 

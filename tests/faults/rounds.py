@@ -71,7 +71,7 @@ class Rounds:
 
     def __init__(
         self, ground: Ground, report: Report, blows: Blows, rng: random.Random, *, plants: Sequence[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.fresh_times, self.forked_times = Times(), Times()
         self._nursery = Nursery(planted.MODULES)
         self._ground, self._report, self._blows, self._random = ground, report, blows, rng
@@ -252,7 +252,10 @@ class Rounds:
 
 
 def _work_until(ledger: Ledger, server: ServerProcess, workers: Sequence[Worker], operations: int) -> bool:
-    """Wait until that many operations more were begun, nobody begins any, or the server has ended: then True."""
+    """Wait until that many operations more were begun, nobody begins any, or the server has ended.
+
+    Then True.
+    """
     goal, deadline_s = ledger.operation_count + operations, time.monotonic() + WORK_TIMEOUT_S
     while ledger.operation_count < goal and time.monotonic() < deadline_s:
         if not any(worker.is_alive() for worker in workers):

@@ -13,7 +13,10 @@ _WORD_BYTES = 8
 
 
 def rows_of(owner: int, stream: Stream, begin: int, end: int, row_bytes: int) -> Rows:
-    """Rows `[begin, end)` of one stream, [n, row_bytes]. `owner`: any number below 2**31 that names the writer."""
+    """Rows `[begin, end)` of one stream, [n, row_bytes].
+
+    `owner`: any number below 2**31 that names the writer.
+    """
     return rows_at(owner, stream, np.arange(begin, end), row_bytes)
 
 

@@ -22,7 +22,10 @@ from tests.server_process import ServerDidNotStart, ServerProcess
 
 DISK_BYTES = 96 << 20
 CROWDED_BYTES = 8 << 20
-"""Left free where records may not grow: less than the server keeps for itself, more than it needs to go on."""
+"""Left free where records may not grow.
+
+Less than the server keeps for itself, more than it needs to go on.
+"""
 FULL_BYTES = 2 << 20
 """Too little for the SSD files."""
 START_LIMITS_BYTES = (1 << 30, 3 << 30)
@@ -33,7 +36,10 @@ STARVED_DEADLINE_S = 4.0
 
 @contextmanager
 def small_disk(directory: Path, image: Path) -> Iterator[str]:
-    """A filesystem of 96 MiB at a directory: its type, ext4 or tmpfs. Raises Unsupported where we may not mount."""
+    """A filesystem of 96 MiB at a directory: its type, ext4 or tmpfs.
+
+    Raises Unsupported where we may not mount.
+    """
     directory.mkdir(parents=True)
     with image.open("wb") as file:
         file.truncate(DISK_BYTES)
@@ -50,7 +56,10 @@ def small_disk(directory: Path, image: Path) -> Iterator[str]:
 
 
 def full_disk(make: Callable[[], ServerProcess], ballast: Path, problems: list[str]) -> None:
-    """All of a server on one full disk: what grows is refused by name, the rest goes on, room helps at once."""
+    """All of a server on one full disk.
+
+    What grows is refused by name, the rest goes on, room helps at once.
+    """
     life = Lifecycle(problems.append)
     _fill(ballast, FULL_BYTES)
     _check_no_start(make(), problems)
@@ -76,7 +85,10 @@ def full_disk(make: Callable[[], ServerProcess], ballast: Path, problems: list[s
 def refused_memory(
     make: Callable[[], ServerProcess], bounded: Callable[[int], ServerProcess], problems: list[str]
 ) -> None:
-    """Without address space a start ends with a sentence; in service what was acknowledged outlives the end."""
+    """Without address space a start ends with a sentence.
+
+    In service what was acknowledged outlives the end.
+    """
     for limit_bytes in START_LIMITS_BYTES:
         _check_no_start(bounded(limit_bytes), problems)
     life = Lifecycle(problems.append)

@@ -49,10 +49,21 @@ ALLOWED = (CapacityExceeded, TooManyRequests)
 def model(number: int) -> ModelSpec:
     """One of a few models."""
     return ModelSpec(
-        model_id=f"soak-{number}", architecture="Soak", revision=str(number), weights_digest="",
-        tokenizer_digest="", dtype=DType.FLOAT16, layer_count=3, hidden_size=64, kv_head_count=1,
-        head_size=64, rope="", norm="", is_relocatable=True, streams=STORED[1:],
-    )  # fmt: skip
+        model_id=f"soak-{number}",
+        architecture="Soak",
+        revision=str(number),
+        weights_digest="",
+        tokenizer_digest="",
+        dtype=DType.FLOAT16,
+        layer_count=3,
+        hidden_size=64,
+        kv_head_count=1,
+        head_size=64,
+        rope="",
+        norm="",
+        is_relocatable=True,
+        streams=STORED[1:],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,23 @@ class Churn:
         self._is_gone = False
         self._foresight: Foresight
         self._steps: list[Callable[[Client, str], object]] = [
-            self._append, self._append, self._append, self._read, self._read, self._read, self._half_read,
-            self._give_up_writing, self._truncate, self._fork, self._delete, self._touch, self._flush, self._look,
-            self._foretell, self._foretell,
-        ]  # fmt: skip
+            self._append,
+            self._append,
+            self._append,
+            self._read,
+            self._read,
+            self._read,
+            self._half_read,
+            self._give_up_writing,
+            self._truncate,
+            self._fork,
+            self._delete,
+            self._touch,
+            self._flush,
+            self._look,
+            self._foretell,
+            self._foretell,
+        ]
 
     def run(self, operation_count: int) -> int:
         """Do so many operations; returns how many were refused."""
@@ -119,9 +143,11 @@ class Churn:
     def _create_of_a_model(self, client: Client, name: str, number: int) -> None:
         client.register_model(model(number))
         client.create_session(
-            f"models/soak-{number}", session_id=name.removeprefix("sessions/"),
-            layout=[s.stream for s in STORED[1:]], ttl=seconds(self._draw.choice((5, 3600))),
-        )  # fmt: skip
+            f"models/soak-{number}",
+            session_id=name.removeprefix("sessions/"),
+            layout=[s.stream for s in STORED[1:]],
+            ttl=seconds(self._draw.choice((5, 3600))),
+        )
 
     def _append(self, client: Client, name: str) -> None:
         session = client.get_session(name)
@@ -205,9 +231,13 @@ def run(options: argparse.Namespace, report: Report) -> None:
     plants = [f"grace_s:{options.grace_s}", *([options.control] if options.control else [])]
     with tempfile.TemporaryDirectory(prefix="ctxcache-soak-") as folder:
         server = ServerProcess(
-            Path(folder) / "data", "--arena-size-bytes", str(32 << 20), "--ssd-size-bytes", str(64 << 20),
+            Path(folder) / "data",
+            "--arena-size-bytes",
+            str(32 << 20),
+            "--ssd-size-bytes",
+            str(64 << 20),
             program=command(plants),
-        )  # fmt: skip
+        )
         with server:
             samples = [_round(options, report, server, number) for number in range(options.rounds)]
             _judge(report, samples, options)

@@ -72,36 +72,83 @@ HISTORIES: dict[str, tuple[bool, list[Fact]]] = {
     "seen and unseen": (False, [CREATED, APPENDED, ("read", 4, 5, FIVE), ("read", 6, 7, {})]),
     "a durable loss": (False, [CREATED, APPENDED, CRASHED, ("read", 6, 7, {})]),
     "a loss of memory": (True, [CREATED, ("append", 2, 3, FIVE), CRASHED, ("read", 6, 7, {})]),
-    "half of a commit": (False, [CREATED, ("append", 2, 3, FIVE), CRASHED, ("read", 6, 7, {"runs": ((1, 3),)})]),
-    "no answer, then there": (True, [CREATED, ("append", 2, 0, FIVE), ("read", 4, 5, {}), ("read", 6, 7, FIVE)]),
-    "no answer, there and gone": (False, [CREATED, ("append", 2, 0, FIVE), ("read", 4, 5, FIVE), ("read", 6, 7, {})]),
-    "a truncation taken back": (False, [
-        CREATED, APPENDED, ("keep_first", 4, 5, {"count": 2}), ("crash", 6, 7, {}), ("read", 8, 9, FIVE),
-    ]),
-    "an unanswered one taken back": (True, [
-        CREATED, APPENDED, ("keep_first", 4, 0, {"count": 2}), ("read", 5, 6, {"runs": ((1, 2),)}),
-        ("crash", 7, 8, {}), ("read", 9, 10, FIVE),
-    ]),
+    "half of a commit": (
+        False,
+        [CREATED, ("append", 2, 3, FIVE), CRASHED, ("read", 6, 7, {"runs": ((1, 3),)})],
+    ),
+    "no answer, then there": (
+        True,
+        [CREATED, ("append", 2, 0, FIVE), ("read", 4, 5, {}), ("read", 6, 7, FIVE)],
+    ),
+    "no answer, there and gone": (
+        False,
+        [CREATED, ("append", 2, 0, FIVE), ("read", 4, 5, FIVE), ("read", 6, 7, {})],
+    ),
+    "a truncation taken back": (
+        False,
+        [
+            CREATED,
+            APPENDED,
+            ("keep_first", 4, 5, {"count": 2}),
+            ("crash", 6, 7, {}),
+            ("read", 8, 9, FIVE),
+        ],
+    ),
+    "an unanswered one taken back": (
+        True,
+        [
+            CREATED,
+            APPENDED,
+            ("keep_first", 4, 0, {"count": 2}),
+            ("read", 5, 6, {"runs": ((1, 2),)}),
+            ("crash", 7, 8, {}),
+            ("read", 9, 10, FIVE),
+        ],
+    ),
     "deleted and back": (False, [CREATED, ("delete", 2, 3, {}), ("crash", 4, 5, {}), ("present", 6, 7, {})]),
-    "a generation again": (False, [
-        CREATED, APPENDED, ("append", 4, 5, {"runs": ((9, 1),), "begin": 5}), ("seen", 6, 7, {"generation": 7}),
-        ("crash", 8, 9, {}), ("seen", 10, 11, {"count": 5, "generation": 7}),
-    ]),
-    "gone too early": (False, [
-        ("create", 0, 1, {"due": (10**9, 10**9)}), ("absent", 2, 3, {}),
-    ]),
-    "appended to behind its end": (False, [
-        ("create", 0, 1, {"ttl_ns": 10**9}), ("absent", 2 * 10**9, 3 * 10**9, {}),
-        ("append", 4 * 10**9, 5 * 10**9, FIVE),
-    ]),
-    "appended to in time": (True, [
-        ("create", 0, 1, {"ttl_ns": 10**9}), ("append", 10**9 // 2, 10**9, FIVE),
-        ("read", 2 * 10**9 - 1, 2 * 10**9, FIVE), ("absent", 4 * 10**9, 5 * 10**9, {}),
-    ]),
-    "there too late": (False, [
-        ("create", 0, 1, {"due": (10**9, 10**9)}), ("present", 2 * 10**9, 3 * 10**9, {}),
-    ]),
-}  # fmt: skip
+    "a generation again": (
+        False,
+        [
+            CREATED,
+            APPENDED,
+            ("append", 4, 5, {"runs": ((9, 1),), "begin": 5}),
+            ("seen", 6, 7, {"generation": 7}),
+            ("crash", 8, 9, {}),
+            ("seen", 10, 11, {"count": 5, "generation": 7}),
+        ],
+    ),
+    "gone too early": (
+        False,
+        [
+            ("create", 0, 1, {"due": (10**9, 10**9)}),
+            ("absent", 2, 3, {}),
+        ],
+    ),
+    "appended to behind its end": (
+        False,
+        [
+            ("create", 0, 1, {"ttl_ns": 10**9}),
+            ("absent", 2 * 10**9, 3 * 10**9, {}),
+            ("append", 4 * 10**9, 5 * 10**9, FIVE),
+        ],
+    ),
+    "appended to in time": (
+        True,
+        [
+            ("create", 0, 1, {"ttl_ns": 10**9}),
+            ("append", 10**9 // 2, 10**9, FIVE),
+            ("read", 2 * 10**9 - 1, 2 * 10**9, FIVE),
+            ("absent", 4 * 10**9, 5 * 10**9, {}),
+        ],
+    ),
+    "there too late": (
+        False,
+        [
+            ("create", 0, 1, {"due": (10**9, 10**9)}),
+            ("present", 2 * 10**9, 3 * 10**9, {}),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HISTORIES)

@@ -1,4 +1,7 @@
-"""A data directory that a killed server left: it opens and reads right, for as long as the format is the same."""
+"""A data directory that a killed server left.
+
+It opens and reads right, for as long as the format is the same.
+"""
 
 import json
 import tarfile

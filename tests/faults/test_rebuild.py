@@ -152,7 +152,10 @@ def test_a_header_without_its_rows_is_no_place(stored: Path) -> None:
 
 
 def test_no_rebuild_beside_a_server(stored: Path) -> None:
-    """Its SSD directories are in use, whatever data directory is named: two servers would have one's sessions."""
+    """Its SSD directories are in use, whatever data directory is named.
+
+    Two servers would have one's sessions.
+    """
     with server(stored, *SSD_NAMES):
         for is_dry_run in (True, False):
             with pytest.raises(DataDirectoryUnusable, match="another server holds"):
@@ -168,9 +171,15 @@ def test_no_rebuild_beside_a_server(stored: Path) -> None:
 
 @pytest.mark.parametrize(
     "step",
-    ["file_rename_before:1", "file_rename_after:2", "directory_sync_before:3", "record_write_after:1",
-     "file_rename_before:4", "file_rename_after:4"],
-)  # fmt: skip
+    [
+        "file_rename_before:1",
+        "file_rename_after:2",
+        "directory_sync_before:3",
+        "record_write_after:1",
+        "file_rename_before:4",
+        "file_rename_after:4",
+    ],
+)
 def test_a_rebuild_that_is_killed_is_made_again(stored: Path, step: str) -> None:
     """No start takes half of it, and the next one has everything. Here of all that the data directory had."""
     shutil.rmtree(stored / "data")

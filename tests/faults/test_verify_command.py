@@ -58,11 +58,16 @@ def test_damage_is_found_without_a_server(golden: Path) -> None:
     check_named(bad, path)
     assert first[1]["sessions"] == [
         {
-            "session": "sessions/s2", "tenant": bad["tenant"], "bad_segment_count": 1,
-            "mended_segment_count": 0, "bad_token_count": 64,
-            "position_begin": 64, "position_end": 128, "problem": f"on SSD: {bad['problem']}",
+            "session": "sessions/s2",
+            "tenant": bad["tenant"],
+            "bad_segment_count": 1,
+            "mended_segment_count": 0,
+            "bad_token_count": 64,
+            "position_begin": 64,
+            "position_end": 128,
+            "problem": f"on SSD: {bad['problem']}",
         }
-    ]  # fmt: skip
+    ]
     assert (again[0], again[1]["bad"], again[1]["sessions"]) == (0, [], [])
 
 
@@ -75,8 +80,10 @@ def test_damage_is_found_by_a_server(golden: Path) -> None:
         online = verify("--target", running.target, "--rate-limit", "100MiB")
         stats = subprocess.run(
             [*COMMAND_LINE, "stats", "--output", "json", "--target", running.target],
-            check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         released = verify("--target", running.target, "--release")
         running.terminate()
     again = verify(*offline)
@@ -96,8 +103,11 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path / "empty"):
         ran = subprocess.run(
             [*COMMAND_LINE, "verify", "--data-directory", str(path)],
-            check=False, capture_output=True, text=True, env=os.environ | {"CTXCACHE_SSD_SIZE_BYTES": "1MiB"},
-        )  # fmt: skip
+            check=False,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"CTXCACHE_SSD_SIZE_BYTES": "1MiB"},
+        )
 
         assert (ran.returncode, ran.stdout) == (9, "")
         assert "there is no data directory to verify" in ran.stderr

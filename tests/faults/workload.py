@@ -50,8 +50,15 @@ class Worker(threading.Thread):
     """One client. `sessions` are those it owns."""
 
     def __init__(
-        self, target: str, access: Access, ledger: Ledger, sessions: list[Expected], terms: Terms, *, seed: int
-    ) -> None:  # fmt: skip
+        self,
+        target: str,
+        access: Access,
+        ledger: Ledger,
+        sessions: list[Expected],
+        terms: Terms,
+        *,
+        seed: int,
+    ) -> None:
         super().__init__(daemon=True)
         self.sessions = sessions
         self._target, self._access, self._ledger = target, access, ledger
@@ -63,10 +70,21 @@ class Worker(threading.Thread):
         self._deleted: list[Expected] = []
         self._stopping = threading.Event()
         self._acts: dict[Callable[[Client, Expected], None], int] = {
-            self._append: 6, self._append_durably: 6, self._write_in_parts: 3, self._abandon: 2, self._keep_first: 2,
-            self._keep_recent: 2, self._drop: 1, self._fork: 2, self._remove: 1, self._flush: 2, self._demote: 2,
-            self._read: 3, self._expire: 1, self._foretell: 4,
-        }  # fmt: skip
+            self._append: 6,
+            self._append_durably: 6,
+            self._write_in_parts: 3,
+            self._abandon: 2,
+            self._keep_first: 2,
+            self._keep_recent: 2,
+            self._drop: 1,
+            self._fork: 2,
+            self._remove: 1,
+            self._flush: 2,
+            self._demote: 2,
+            self._read: 3,
+            self._expire: 1,
+            self._foretell: 4,
+        }
 
     def stop(self) -> None:
         """Do nothing more once the answer that is waited for is there."""
@@ -109,7 +127,8 @@ class Worker(threading.Thread):
         except (CapacityExceeded, ReservationNotFound) as error:
             self._resolve(client, session, error)
         except LeaseNotFound as error:
-            # Of a server that has died meanwhile, which the next call is told; otherwise nothing ends a lease so soon.
+            # Of a server that has died meanwhile, which the next call is told; otherwise nothing ends a lease
+            # so soon.
             client.get_session(session.name)
             self._ledger.find(f"{act.__name__} of {session.name}: {error}")
             session.is_done = True
@@ -165,9 +184,12 @@ class Worker(threading.Thread):
         self._ledger.sessions[name] = session
         self.sessions.append(session)
         view = client.create_session(
-            "models/crash", session_id=name.partition("/")[2], layout=self._ledger.shape.streams,
-            ttl=seconds(3600), is_pinned=session.is_pinned,
-        )  # fmt: skip
+            "models/crash",
+            session_id=name.partition("/")[2],
+            layout=self._ledger.shape.streams,
+            ttl=seconds(3600),
+            is_pinned=session.is_pinned,
+        )
         session.may_be_absent = False
         self._look(session, view)
 
@@ -201,9 +223,10 @@ class Worker(threading.Thread):
                 is_durable = self._random.random() < 0.5
                 session.begin(Change((*session.live, *tags[begin:end]), cut=tags[end - 1] + 1))
                 view = writer.commit(
-                    writer.write_offset + end, Durability.DISK if is_durable else Durability.MEMORY,
+                    writer.write_offset + end,
+                    Durability.DISK if is_durable else Durability.MEMORY,
                     keep_open=end < len(tags),
-                )  # fmt: skip
+                )
                 self._acknowledged(session, view)
                 if is_durable:
                     session.flushed()

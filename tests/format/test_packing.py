@@ -30,9 +30,12 @@ def test_parts_follow_each_other_where_readers_may_load_them(kind: StateKind, el
     packing = PACKINGS[kind]
     at = packing.layout(element_count)
     parts = [
-        (0, 1, element_count * packing.bits // 8), (at.outliers, 4, 4 * at.outlier_count),
-        (at.scales, 2, 2 * at.group_count), (at.zeros, 2, 2 * at.group_count), (at.places, 2, 2 * at.outlier_count),
-    ]  # fmt: skip
+        (0, 1, element_count * packing.bits // 8),
+        (at.outliers, 4, 4 * at.outlier_count),
+        (at.scales, 2, 2 * at.group_count),
+        (at.zeros, 2, 2 * at.group_count),
+        (at.places, 2, 2 * at.outlier_count),
+    ]
 
     ends = [begin + size for begin, _, size in parts]
     assert all(end <= begin for end, (begin, _, _) in zip(ends, parts[1:], strict=False))
@@ -51,6 +54,12 @@ def test_sizes_that_are_not_packed_are_refused(element_count: int) -> None:
 def test_every_kind_says_what_it_is_unpacked() -> None:
     """A packed kind names another one, every other kind itself."""
     assert {kind.name: unpacked(kind).name for kind in StateKind} == {
-        "TOKENS": "TOKENS", "HIDDEN": "HIDDEN", "KV": "KV", "LATENT": "LATENT",
-        "HIDDEN_INT8": "HIDDEN", "KV_INT8": "KV", "HIDDEN_INT4": "HIDDEN", "KV_INT4": "KV",
-    }  # fmt: skip
+        "TOKENS": "TOKENS",
+        "HIDDEN": "HIDDEN",
+        "KV": "KV",
+        "LATENT": "LATENT",
+        "HIDDEN_INT8": "HIDDEN",
+        "KV_INT8": "KV",
+        "HIDDEN_INT4": "HIDDEN",
+        "KV_INT4": "KV",
+    }

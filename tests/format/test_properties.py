@@ -54,9 +54,24 @@ HEADER = SegmentHeader(
     (1, 2),
 )
 MODEL = ModelSpec(
-    "id", "arch", "rev", "weights", "tokenizer", DType.BFLOAT16, 2, 64, 4, 16, "rope", "norm", is_relocatable=True,
-    streams=(StreamSpec(STREAM, 96, DType.BFLOAT16), StreamSpec(Stream(0, StateKind.HIDDEN), 128, DType.BFLOAT16)),
-)  # fmt: skip
+    "id",
+    "arch",
+    "rev",
+    "weights",
+    "tokenizer",
+    DType.BFLOAT16,
+    2,
+    64,
+    4,
+    16,
+    "rope",
+    "norm",
+    is_relocatable=True,
+    streams=(
+        StreamSpec(STREAM, 96, DType.BFLOAT16),
+        StreamSpec(Stream(0, StateKind.HIDDEN), 128, DType.BFLOAT16),
+    ),
+)
 
 
 def reseal(encoded: bytes) -> bytes:

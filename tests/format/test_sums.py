@@ -65,7 +65,10 @@ def test_sums_settle_to_those_of_the_whole_and_find_every_flip(
     st.integers(0, ROWS - 1),
 )
 def test_a_tally_is_cut_anew_by_any_range(ends: list[int], wanted: list[int], row: int) -> None:
-    """What it says of a range is the sum of its rows; where a row that it has to read has changed, it says nothing."""
+    """What it says of a range is the sum of its rows.
+
+    Where a row that it has to read has changed, it says nothing.
+    """
     data = bytearray(range(ROWS * ROW_BYTES))
     tally, begin = Tally(), 0
     for end in ends:

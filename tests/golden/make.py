@@ -19,9 +19,9 @@ from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, Strea
 
 GOLDEN = Path(__file__).parent / "segments.json"
 NOTE = (
-    "The chunk format of ctxcache, version 2. Streams are [layer, kind, row bytes, dtype]. Bytes and hashes are hex, "
-    "hashes most significant digit first. Byte i of stream number n is (31*i + 7*n + 1) mod 256, for token_count rows. "
-    "Elements of packed rows are those of float32 in hex, little endian."
+    "The chunk format of ctxcache, version 2. Streams are [layer, kind, row bytes, dtype]. Bytes and hashes"
+    " are hex, hashes most significant digit first. Byte i of stream number n is (31*i + 7*n + 1) mod 256,"
+    " for token_count rows. Elements of packed rows are those of float32 in hex, little endian."
 )
 
 
@@ -79,14 +79,24 @@ def packed_model() -> ModelSpec:
     """Describe a model that saves every packed kind of its one layer, and hidden states as they are."""
     row_bytes = {kind: packing.row_bytes(96) for kind, packing in PACKINGS.items()}
     return ModelSpec(
-        model_id="", architecture="Packed", revision="", weights_digest="w", tokenizer_digest="t",
-        dtype=DType.BFLOAT16, layer_count=1, hidden_size=96, kv_head_count=3, head_size=16,
-        rope="theta=10000", norm="rms,eps=1e-05", is_relocatable=True,
+        model_id="",
+        architecture="Packed",
+        revision="",
+        weights_digest="w",
+        tokenizer_digest="t",
+        dtype=DType.BFLOAT16,
+        layer_count=1,
+        hidden_size=96,
+        kv_head_count=3,
+        head_size=16,
+        rope="theta=10000",
+        norm="rms,eps=1e-05",
+        is_relocatable=True,
         streams=(
             StreamSpec(Stream(0, StateKind.HIDDEN), 192, DType.BFLOAT16),
             *(StreamSpec(Stream(0, kind), size, DType.PACKED) for kind, size in row_bytes.items()),
         ),
-    )  # fmt: skip
+    )
 
 
 def packed_row_case(kind: StateKind, element_count: int) -> dict[str, object]:

@@ -2,10 +2,10 @@
 
     python tests/golden/make_directory.py
 
-Made once for each format; kept to prove that directories open for good while the format is the same. Two SSD files; some records are in tables, some
-in the log alone; sessions that were truncated, forked, and grown after a fork. Rows are those of
-`tests.faults.rows`, with the number in the session's name as owner; token ids too. The SSD files are
-sparse where nothing was ever written.
+Made once for each format; kept to prove that directories open for good while the format is the same. Two SSD
+files; some records are in tables, some in the log alone; sessions that were truncated, forked, and grown
+after a fork. Rows are those of `tests.faults.rows`, with the number in the session's name as owner; token ids
+too. The SSD files are sparse where nothing was ever written.
 """
 
 import io
@@ -29,14 +29,25 @@ SSD_NAMES = ("ssd-a", "ssd-b")
 # Nothing in it may ever expire.
 EXPIRE_TIME = datetime(2200, 1, 1, tzinfo=UTC)
 MODEL = ModelSpec(
-    model_id="golden", architecture="GoldenForCausalLM", revision="1", weights_digest="w",
-    tokenizer_digest="t", dtype=DType.FLOAT16, layer_count=2, hidden_size=24, kv_head_count=1, head_size=12,
-    rope="theta=10000", norm="rms", is_relocatable=True, settings="{}",
+    model_id="golden",
+    architecture="GoldenForCausalLM",
+    revision="1",
+    weights_digest="w",
+    tokenizer_digest="t",
+    dtype=DType.FLOAT16,
+    layer_count=2,
+    hidden_size=24,
+    kv_head_count=1,
+    head_size=12,
+    rope="theta=10000",
+    norm="rms",
+    is_relocatable=True,
+    settings="{}",
     streams=(
         StreamSpec(Stream(0, StateKind.HIDDEN), 48, DType.FLOAT16),
         StreamSpec(Stream(1, StateKind.KV), 48, DType.FLOAT16),
     ),
-)  # fmt: skip
+)
 STREAMS = (TOKENS_SPEC, *MODEL.streams)
 SESSIONS = {
     "s1": [(0, 200)],

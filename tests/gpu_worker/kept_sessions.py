@@ -64,7 +64,10 @@ class Kept:
         return cache
 
     def errors(self, cache: Cache) -> list[float]:
-        """By layer, by how much a cache's first tokens differ from these: largest difference over largest magnitude."""
+        """By layer, by how much a cache's first tokens differ from these.
+
+        Largest difference over largest magnitude.
+        """
         count = len(self.token_ids)
         return [
             max(

@@ -59,7 +59,10 @@ def test_hcache_table_3_for_opt_30b_asks_for_slower_ssds(ssd_gb_per_s: float) ->
 
 
 def test_hcache_figure_11_for_opt_30b_is_what_its_ssds_give() -> None:
-    """At the SSDs' 6.9 GB/s each, the formula says 46 + 2: 96/46 = 2.09 times faster than K/V, as printed there."""
+    """At the SSDs' 6.9 GB/s each, the formula says 46 + 2.
+
+    96/46 = 2.09 times faster than K/V, as printed there.
+    """
     times = hcache_times("opt-30b", hcache_profile("opt-30b", ssd_bytes_per_s=4 * PM9A3_BYTES_PER_S))
     schedule = hcache_schedule(48, times)
 

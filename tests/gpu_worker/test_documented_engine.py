@@ -1,4 +1,7 @@
-"""The blocks of Python in the documents that run an engine: pasted as they stand, they hold a conversation."""
+"""The blocks of Python in the documents that run an engine.
+
+Pasted as they stand, they hold a conversation.
+"""
 
 import ast
 import importlib

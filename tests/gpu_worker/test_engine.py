@@ -105,10 +105,15 @@ def _corrupt(server: ServerProcess, client: Client, session_id: str, token: int)
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("llama", "tokens"), ("llama", "kv"), ("llama", "hidden"),
-        ("gemma3", "kv"), ("deepseek", "latent"), ("opt", "kv"), ("opt", "hidden"),
+        ("llama", "tokens"),
+        ("llama", "kv"),
+        ("llama", "hidden"),
+        ("gemma3", "kv"),
+        ("deepseek", "latent"),
+        ("opt", "kv"),
+        ("opt", "hidden"),
     ],
-)  # fmt: skip
+)
 def test_dropped_after_every_turn_says_the_same(
     server: ServerProcess, session_id: str, name: str, method: str, access: Access
 ) -> None:
@@ -139,14 +144,19 @@ def test_no_reply_asked_for_is_a_prefill(client: Client, session_id: str) -> Non
 def test_tokens_come_while_the_store_stands_still(
     server: ServerProcess, client: Client, session_id: str
 ) -> None:
-    """Nothing that the caller waits for waits for the store: a turn ends on a stopped one, and is saved all the same."""
+    """Nothing that the caller waits for waits for the store.
+
+    A turn ends on a stopped one, and is saved all the same.
+    """
     plan = RestorePlan.uniform(Method.KV, 3)
     with TransformersEngine(_model("llama"), client, _spec("llama"), plan) as engine:
         try:
             turn = engine.turn(
-                session_id, TURNS[0], max_new_tokens=REPLY_TOKENS,
+                session_id,
+                TURNS[0],
+                max_new_tokens=REPLY_TOKENS,
                 on_token=lambda _: os.kill(server.pid, signal.SIGSTOP),
-            )  # fmt: skip
+            )
         finally:
             os.kill(server.pid, signal.SIGCONT)
         failure = engine.wait(session_id)
@@ -191,9 +201,11 @@ def test_a_lost_save_is_named_and_made_up_for(client: Client, session_id: str) -
     plan = RestorePlan.uniform(Method.KV, 3)
     with TransformersEngine(_model("llama"), client, _spec("llama"), plan) as engine:
         engine.turn(
-            session_id, TURNS[0], max_new_tokens=REPLY_TOKENS,
+            session_id,
+            TURNS[0],
+            max_new_tokens=REPLY_TOKENS,
             on_token=_once(lambda: _delete(client, f"sessions/{session_id}")),
-        )  # fmt: skip
+        )
         turn = engine.turn(session_id, TURNS[1], max_new_tokens=REPLY_TOKENS, history=_history("llama", 1))
 
     assert turn.miss_reason == SessionNotFound.reason

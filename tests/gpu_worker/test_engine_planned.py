@@ -1,4 +1,7 @@
-"""The engine with a planner: the same replies as one that never dropped its state, begun before all is restored."""
+"""The engine with a planner.
+
+The same replies as one that never dropped its state, begun before all is restored.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -131,7 +134,10 @@ def test_a_restore_that_fails_is_a_miss_and_the_reply_is_right(
 def test_a_lease_that_ends_under_the_restore_is_a_clean_miss(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    """Given back while pieces are copied: the rows may be anybody's by now, and none of that layer's are used."""
+    """Given back while pieces are copied.
+
+    The rows may be anybody's by now, and none of that layer's are used.
+    """
     left = [piece]
     fill = LeasedSource.fill
 
@@ -214,9 +220,10 @@ def test_sessions_are_saved_and_restored_as_they_were_created(
     client.register_model(_spec("llama"))
     for layout in layouts:
         client.create_session(
-            "models/planned-llama", session_id=f"{session_id}-{layout[0]}",
+            "models/planned-llama",
+            session_id=f"{session_id}-{layout[0]}",
             layout={TOKENS, *RestorePlan.parse(layout).streams()},
-        )  # fmt: skip
+        )
     plan = None if planned_by == "profile" else RestorePlan.parse(planned_by)
     with TransformersEngine(
         _model("llama"), client, _spec("llama"), plan, profile=known_profile("cpu"), settings=SMALL
@@ -235,7 +242,10 @@ def test_sessions_are_saved_and_restored_as_they_were_created(
 def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    """Rows that turn out damaged while another engine has gone on with the session: its tokens stay, and this turn is not saved."""
+    """Rows that turn out damaged while another engine has gone on with the session.
+
+    Its tokens stay, and this turn is not saved.
+    """
     fill = LeasedSource.fill
     left = [piece]
 

@@ -126,7 +126,10 @@ def _replaced_method(model: Any) -> None:
 
 
 CASES: dict[str, tuple[str, Edit]] = {
-    "learned routing bias": ("deepseek", _edit("model.layers.1.mlp.gate.e_score_correction_bias", lambda b: b.add_(1))),
+    "learned routing bias": (
+        "deepseek",
+        _edit("model.layers.1.mlp.gate.e_score_correction_bias", lambda b: b.add_(1)),
+    ),
     "inverse frequencies": ("llama", _edit("model.rotary_emb.inv_freq", lambda b: b.mul_(0.5))),
     "embedding scale": ("gemma3", _edit("model.embed_tokens.embed_scale", lambda b: b.mul_(2))),
     "attention scaling": ("llama", _set("model.layers.1.self_attn.scaling", 0.3)),
@@ -141,7 +144,9 @@ CASES: dict[str, tuple[str, Edit]] = {
     "configuration of a layer": (
         "gemma2",
         lambda model: setattr(
-            model.model.layers[0].self_attn, "config", copy.deepcopy(model.config).__class__(final_logit_softcapping=9.0)
+            model.model.layers[0].self_attn,
+            "config",
+            copy.deepcopy(model.config).__class__(final_logit_softcapping=9.0),
         ),
     ),
     "plain tensor": ("llama", _set("model.layers.0.mlp.steering", torch.ones(3))),
@@ -150,14 +155,16 @@ CASES: dict[str, tuple[str, Edit]] = {
     "dropout": ("gpt2", lambda model: model.train()),
     "parametrization": (
         "llama",
-        lambda model: parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", _Halved()),
+        lambda model: parametrize.register_parametrization(
+            model.model.layers[0].mlp.up_proj, "weight", _Halved()
+        ),
     ),
     "packed weights": ("llama", _dynamic),
     "bytes with a state": ("llama", _pack),
     "patched instance": ("llama", lambda model: _scaled_forward(model, 1.01)),
     "wrapped method": ("llama", _replaced_method),
     "an adapter": ("llama", lambda model: adapted("a", model=model)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -182,7 +189,7 @@ def test_what_changes_a_pass_changes_the_fingerprint(case: str) -> None:
         (lambda model: adapted("a", model=model), lambda model: adapted("a", model=model, use_dora=True)),
     ],
     ids=["packed weights", "bytes with a state", "closures", "adapters", "kinds of adapters"],
-)  # fmt: skip
+)
 def test_what_is_packed_or_put_in_is_told_apart(one: Edit, other: Edit) -> None:
     """Two of a sort with other numbers are two models, and the same twice is one."""
     first, again, second = build("llama"), build("llama"), build("llama")
@@ -244,7 +251,10 @@ def test_adapters_count_beside_a_given_digest() -> None:
 @pytest.mark.parametrize(
     ("edit", "where"),
     [
-        (_set("model.layers.0.mlp.up_proj.weight", nn.Parameter(torch.empty(96, 64, device="meta"))), "up_proj"),
+        (
+            _set("model.layers.0.mlp.up_proj.weight", nn.Parameter(torch.empty(96, 64, device="meta"))),
+            "up_proj",
+        ),
         (_set("model.layers.0.mlp.steering", torch.ones(3).to_sparse()), "mlp.steering"),
         (lambda model: model.model.layers[1].register_forward_hook(lambda *_: None), "layers.1"),
         (lambda model: model.model.layers[1].register_forward_pre_hook(lambda *_: None), "layers.1"),
@@ -252,7 +262,7 @@ def test_adapters_count_beside_a_given_digest() -> None:
         (_set("model.layers.0.mlp.kept", iter([1])), "mlp.kept"),
     ],
     ids=["offloaded", "sparse", "hook", "hook before", "script", "opaque"],
-)  # fmt: skip
+)
 def test_what_cannot_be_seen_is_refused(edit: Edit, where: str) -> None:
     """With the module's name, and nothing is left out silently."""
     model = build("llama")

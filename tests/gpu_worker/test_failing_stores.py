@@ -1,4 +1,7 @@
-"""A store that stands still, dies or comes back under a restore: the reply is right, and what follows is a miss or a hit."""
+"""A store that stands still, dies or comes back under a restore.
+
+The reply is right, and what follows is a miss or a hit.
+"""
 
 import os
 import signal
@@ -109,7 +112,10 @@ def _engine(client: Client, *, restore_timeout_s: float = 20.0) -> TransformersE
 def test_a_store_that_stands_still_under_a_restore_costs_its_deadline(
     server: ServerProcess, session_id: str, monkeypatch: pytest.MonkeyPatch, access: Access, piece: int
 ) -> None:
-    """The turn ends while the store still stands, from what was read by then or from nothing; it is saved when the store goes on."""
+    """The turn ends while the store still stands, from what was read by then or from nothing.
+
+    It is saved when the store goes on.
+    """
     with (
         Client(server.target, access=access) as client,
         _engine(client, restore_timeout_s=0.5) as engine,

@@ -34,15 +34,27 @@ STEPS = 30
 WINDOW = 150
 EXACT_BOUND = 1e-5
 LOSSY_BOUNDS = {
-    StateKind.KV_INT8: 0.01, StateKind.HIDDEN_INT8: 0.02, StateKind.KV_INT4: 0.1, StateKind.HIDDEN_INT4: 0.2,
-}  # fmt: skip
+    StateKind.KV_INT8: 0.01,
+    StateKind.HIDDEN_INT8: 0.02,
+    StateKind.KV_INT4: 0.1,
+    StateKind.HIDDEN_INT4: 0.2,
+}
 """By how much a layer from packed rows may differ from what was packed."""
 EXACT_PLANS = [
-    "kv:0-2", "hidden:0-2", "tokens:0-2", "tokens:0,kv:1-2", "tokens:0-1,hidden:2", "hidden:0,kv:1,hidden:2",
-]  # fmt: skip
+    "kv:0-2",
+    "hidden:0-2",
+    "tokens:0-2",
+    "tokens:0,kv:1-2",
+    "tokens:0-1,hidden:2",
+    "hidden:0,kv:1,hidden:2",
+]
 LOSSY_PLANS = [
-    "kv_int8:0-2", "hidden_int8:0-2", "kv_int4:0,hidden:1,kv_int8:2", "tokens:0,hidden_int8:1,kv:2", "hidden_int4:0-2",
-]  # fmt: skip
+    "kv_int8:0-2",
+    "hidden_int8:0-2",
+    "kv_int4:0,hidden:1,kv_int8:2",
+    "tokens:0,hidden_int8:1,kv:2",
+    "hidden_int4:0-2",
+]
 TIGHT = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 
 
@@ -71,8 +83,12 @@ class _Engine(TransformersEngine):
     start: _Start
 
     def _generate(
-        self, start: _Start, token_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Collection[int] | None
-    ) -> Iterator[int]:  # fmt: skip
+        self,
+        start: _Start,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] | None,
+    ) -> Iterator[int]:
         self.start = start
         yield from super()._generate(start, token_ids, max_new_tokens, eos_token_ids)
 
@@ -147,7 +163,8 @@ class _Walk:
         client = self._client
         with self._engine(client, session_id, sinks) as engine:
             self.story.append(
-                f"turn {session_id} history {history and len(history)} of {len(kept.token_ids)} new {len(new)}"
+                f"turn {session_id} history {history and len(history)} of {len(kept.token_ids)} new"
+                f" {len(new)}"
             )
             turn = engine.turn(session_id, new, max_new_tokens=reply_count, history=history, eos_token_ids=())
             assert engine.wait(session_id) is None
@@ -176,18 +193,29 @@ class _Walk:
         profile = self._profile()
         self.story.append(f"by {text or profile}")
         return _Engine(
-            self._model, client, self._spec, RestorePlan.parse(text) if text else None, profile=profile,
-            settings=TIGHT, window=WINDOW, sink_count=sinks,
-        )  # fmt: skip
+            self._model,
+            client,
+            self._spec,
+            RestorePlan.parse(text) if text else None,
+            profile=profile,
+            settings=TIGHT,
+            window=WINDOW,
+            sink_count=sinks,
+        )
 
     def _profile(self) -> Profile:
         """A machine on which copying a tiny model's rows takes about as long as computing them."""
         link = Link(10 ** self.random.uniform(5, 8))
         flops_per_s = link.bytes_per_s * 10 ** self.random.uniform(1, 4)
         return Profile(
-            name="drawn", copy=link, ssd=link, remote=link, gemm_flops_per_s=flops_per_s,
-            attention_flops_per_s=flops_per_s / 2, memory_bytes_per_s=100 * link.bytes_per_s,
-        )  # fmt: skip
+            name="drawn",
+            copy=link,
+            ssd=link,
+            remote=link,
+            gemm_flops_per_s=flops_per_s,
+            attention_flops_per_s=flops_per_s / 2,
+            memory_bytes_per_s=100 * link.bytes_per_s,
+        )
 
     def _history(self, kept: Kept) -> list[int] | None:
         """As the caller knows it: not at all, as it is, shorter, longer, or another from some token on."""
@@ -215,8 +243,11 @@ class _Walk:
         schedule = start.restoring.restoration.schedule
         if schedule.needs_token_ids:
             expected = _recomputed(
-                expected, fresh(self._model, expected.token_ids), schedule.recomputed_layers, schedule.recomputed_tokens
-            )  # fmt: skip
+                expected,
+                fresh(self._model, expected.token_ids),
+                schedule.recomputed_layers,
+                schedule.recomputed_tokens,
+            )
         kinds = [{part.method.kind for part in parts} for parts in schedule.parts]
         bounds = [
             max((LOSSY_BOUNDS.get(kind, EXACT_BOUND) for kind in of), default=EXACT_BOUND) for of in kinds

@@ -1,4 +1,7 @@
-"""The engine with layouts in few bits, against a real store: sessions go on, in the bytes that they should take."""
+"""The engine with layouts in few bits, against a real store.
+
+Sessions go on, in the bytes that they should take.
+"""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,7 @@
-"""Packed kinds in plans and layouts: only where a loss is allowed, and then as small as they are said to be."""
+"""Packed kinds in plans and layouts.
+
+Only where a loss is allowed, and then as small as they are said to be.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -76,11 +79,16 @@ def test_grouped_heads_take_little_more_than_a_half_of_their_kv(model: str) -> N
 @pytest.mark.parametrize(
     ("model", "kind", "row_bytes"),
     [
-        ("llama-2-7b", HIDDEN_INT8, 4640), ("llama-2-13b", HIDDEN_INT8, 5792), ("opt-30b", HIDDEN_INT8, 8096),
-        ("llama-2-7b", KV_INT8, 8736), ("llama-3-8b", KV_INT8, 2208), ("qwen2.5-7b", KV_INT8, 1120),
-        ("llama-2-7b", StateKind.HIDDEN_INT4, 2592), ("llama-3-8b", StateKind.KV_INT4, 1312),
+        ("llama-2-7b", HIDDEN_INT8, 4640),
+        ("llama-2-13b", HIDDEN_INT8, 5792),
+        ("opt-30b", HIDDEN_INT8, 8096),
+        ("llama-2-7b", KV_INT8, 8736),
+        ("llama-3-8b", KV_INT8, 2208),
+        ("qwen2.5-7b", KV_INT8, 1120),
+        ("llama-2-7b", StateKind.HIDDEN_INT4, 2592),
+        ("llama-3-8b", StateKind.KV_INT4, 1312),
     ],
-)  # fmt: skip
+)
 def test_rows_have_the_documented_sizes(model: str, kind: StateKind, row_bytes: int) -> None:
     """The table in docs/planner.md, whatever a model's own elements take."""
     assert known_model(model).layers[0].row_bytes(kind) == row_bytes

@@ -1,4 +1,7 @@
-"""Rows in few bits through capture and restore: close to the kept cache, and never taken for anything else."""
+"""Rows in few bits through capture and restore.
+
+Close to the kept cache, and never taken for anything else.
+"""
 
 import copy
 
@@ -57,7 +60,10 @@ def _kl_nats(session: Session, cache: Cache) -> float:
 @pytest.mark.parametrize("kind", PACKINGS, ids=lambda kind: kind.name.lower())
 @pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "opt"])
 def test_a_cache_from_few_bits_is_close_to_the_kept_one(name: str, kind: StateKind) -> None:
-    """Keys, values and predictions are within the kind's bounds; that they differ says that bits were left out."""
+    """Keys, values and predictions are within the kind's bounds.
+
+    That they differ says that bits were left out.
+    """
     session = saved_session(name)
     cache = _restored(session, [kind] * 3)
     exact = session.restore(f"{unpacked(kind).name.lower()}:0-2")

@@ -58,7 +58,10 @@ def test_any_reader_finds_what_was_packed(kind: StateKind, half: int, exponent: 
 @pytest.mark.parametrize("token_count", [0, 1, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_go_through_the_store_in_few_bits(kind: StateKind, token_count: int, dtype: torch.dtype) -> None:
-    """Wide rows become bytes, bytes packed rows, and those rows of the model's type; so do rows packed before."""
+    """Wide rows become bytes, bytes packed rows, and those rows of the model's type.
+
+    So do rows packed before.
+    """
     rows = _normal(token_count, 96).to(dtype)
     spec = StreamSpec(Stream(0, kind), PACKINGS[kind].row_bytes(96), DType.PACKED)
 

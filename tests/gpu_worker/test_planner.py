@@ -103,12 +103,14 @@ def _unlike(generator: random.Random) -> PlanRequest:
     names = ["llama-2-7b", "opt-13b", "smollm2-135m-mha", "llama-2-13b"]
     base = known_model(generator.choice(names)).layers[0]
     kinds = [
-        replace(base, kind=LayerKind.SLIDING, window=generator.choice([256, 512, 1024, 2048]))
-        if generator.random() < 0.6
-        else replace(
-            base,
-            linear_flops=base.linear_flops * generator.uniform(0.5, 2),
-            project_flops=base.project_flops * generator.uniform(0.5, 2),
+        (
+            replace(base, kind=LayerKind.SLIDING, window=generator.choice([256, 512, 1024, 2048]))
+            if generator.random() < 0.6
+            else replace(
+                base,
+                linear_flops=base.linear_flops * generator.uniform(0.5, 2),
+                project_flops=base.project_flops * generator.uniform(0.5, 2),
+            )
         )
         for _ in range(generator.randint(2, 5))
     ]

@@ -1,4 +1,7 @@
-"""Probes of models: rounding passes, whatever computes something else is refused, also where fingerprints agree."""
+"""Probes of models.
+
+Rounding passes, whatever computes something else is refused, also where fingerprints agree.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -108,11 +111,14 @@ def test_rounding_is_no_difference(family: str) -> None:
         ("llama", _with_adapter("a")),
         ("llama", lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.26)),
         ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(0.9)),
-        ("deepseek", lambda model: model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.arange(4.0))),
+        (
+            "deepseek",
+            lambda model: model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.arange(4.0)),
+        ),
         ("gemma2", lambda model: setattr(model.model.layers[0].self_attn, "attn_logit_softcapping", 5.0)),
     ],
     ids=["layer scaled", "layer scaled down", "adapter", "attention", "frequencies", "routing", "soft cap"],
-)  # fmt: skip
+)
 def test_what_computes_otherwise_lies_apart(family: str, edit: Edit) -> None:
     """A layer that is changed slightly is seen, whatever changed it."""
     model = build(family)
@@ -198,7 +204,10 @@ def test_packed_weights_are_another_model(client: Client, session_id: str) -> No
 
 
 def test_packed_passes_are_compared_too(client: Client, session_id: str) -> None:
-    """A batch that saves must compute what the model's other engines do; one that saves nothing may do anything."""
+    """A batch that saves must compute what the model's other engines do.
+
+    One that saves nothing may do anything.
+    """
     spec = model_spec(build("llama"), model_id=session_id)
     alone = build("llama")
     with TransformersEngine(alone, client, spec, PLAN):

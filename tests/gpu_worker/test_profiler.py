@@ -50,11 +50,18 @@ def _measured(name: str, ssd_directory: Path | None = None) -> Measured:
 
 
 def test_a_profile_begins_at_one_token() -> None:
-    """Before its first length a profile is level: what short sessions take would be far from it, and pass for drift."""
+    """Before its first length a profile is level.
+
+    What short sessions take would be far from it, and pass for drift.
+    """
     measured = measure(
-        adapt(build("llama")), name="llama", hardware="a machine", lengths=[each for each in LENGTHS if each <= 64],
-        transfer_bytes=SIZE_BYTES, stopwatch=Stopwatch(CPU, 2, _ticks()),
-    )  # fmt: skip
+        adapt(build("llama")),
+        name="llama",
+        hardware="a machine",
+        lengths=[each for each in LENGTHS if each <= 64],
+        transfer_bytes=SIZE_BYTES,
+        stopwatch=Stopwatch(CPU, 2, _ticks()),
+    )
 
     assert {curve.points[0][0] for curve in measured.profile.curves.values()} == {1}
 

@@ -1,4 +1,7 @@
-"""Saving in two stages: a batch's rows come to their sessions, bounded, never behind a gap, and nobody waits."""
+"""Saving in two stages.
+
+A batch's rows come to their sessions, bounded, never behind a gap, and nobody waits.
+"""
 
 import os
 import signal
@@ -37,10 +40,21 @@ _STATE = (_KV, _HIDDEN)
 _SPECS = (TOKENS_SPEC, *_STATE)
 _TOKEN_BYTES = 4 + 64 + 48
 _SPEC = ModelSpec(
-    model_id="save", architecture="Test", revision="", weights_digest="", tokenizer_digest="",
-    dtype=DType.FLOAT32, layer_count=2, hidden_size=8, kv_head_count=1, head_size=8, rope="", norm="",
-    is_relocatable=True, streams=_STATE,
-)  # fmt: skip
+    model_id="save",
+    architecture="Test",
+    revision="",
+    weights_digest="",
+    tokenizer_digest="",
+    dtype=DType.FLOAT32,
+    layer_count=2,
+    hidden_size=8,
+    kv_head_count=1,
+    head_size=8,
+    rope="",
+    norm="",
+    is_relocatable=True,
+    streams=_STATE,
+)
 _OWN = CallerModel(_SPEC)
 _LAYOUT = [spec.stream for spec in _STATE]
 
@@ -106,7 +120,10 @@ def _wait_until_saved(saver: Saver, token_count: int) -> None:
 def test_a_packed_batch_is_sorted_into_its_sessions(
     server: ServerProcess, create: Create, access: Access
 ) -> None:
-    """Prefill chunks and decode steps of several sessions in the same passes: each session has its own, bit for bit."""
+    """Prefill chunks and decode steps of several sessions in the same passes.
+
+    Each session has its own, bit for bit.
+    """
     long, short, other = create("long"), create("short"), create("other")
     with Client(server.target, access=access) as client, Saver(client, _OWN, _LAYOUT) as saver:
         for session in (long, short):
@@ -147,7 +164,10 @@ def test_decoding_commits_a_segment_at_a_time(client: Client, session: SessionIn
 
 
 def test_full_staging_sheds_and_counts(server: ServerProcess, client: Client, create: Create) -> None:
-    """What a slow store cannot take is shed at once, and what follows too; what came before the gap is saved."""
+    """What a slow store cannot take is shed at once, and what follows too.
+
+    What came before the gap is saved.
+    """
     session, other = create("one"), create("other")
     with Saver(client, _OWN, _LAYOUT, staging_bytes=200 * _TOKEN_BYTES) as saver:
         saver.open(session)
@@ -336,7 +356,10 @@ def test_rows_of_another_shape_are_a_gap(client: Client, create: Create) -> None
 
 
 def test_what_others_wrote_meanwhile_is_not_continued(client: Client, session: SessionInfo) -> None:
-    """A session of the same length with other tokens is another generation: rows of ours do not follow those."""
+    """A session of the same length with other tokens is another generation.
+
+    Rows of ours do not follow those.
+    """
     row = {TOKENS: np.array([7], "<i4"), **{spec.stream: _rows(spec, [7]).numpy() for spec in _STATE}}
     with Saver(client, _OWN, _LAYOUT) as saver:
         first = client.append(session, _OWN, row)
@@ -365,7 +388,10 @@ def test_a_reservation_that_ended_is_opened_again(client: Client, session: Sessi
 
 
 def test_a_full_arena_sheds_until_there_is_room(server: ServerProcess, create: Create) -> None:
-    """Room ahead is a wish: where there is little, rows get what they need, and where there is none they are shed."""
+    """Room ahead is a wish.
+
+    Where there is little, rows get what they need, and where there is none they are shed.
+    """
     session, big, more = create("one"), create("big"), create("more")
     with Client(server.target, access="local") as client, Saver(client, _OWN, _LAYOUT) as saver:
         segment_tokens, slot_bytes = 64, 4 << 12
@@ -516,7 +542,10 @@ def test_a_failed_device_is_a_gap(client: Client, session: SessionInfo, *, is_fa
 
 
 def test_a_killed_store_leaves_whole_tokens(tmp_path: Path, session_id: str) -> None:
-    """Killed between two saves: what is shed is counted, and what it wakes up with is a prefix, bit for bit."""
+    """Killed between two saves.
+
+    What is shed is counted, and what it wakes up with is a prefix, bit for bit.
+    """
     with ServerProcess(tmp_path / "data") as server:
         with Client(server.target, timeout_s=5) as client, Saver(client, _OWN, _LAYOUT) as saver:
             layout = [spec.stream for spec in _STATE]

@@ -1,4 +1,7 @@
-"""A model that is changed under a living engine: adapters switched, merged or off, weights and settings edited."""
+"""A model that is changed under a living engine.
+
+Adapters switched, merged or off, weights and settings edited.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,12 +74,15 @@ def _shrink(model: Any) -> None:
 CHANGES: dict[str, tuple[Edit, Edit]] = {
     "another adapter": (lambda model: model.set_adapter("two"), lambda model: model.set_adapter("one")),
     "adapters off": (lambda model: model.disable_adapters(), lambda model: model.enable_adapters()),
-    "both adapters": (lambda model: model.set_adapter(["one", "two"]), lambda model: model.set_adapter("one")),
+    "both adapters": (
+        lambda model: model.set_adapter(["one", "two"]),
+        lambda model: model.set_adapter("one"),
+    ),
     "merged": (_merge, _unmerge),
     "a weight": (_edit_weight, _edit_weight_back),
     "angles": (_stretch, _shrink),
     "training": (lambda model: model.train(), lambda model: model.eval()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -170,7 +176,10 @@ def test_each_change_is_seen_by_the_look_before_a_turn(name: str) -> None:
 
 
 def test_tensors_without_versions_are_told_apart_by_where_they_are() -> None:
-    """Weights made in inference mode count no writes: the same ones are the same model, others are another."""
+    """Weights made in inference mode count no writes.
+
+    The same ones are the same model, others are another.
+    """
     with torch.inference_mode():
         model: Any = build("llama")
     snapshot = ModelSnapshot(model)

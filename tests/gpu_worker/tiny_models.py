@@ -93,9 +93,14 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 SINKS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss": lambda: GptOssConfig(
-        **_GATED, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=_HYBRID
+        **_GATED,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_HYBRID,
     ),
-}  # fmt: skip
+}
 """Families with learned sinks, which no adapter describes: they can be packed, not saved."""
 ROPE_FAMILIES = [name for name in CONFIGS if name not in ("opt", "opt-norm-after", "gpt2")]
 

@@ -144,10 +144,21 @@ def release(tmp_path: Path) -> Iterator[Any]:
 
 def _spec() -> ModelSpec:
     return ModelSpec(
-        model_id="tiny", architecture="TinyForCausalLM", revision="1", weights_digest="", tokenizer_digest="",
-        dtype=DType.FLOAT16, layer_count=1, hidden_size=16, kv_head_count=1, head_size=16, rope="", norm="",
-        is_relocatable=True, streams=(StreamSpec(HIDDEN, ROW_BYTES, DType.FLOAT16),),
-    )  # fmt: skip
+        model_id="tiny",
+        architecture="TinyForCausalLM",
+        revision="1",
+        weights_digest="",
+        tokenizer_digest="",
+        dtype=DType.FLOAT16,
+        layer_count=1,
+        hidden_size=16,
+        kv_head_count=1,
+        head_size=16,
+        rope="",
+        norm="",
+        is_relocatable=True,
+        streams=(StreamSpec(HIDDEN, ROW_BYTES, DType.FLOAT16),),
+    )
 
 
 def _rows() -> dict[Stream, npt.NDArray[np.generic]]:
@@ -185,9 +196,10 @@ def test_the_default_command_serves_from_its_volume(tmp_path: Path, release: Any
     tmp = {"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}}
     container["volumeMounts"] = [{"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108  # its place in the pod
     item = {
-        "kind": "Pod", "metadata": {"name": "plain"},
+        "kind": "Pod",
+        "metadata": {"name": "plain"},
         "spec": {"containers": [container], "volumes": [tmp]},
-    }  # fmt: skip
+    }
     made = release()
     made.cluster.objects["pod", "plain"] = item
     pod = made.run("pod/plain")
@@ -204,7 +216,10 @@ def test_the_default_command_serves_from_its_volume(tmp_path: Path, release: Any
 
 
 def test_killed_and_run_again_it_has_what_it_acknowledged(release: Any) -> None:
-    """Probes as the kubelet asks them; a client writes, SIGKILL, the same claims again, and an orderly end."""
+    """Probes as the kubelet asks them.
+
+    A client writes, SIGKILL, the same claims again, and an orderly end.
+    """
     made = release()
     pod = made.run()
     asked = pod.wait_ready()
@@ -247,7 +262,10 @@ def test_files_that_a_kubelet_gave_to_the_group_are_taken(release: Any) -> None:
 
 
 def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any, tmp_path: Path) -> None:
-    """TLS, tokens, and metrics for who shows one; the CronJob's pod copies the store; its file is restored and served."""
+    """TLS, tokens, and metrics for who shows one; the CronJob's pod copies the store.
+
+    Its file is restored and served.
+    """
     pki = Pki(tmp_path)
     keys = _keys(pki)
     made = release(
@@ -288,12 +306,15 @@ def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any
 
     restored = release(
         made.values
-        | {"store": SMALL | {"data": {"existingClaim": "restored"}}, "backup": {"enabled": False}},
+        | {
+            "store": SMALL | {"data": {"existingClaim": "restored"}},
+            "backup": {"enabled": False},
+        },
         keys,
     )
     example = (CHART / "examples" / "restore.yaml").read_text().replace("FILE", file.name)
     # Of a release with other names.
-    (_, job) = yaml.safe_load_all(
+    _, job = yaml.safe_load_all(
         example.replace("name: ctxcache\n", "name: cache-ctxcache\n").replace(
             "ctxcache-backup", "cache-ctxcache-backup"
         )
@@ -362,12 +383,20 @@ def test_the_workers_default_command_serves(release: Any) -> None:
     """No argument: it listens at its socket, and its health check finds it."""
     made = release()
     made.cluster.objects["pod", "plain"] = {
-        "kind": "Pod", "metadata": {"name": "plain"},
-        "spec": {"containers": [{
-            "name": "worker", "image": image_of("worker"), "securityContext": {"readOnlyRootFilesystem": True},
-            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108  # its place in the pod
-        }], "volumes": [{"name": "tmp", "emptyDir": {}}]},
-    }  # fmt: skip
+        "kind": "Pod",
+        "metadata": {"name": "plain"},
+        "spec": {
+            "containers": [
+                {
+                    "name": "worker",
+                    "image": image_of("worker"),
+                    "securityContext": {"readOnlyRootFilesystem": True},
+                    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108  # its place in the pod
+                }
+            ],
+            "volumes": [{"name": "tmp", "emptyDir": {}}],
+        },
+    }
     pod = made.run("pod/plain")
     check = IMAGES[image_of("worker")].configuration["Healthcheck"]["Test"][1:]
     while '"listen"' not in pod.log():
@@ -395,9 +424,12 @@ def _keys(pki: Pki) -> dict[str, dict[str, bytes]]:
         return {key: (pki.directory / file).read_bytes() for key, file in files.items()}
 
     return {
-        "store-tls": pair("store"), "client-tls": pair("client"), "store-tokens": {"hashes": f"{line}\n".encode()},
-        "operator-token": {"token": secret.encode()}, "metrics-token": {"token": METRICS_TOKEN.encode()},
-    }  # fmt: skip
+        "store-tls": pair("store"),
+        "client-tls": pair("client"),
+        "store-tokens": {"hashes": f"{line}\n".encode()},
+        "operator-token": {"token": secret.encode()},
+        "metrics-token": {"token": METRICS_TOKEN.encode()},
+    }
 
 
 def _metrics_status(port: int, token: str, authority: Path | None = None) -> int:

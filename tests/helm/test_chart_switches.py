@@ -9,8 +9,16 @@ import pytest
 from chart import CHART, RenderError, helm, kinds, named, objects, only, render, store_pod
 
 PLAIN = [
-    "ConfigMap", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Service", "Service", "Service", "ServiceAccount", "StatefulSet",
-]  # fmt: skip
+    "ConfigMap",
+    "NetworkPolicy",
+    "Pod",
+    "PodDisruptionBudget",
+    "Service",
+    "Service",
+    "Service",
+    "ServiceAccount",
+    "StatefulSet",
+]
 
 
 def test_by_default_there_is_one_store() -> None:
@@ -232,8 +240,10 @@ def test_a_backup_is_of_every_store_and_shows_who_it_is() -> None:
     ]
     assert {one["name"] for one in container("kept")["env"]} == {"CTXCACHE_TOKEN_FILE"}
     assert {one["name"] for one in container("claims")["env"]} == {
-        "CTXCACHE_TLS_CA", "CTXCACHE_TLS_CLIENT_CERTIFICATE", "CTXCACHE_TLS_CLIENT_KEY",
-    }  # fmt: skip
+        "CTXCACHE_TLS_CA",
+        "CTXCACHE_TLS_CLIENT_CERTIFICATE",
+        "CTXCACHE_TLS_CLIENT_KEY",
+    }
 
 
 def test_a_start_has_the_time_that_it_is_given() -> None:
@@ -398,9 +408,10 @@ def test_every_value_is_used() -> None:
     text = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
     keys = re.findall(r"^\| `([^`]+)` \|", (CHART / "README.md").read_text(), re.MULTILINE)
     unused = [
-        key for key in keys
+        key
+        for key in keys
         if f".Values.{key}" not in text and f".Values.{key.rpartition('.')[0]} " not in text
-    ]  # fmt: skip
+    ]
     assert len(keys) > 50
     assert not unused
 

@@ -10,10 +10,16 @@ import pytest
 from chart import HERE, objects, render
 
 RELEASED = sorted((HERE / "released").glob("*/*.yaml"))
-# By the API's documentation: of a StatefulSet's spec all but these; of a DaemonSet's the selector; of a claim everything.
+# By the API's documentation: of a StatefulSet's spec all but these; of a DaemonSet's the selector; of a claim
+# everything.
 MUTABLE_OF_STATEFUL_SET = {
-    "replicas", "ordinals", "template", "updateStrategy", "persistentVolumeClaimRetentionPolicy", "minReadySeconds",
-}  # fmt: skip
+    "replicas",
+    "ordinals",
+    "template",
+    "updateStrategy",
+    "persistentVolumeClaimRetentionPolicy",
+    "minReadySeconds",
+}
 
 
 def immutable(item: Any) -> Any:

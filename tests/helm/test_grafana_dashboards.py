@@ -10,7 +10,10 @@ from chart import ROOT
 
 pytest.importorskip(
     "grafana_foundation_sdk",
-    reason="GRAFANA'S MODELS ARE NOT INSTALLED (pip install grafana-foundation-sdk): no dashboard was read by them",
+    reason=(
+        "GRAFANA'S MODELS ARE NOT INSTALLED (pip install grafana-foundation-sdk): no dashboard was read by"
+        " them"
+    ),
 )
 FILES = ("dashboard.json", "worker_dashboard.json")
 
@@ -42,7 +45,10 @@ def _lost(given: Any, kept: Any, path: str = "") -> list[str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_grafana_knows_all_of_a_dashboard(file: str) -> None:
-    """No field that it does not know, no value that it takes for another one; of a panel's options none is left to it."""
+    """No field that it does not know, no value that it takes for another one.
+
+    Of a panel's options none is left to it.
+    """
     board = json.loads((Path(ROOT) / "observability" / file).read_text())
     kept = _read_by_grafana(board)
 

@@ -1,4 +1,7 @@
-"""docs/tutorials/operator.md, run as it is written: each command against real processes, and what it is said to say."""
+"""docs/tutorials/operator.md, run as it is written.
+
+Each command against real processes, and what it is said to say.
+"""
 
 import os
 import re
@@ -28,7 +31,10 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def test_it_does_what_it_says(tmp_path: Path) -> None:
-    """In order, in one shell, from an empty directory; every line that is promised is printed by its own command."""
+    """In order, in one shell, from an empty directory.
+
+    Every line that is promised is printed by its own command.
+    """
     parts = blocks(TUTORIAL.read_text())
     script = "".join(f"echo '{MARK} {i}'\n{commands}" for i, (commands, _) in enumerate(parts))
     for port in ("7420", "7421", "7422", "7423"):
@@ -66,9 +72,15 @@ def _run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     # Whatever fails, no store outlives the test.
     begin = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
     return subprocess.run(
-        ["bash", "-c", begin + script], cwd=directory, env=environment, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        ["bash", "-c", begin + script],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def _free_port() -> int:

@@ -1,4 +1,7 @@
-"""From a pod's manifest to what runs it: scripts/run_pod.py and build_image.py, without a sandbox or an image."""
+"""From a pod's manifest to what runs it.
+
+Scripts/run_pod.py and build_image.py, without a sandbox or an image.
+"""
 
 import os
 import stat
@@ -50,9 +53,15 @@ def test_the_store_runs_as_the_chart_says() -> None:
 
     assert who == Identity(10001, 10001, (10001,), is_root_read_only=True, drops_capabilities=True)
     assert become(who) == [
-        "setpriv", "--reuid=10001", "--regid=10001", "--groups=10001", "--no-new-privs", "--inh-caps=-all",
-        "--bounding-set=-all", "--",
-    ]  # fmt: skip
+        "setpriv",
+        "--reuid=10001",
+        "--regid=10001",
+        "--groups=10001",
+        "--no-new-privs",
+        "--inh-caps=-all",
+        "--bounding-set=-all",
+        "--",
+    ]
 
 
 def test_a_sandbox_has_the_mounts_in_order_and_then_a_read_only_root() -> None:

@@ -1,4 +1,7 @@
-"""The lab's commands, called as the product's own: their examples, their wrong words, and where they are listed."""
+"""The lab's commands, called as the product's own.
+
+Their examples, their wrong words, and where they are listed.
+"""
 
 import shlex
 from pathlib import Path

@@ -6,8 +6,8 @@
 For each policy and capacity one load, generated, through a server in this process and through the simulator:
 turns by what they found, and those that found something else. With `--slots` turns wait in a queue, which is
 published. Good when no more than 1 % of turns differ. With `--ahead`: a server process in real time, and an
-engine that publishes its next jobs. Good when 99 % of hits are in DRAM, and all that were announced early enough.
-Exit code 0 when all is good.
+engine that publishes its next jobs. Good when 99 % of hits are in DRAM, and all that were announced early
+enough. Exit code 0 when all is good.
 """
 
 import argparse
@@ -57,11 +57,18 @@ def _compared(chosen: argparse.Namespace) -> Iterator[dict[str, object]]:
             expected = simulated(turns, setting)
             found = differences(running, expected)
             yield {
-                "policy": policy, "dram_segments": sizes.dram_segments, "ssd_segments": sizes.ssd_segments,
-                "slots": chosen.slots, "spacing_s": chosen.spacing, "seed": chosen.seed, "live": running.counts(),
-                "simulated": expected.counts(), "differing_turns": len(found),
-                "duration_s": round(duration_s, 1), "is_good": len(found) <= LIMIT_SHARE * len(turns),
-            }  # fmt: skip
+                "policy": policy,
+                "dram_segments": sizes.dram_segments,
+                "ssd_segments": sizes.ssd_segments,
+                "slots": chosen.slots,
+                "spacing_s": chosen.spacing,
+                "seed": chosen.seed,
+                "live": running.counts(),
+                "simulated": expected.counts(),
+                "differing_turns": len(found),
+                "duration_s": round(duration_s, 1),
+                "is_good": len(found) <= LIMIT_SHARE * len(turns),
+            }
 
 
 def _ahead(chosen: argparse.Namespace) -> Iterator[dict[str, object]]:

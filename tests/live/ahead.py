@@ -74,9 +74,16 @@ def run(policy: str, directory: Path, *, turn_count: int, seed: int) -> Ahead:
     hits = [tier for tier, _ in found if tier]
     early = [tier for tier, lead_s in found if tier and lead_s >= needed_s]
     return Ahead(
-        policy, len(found), int(bytes_per_s), round(needed_s, 4), round(period_s, 4), len(hits),
-        hits.count(Tier.MEMORY), len(early), early.count(Tier.MEMORY),
-    )  # fmt: skip
+        policy,
+        len(found),
+        int(bytes_per_s),
+        round(needed_s, 4),
+        round(period_s, 4),
+        len(hits),
+        hits.count(Tier.MEMORY),
+        len(early),
+        early.count(Tier.MEMORY),
+    )
 
 
 def _measured(engine: Engine, client: Client, uids: Sequence[bytes]) -> float:

@@ -44,22 +44,33 @@ class Setting:
         """What the simulator is told. Reads take no time: the store's clock stands still while it works."""
         sizes = self.sizes
         return Load(
-            token_bytes=TOKEN_BYTES, dram_bytes=sizes.dram_segments * SLOT_BYTES,
-            ssd_bytes=(sizes.ssd_segments - sizes.dram_segments) * SLOT_BYTES, is_inclusive=True,
-            buffer_share=BUFFER_SHARE, slot_count=self.slot_count, hints=self.hints, ssd_read_bytes_per_s=1e18,
-        )  # fmt: skip
+            token_bytes=TOKEN_BYTES,
+            dram_bytes=sizes.dram_segments * SLOT_BYTES,
+            ssd_bytes=(sizes.ssd_segments - sizes.dram_segments) * SLOT_BYTES,
+            is_inclusive=True,
+            buffer_share=BUFFER_SHARE,
+            slot_count=self.slot_count,
+            hints=self.hints,
+            ssd_read_bytes_per_s=1e18,
+        )
 
     def settings(self, directory: Path) -> Settings:
         """What the server is told: no bound on what turns keep, and a buffer of the simulator's size."""
         return Settings(
-            data_directory=directory, listen="127.0.0.1:0", arena_huge_pages="off",
+            data_directory=directory,
+            listen="127.0.0.1:0",
+            arena_huge_pages="off",
             arena_size_bytes=ALIGN_BYTES + self.sizes.dram_segments * SLOT_BYTES,
             ssd_size_bytes=self.sizes.ssd_segments // self.path_count * SLOT_BYTES,
             ssd_directories=tuple(directory.with_name(f"ssd{path}") for path in range(self.path_count)),
-            dram_low_watermark=BUFFER_SHARE, dram_high_watermark=BUFFER_SHARE,
+            dram_low_watermark=BUFFER_SHARE,
+            dram_high_watermark=BUFFER_SHARE,
             placement_policy=self.policy,  # type: ignore[arg-type]  # checked when it is run
-            lease_share=1, reservation_share=1, client_share=1, default_ttl_s=86_400,
-        )  # fmt: skip
+            lease_share=1,
+            reservation_share=1,
+            client_share=1,
+            default_ttl_s=86_400,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +89,13 @@ class Outcome:
         """Turns by what they found, and sessions evicted."""
         tiers = Counter(tier for _, tier in self.found)
         return {
-            "turns": len(self.found), "in_dram": tiers[Tier.MEMORY], "on_ssd": tiers[Tier.BELOW],
-            "missed": tiers[None], "evicted": self.evicted_count, "written_kib": self.written_bytes >> 10,
-        }  # fmt: skip
+            "turns": len(self.found),
+            "in_dram": tiers[Tier.MEMORY],
+            "on_ssd": tiers[Tier.BELOW],
+            "missed": tiers[None],
+            "evicted": self.evicted_count,
+            "written_kib": self.written_bytes >> 10,
+        }
 
 
 class _Noted(Replay):

@@ -1,4 +1,7 @@
-"""The running store does what the simulator says: real calls, bytes and files against the same load simulated."""
+"""The running store does what the simulator says.
+
+Real calls, bytes and files against the same load simulated.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +45,10 @@ def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Siz
 def test_one_shot_sessions_do_not_reach_an_ssd_that_is_full_of_better_ones(
     policy: str, slot_count: int | None, spacing_s: float, tmp_path: Path
 ) -> None:
-    """They leave from memory, never written: SSD is written what the simulator says, which is less than came."""
+    """They leave from memory, never written.
+
+    SSD is written what the simulator says, which is less than came.
+    """
     turns, setting = (
         make_turns(replace(ONE_SHOT, spacing_s=spacing_s)),
         Setting(Sizes(64, 128), policy, slot_count),

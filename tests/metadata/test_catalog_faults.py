@@ -1,4 +1,7 @@
-"""The catalog on a device that refuses or takes less: it gives up with a log line, and never tears an entry."""
+"""The catalog on a device that refuses or takes less.
+
+It gives up with a log line, and never tears an entry.
+"""
 
 import asyncio
 import errno
@@ -48,8 +51,10 @@ def test_a_device_that_takes_less_than_it_is_given(
 
     contents = read_catalog(tmp_path, INSTANCE_ID)
     assert contents.records == {
-        b"s/one": b"1", b"s/two": b"2" * 50, b"s/three": b"3",
-    }  # fmt: skip
+        b"s/one": b"1",
+        b"s/two": b"2" * 50,
+        b"s/three": b"3",
+    }
     assert contents.sequence == 3
 
 
@@ -69,7 +74,10 @@ def test_a_device_that_refuses_the_end_mark(
 
 
 def test_the_last_commit_is_synced_too(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though no other follows it: a deletion must not come back because a server had nothing to do after it."""
+    """Though no other follows it.
+
+    A deletion must not come back because a server had nothing to do after it.
+    """
     synced = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda _: synced.set())
     monkeypatch.setattr(catalogs, "SYNC_INTERVAL_S", 0.5)
@@ -157,7 +165,10 @@ async def test_a_write_that_hangs_is_given_up_by_all_who_wait(
 async def test_after_a_hang_the_catalog_begins_anew(
     impatient: Catalog, hanging: HungDevice, tmp_path: Path
 ) -> None:
-    """With a base of all records, once the device has returned the write; what was missing is named until then."""
+    """With a base of all records, once the device has returned the write.
+
+    What was missing is named until then.
+    """
     impatient.append([(b"s/two", b"2")], 2)
     await impatient.wait(impatient.last_write)
     impatient.append([(b"s/three", b"3")], 3)
@@ -211,7 +222,10 @@ def test_an_end_does_not_wait_for_a_write_that_hangs(
 def test_commits_that_nobody_waits_for_do_not_pile_up(
     impatient: Catalog, hanging: HungDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Callers that went away leave their commits behind: with so many bytes the device counts as one that hangs."""
+    """Callers that went away leave their commits behind.
+
+    With so many bytes the device counts as one that hangs.
+    """
     monkeypatch.setattr(catalogs, "BACKLOG_LIMIT_BYTES", 1000)
     for sequence in range(2, 100):
         impatient.append([(b"s/two", bytes(100))], sequence)
@@ -249,13 +263,14 @@ def test_a_commit_takes_effect_whole_or_not_at_all(catalog: Catalog, tmp_path: P
         contents = read_catalog(tmp_path, INSTANCE_ID)
         found.add((contents.sequence, contents.records.get(b"s/a"), contents.records.get(b"s/b")))
 
-    assert found == {(0, None, None), (1, None, None)} | {
-        (2 + i, b"%d" % i, b"%d" % i) for i in range(4)
-    }  # fmt: skip
+    assert found == {(0, None, None), (1, None, None)} | {(2 + i, b"%d" % i, b"%d" % i) for i in range(4)}
 
 
 def run(directory: Path, begin: int, *commits: tuple[int, bytes], is_cut: bool = False) -> None:
-    """One run over a catalog: commits of one record, the base of the first one unwritten where it is cut off."""
+    """One run over a catalog.
+
+    Commits of one record, the base of the first one unwritten where it is cut off.
+    """
     made = Catalog(directory, INSTANCE_ID)
     made.begin(begin, no_records)
     for sequence, key in commits:

@@ -70,8 +70,10 @@ def test_a_fact_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     at = steps.index(("rename", str(data / name)))
 
     assert steps[at - 1 : at + 2] == [
-        ("sync", str(data / f"{name}.partial")), ("rename", str(data / name)), ("sync", str(data)),
-    ]  # fmt: skip
+        ("sync", str(data / f"{name}.partial")),
+        ("rename", str(data / name)),
+        ("sync", str(data)),
+    ]
     assert steps[-1] == ("sync", str(tmp_path))
     # A directory with a FORMAT and no RUNS has lost it.
     assert [Path(place).name for step, place in steps if step == "rename"] == ["RUNS", "FORMAT"]
@@ -122,9 +124,19 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{}", b"[]", b"7", b"\xff", b'{"format": 3}', b'{"format": "x", "instance_id": "00"}',
-             b'{"format": 0, "instance_id": "00"}', b'{"format": 3, "instance_id": "00"}'],
-)  # fmt: skip
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"7",
+        b"\xff",
+        b'{"format": 3}',
+        b'{"format": "x", "instance_id": "00"}',
+        b'{"format": 0, "instance_id": "00"}',
+        b'{"format": 3, "instance_id": "00"}',
+    ],
+)
 def test_a_format_that_does_not_parse_is_refused(tmp_path: Path, text: bytes) -> None:
     """Garbage is not taken for a new directory."""
     (tmp_path / "FORMAT").write_bytes(text)
@@ -205,7 +217,10 @@ def test_only_runs_that_did_not_end_in_order_count_as_crashes(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["FORMAT", "RUNS"])
 def test_every_flipped_bit_is_refused(tmp_path: Path, name: str) -> None:
-    """No flip makes another number of these files: each is refused, by the file's name or as a newer format."""
+    """No flip makes another number of these files.
+
+    Each is refused, by the file's name or as a newer format.
+    """
     DataDirectory.open(tmp_path).close()
     path = tmp_path / name
     whole = path.read_bytes()

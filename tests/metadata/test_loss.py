@@ -1,4 +1,7 @@
-"""What a database loses and does not know: found by its witness, by its count, or brought back by its catalog."""
+"""What a database loses and does not know.
+
+Found by its witness, by its count, or brought back by its catalog.
+"""
 
 import asyncio
 import shutil
@@ -101,7 +104,10 @@ def test_an_older_copy_is_refused(stored: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["none", "log", "base and log"])
 def test_a_catalog_without_metadata_is_refused(stored: Path, damage: str) -> None:
-    """Also without a witness, and when the catalog is damaged: nothing is written over what may be all there is."""
+    """Also without a witness, and when the catalog is damaged.
+
+    Nothing is written over what may be all there is.
+    """
     shutil.rmtree(stored / "metadata")
     (stored / "WITNESS").unlink()
     for kind in ("log", "base"):

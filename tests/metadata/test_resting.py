@@ -1,4 +1,7 @@
-"""A metadata store that finds no descriptor, no inode or no room: a rest, after which it goes on by itself."""
+"""A metadata store that finds no descriptor, no inode or no room.
+
+A rest, after which it goes on by itself.
+"""
 
 import os
 import resource
@@ -67,7 +70,10 @@ def sessions_of(path: Path) -> list[Any]:
 
 
 async def test_a_store_that_lacked_descriptors_takes_changes_again(tmp_path: Path) -> None:
-    """By itself, when there are some: all that was acknowledged is there, and what was refused meanwhile is too, once."""
+    """By itself, when there are some.
+
+    All that was acknowledged is there, and what was refused meanwhile is too, once.
+    """
     store = RocksDbMetadata(tmp_path / "metadata")
     with no_descriptors():
         count = await until_refused(store)

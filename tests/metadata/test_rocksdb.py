@@ -192,7 +192,10 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["Corruption", "LOCK"])
 def test_what_a_directory_is_called_is_no_reason(tmp_path: Path, word: str) -> None:
-    """The refusal is the device's, whatever words are in the path that it names: nothing is made anew for them."""
+    """The refusal is the device's, whatever words are in the path that it names.
+
+    Nothing is made anew for them.
+    """
     path = tmp_path / word / "metadata"
     RocksDbMetadata(path).close()
     (path / "CURRENT").unlink()

@@ -66,8 +66,11 @@ class Tree:
         self.root = directory
         names = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, check=True, capture_output=True, text=True,
-        ).stdout.split("\0")  # fmt: skip
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split("\0")
         for name in filter(None, names):
             if (ROOT / name).is_file():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,11 +139,24 @@ def _run_tests(root: Path, said: Path, tests: Sequence[str]) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] in ("ctxcache", "gpu_worker", "tests")]:
         del sys.modules[name]
     sys.exit(
-        pytest.main([
-            "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov",
-            f"--timeout={TEST_TIMEOUT_S}", "--hypothesis-seed=0", *tests,
-        ])
-    )  # fmt: skip
+        pytest.main(
+            [
+                "-x",
+                "-q",
+                "--no-header",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "-p",
+                "no:cov",
+                f"--timeout={TEST_TIMEOUT_S}",
+                "--hypothesis-seed=0",
+                *tests,
+            ]
+        )
+    )
 
 
 def judge_all(

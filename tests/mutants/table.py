@@ -30,7 +30,10 @@ WIDER = {
     "ctxcache/client": ("tests/client", "tests/service"),
     "ctxcache": ("tests/metadata", "tests/cache", "tests/test_ssd_directories.py"),
 }
-"""What runs when the tests that were named have not noticed; the longest prefix of the file's name decides."""
+"""What runs when the tests that were named have not noticed.
+
+The longest prefix of the file's name decides.
+"""
 
 
 class TableError(Exception):

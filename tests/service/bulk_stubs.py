@@ -169,7 +169,10 @@ class BulkSessions:
 
 
 def as_frame(message: session_pb2.AppendSessionRequest, *, is_first: bool) -> tuple[int, bytes, bytes]:
-    """A message of AppendSession as a frame; what is none of the three is one that the server does not know."""
+    """A message of AppendSession as a frame.
+
+    What is none of the three is one that the server does not know.
+    """
     match message.WhichOneof("message"):
         case "header":
             return (APPEND if is_first else READ), message.header.SerializeToString(), b""
@@ -178,9 +181,11 @@ def as_frame(message: session_pb2.AppendSessionRequest, *, is_first: bool) -> tu
         case "chunk":
             chunk = message.chunk
             bulk = bulk_pb2.BulkChunk(
-                stream=chunk.stream, token_begin=chunk.token_begin, part_sizes=[len(chunk.data)],
+                stream=chunk.stream,
+                token_begin=chunk.token_begin,
+                part_sizes=[len(chunk.data)],
                 checksums=[chunk.checksum],
-            )  # fmt: skip
+            )
             return CHUNK, bulk.SerializeToString(), chunk.data
     return END, b"", b""
 

@@ -53,13 +53,19 @@ ROW_BYTES = {-1: 4, 0: 96, 1: 160}
 def make_model(**changes: Any) -> model_pb2.Model:
     """A model of two streams besides token ids."""
     facts: dict[str, Any] = {
-        "name": "models/tiny", "architecture": "Tiny", "dtype": model_pb2.DTYPE_FLOAT16, "layer_count": 2,
-        "hidden_size": 48, "kv_head_count": 1, "head_size": 40, "is_relocatable": True,
+        "name": "models/tiny",
+        "architecture": "Tiny",
+        "dtype": model_pb2.DTYPE_FLOAT16,
+        "layer_count": 2,
+        "hidden_size": 48,
+        "kv_head_count": 1,
+        "head_size": 40,
+        "is_relocatable": True,
         "streams": [
             spec_of(HIDDEN, row_bytes=96, dtype=model_pb2.DTYPE_FLOAT16),
             spec_of(KV, row_bytes=160, dtype=model_pb2.DTYPE_FLOAT16),
         ],
-    }  # fmt: skip
+    }
     return model_pb2.Model(**(facts | changes))
 
 
@@ -129,8 +135,10 @@ class Client:
     def header(self, session_id: str, write_offset: int, **changes: Any) -> session_pb2.AppendSessionRequest:
         """The first message of an append."""
         facts: dict[str, Any] = {
-            "name": f"sessions/{session_id}", "model_fingerprint": self.fingerprint, "write_offset": write_offset,
-        }  # fmt: skip
+            "name": f"sessions/{session_id}",
+            "model_fingerprint": self.fingerprint,
+            "write_offset": write_offset,
+        }
         return session_pb2.AppendSessionRequest(header=session_pb2.AppendHeader(**(facts | changes)))
 
     async def append(

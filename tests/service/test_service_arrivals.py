@@ -1,4 +1,7 @@
-"""Requests that are not whole: how many may come at a time, of whom, and what a refused caller is told that still sends."""
+"""Requests that are not whole.
+
+How many may come at a time, of whom, and what a refused caller is told that still sends.
+"""
 
 import asyncio
 import logging
@@ -175,7 +178,10 @@ async def test_a_caller_that_waits_is_told_why(client: Client, server: Server) -
 
 
 async def test_nothing_of_a_request_is_taken_beyond_the_first_window(client: Client, server: Server) -> None:
-    """Before it is asked for; and nothing more than a chunk's size of any, which is refused when it begins."""
+    """Before it is asked for.
+
+    And nothing more than a chunk's size of any, which is refused when it begins.
+    """
     raw = await RawClient.open(server.addresses[0])
     raw.begin(1, GET)
     first = raw.room(1)
@@ -213,10 +219,14 @@ async def test_what_cannot_be_read_is_refused_by_every_service(
 ) -> None:
     """With a reason, and without a word in the log: health and reflection, old and new, included."""
     methods = {
-        "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
         *(f"/{name}/ServerReflectionInfo" for name in SERVICE_NAMES),
-        GET, APPEND, "/ctxcache.v1.AdminService/GetStats", "/ctxcache.v1.HintService/Hint",
-    }  # fmt: skip
+        GET,
+        APPEND,
+        "/ctxcache.v1.AdminService/GetStats",
+        "/ctxcache.v1.HintService/Hint",
+    }
     assert len({method.split("/")[1] for method in methods} & {*SERVICES, SERVICE_NAME, *SERVICE_NAMES}) == 6
     with caplog.at_level(logging.WARNING):
         for method in sorted(methods):

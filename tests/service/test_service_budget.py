@@ -1,4 +1,7 @@
-"""The budget of what SSD does not have yet is divided: one tenant's flood keeps no other tenant from its next append."""
+"""The budget of what SSD does not have yet is divided.
+
+One tenant's flood keeps no other tenant from its next append.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,10 +45,17 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     lines = [Token(name, digest_of(name), grant).line() for name, grant in grants.items()]
     write_secret(hashes, "\n".join([*lines, Token("operator", digest_of("operator"), operator).line()]))
     settings = Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket=str(tmp_path / "socket"),
-        arena_size_bytes=1 << 20, ssd_size_bytes=64 << 20, arena_huge_pages="off", token_hashes=hashes,
-        tenant_shares=request.param, fault_injection=True, drain_timeout_s=5,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="127.0.0.1:0",
+        unix_socket=str(tmp_path / "socket"),
+        arena_size_bytes=1 << 20,
+        ssd_size_bytes=64 << 20,
+        arena_huge_pages="off",
+        token_hashes=hashes,
+        tenant_shares=request.param,
+        fault_injection=True,
+        drain_timeout_s=5,
+    )
     made = await Server.start(settings, FakeClock())
     yield made
     await made.stop()

@@ -195,10 +195,14 @@ async def test_messages_that_cannot_be_read_are_refused(client: Client, connecti
 @pytest.mark.parametrize(
     "header",
     [
-        b"GET / HTTP/1.1\r\n", b"\x07" + bytes(15), b"\x02\x01" + bytes(14), b"\x02\x00\x01" + bytes(13),
-        b"\x02\x00\x00\x00" + b"\xff" * 4 + bytes(8), b"\x04" + bytes(7) + b"\xff" * 8,
+        b"GET / HTTP/1.1\r\n",
+        b"\x07" + bytes(15),
+        b"\x02\x01" + bytes(14),
+        b"\x02\x00\x01" + bytes(13),
+        b"\x02\x00\x00\x00" + b"\xff" * 4 + bytes(8),
+        b"\x04" + bytes(7) + b"\xff" * 8,
     ],
-)  # fmt: skip
+)
 async def test_what_is_no_frame_ends_the_connection(
     client: Client, connection: Connection, header: bytes
 ) -> None:
@@ -291,7 +295,10 @@ async def test_a_writer_that_stalls_in_a_chunk_is_cut(hurried: None, client: Cli
 async def test_a_writer_that_falls_silent_keeps_no_room(
     client: Client, server: Server, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was lent is the reservation's alone again long before that ends; when the writer goes on it is lent anew."""
+    """What it was lent is the reservation's alone again long before that ends.
+
+    When the writer goes on it is lent anew.
+    """
     monkeypatch.setattr(bulk_connection, "RENEW_INTERVAL_S", 0.1)
     await client.create("a")
     await connection.send(APPEND, client.header("a", 0).header.SerializeToString())
@@ -552,9 +559,12 @@ def mute_thread(*_: object) -> None:
 
 @pytest.mark.parametrize("starter", [no_thread, mute_thread])
 async def test_a_server_without_threads_closes_the_connection(
-    client: Client, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    client: Client,
+    server: Server,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     starter: Callable[..., None],
-) -> None:  # fmt: skip
+) -> None:
     """Whoever comes is not left waiting, it counts for nothing, and the next one is served."""
     ticket = await ticket_of(client)
     with monkeypatch.context() as limited:

@@ -135,7 +135,10 @@ def many_descriptors() -> Iterator[None]:
 async def test_more_connections_than_descriptors_harm_nothing_that_is_stored(
     tmp_path: Path, connect: Connect
 ) -> None:
-    """Where 1,000 could be open and 256 were wanted: rows become durable and are read, and the server is ready."""
+    """Where 1,000 could be open and 256 were wanted.
+
+    Rows become durable and are read, and the server is ready.
+    """
     options = ("--metrics-listen=127.0.0.1:0", "--unix-socket=", "--max-local-clients=16")
     with ServerProcess(tmp_path / "data", *options, wrapper=FEW) as server:
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (1000, 1000)
@@ -144,7 +147,8 @@ async def test_more_connections_than_descriptors_harm_nothing_that_is_stored(
         held = descriptor_count(server.pid)
         assert held <= 1000 - 400, "storage's share is taken"
 
-        # The crowd is told to go when it has said nothing for a while; until then only who was there has a place.
+        # The crowd is told to go when it has said nothing for a while; until then only who was there has a
+        # place.
         deadline_s = 30
         async with grpc.aio.insecure_channel(server.target) as channel:
             await asyncio.wait_for(channel.channel_ready(), deadline_s)

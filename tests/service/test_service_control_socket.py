@@ -117,8 +117,11 @@ async def test_frames_may_come_in_any_portions(way: SocketWay, client: Client) -
 
     assert [answer and answer.request_id for answer in answers] == [1, 2, 3, 4]
     assert [answer and answer.results[0].WhichOneof("result") for answer in answers] == [
-        "lease", "lease", "error", "lease",
-    ]  # fmt: skip
+        "lease",
+        "lease",
+        "error",
+        "lease",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,8 @@ async def test_another_user_is_let_in_as_a_rule_says(
         "s.connect(sys.argv[1]); s.settimeout(10); sys.argv[2] and s.sendall(bytes.fromhex(sys.argv[2]));"
         "data, fds, _, _ = socket.recv_fds(s, 65536, 4); print(data[4], len(fds), data[5:])"
     )
-    # Whoever may not come at all is told so before it has said anything: unread words would reset the connection.
+    # Whoever may not come at all is told so before it has said anything: unread words would reset the
+    # connection.
     hello = "" if words == "UNAUTHENTICATED" else (struct.pack("<IB", len(HELLO), 1) + HELLO).hex()
     ended = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, path, hello, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -342,8 +346,9 @@ async def test_many_sessions_are_committed_at_once_each_by_itself(
     assert [session.durable_token_count for session in sessions] == [1, 1, 0]
     assert list(result.generations) == [sessions[0].generation, 0, sessions[1].generation, 0]
     assert [(f.index, f.error.reason) for f in result.failures] == [
-        (1, "RESERVATION_NOT_FOUND"), (3, "INVALID_FIELD"),
-    ]  # fmt: skip
+        (1, "RESERVATION_NOT_FOUND"),
+        (3, "INVALID_FIELD"),
+    ]
     ended = arena_pb2.CommitReservations(reservation_ids=ids[:1], token_counts=[2], checksums=[SUM_OF_ZEROS])
     assert list((await way.one(commit_many=ended)).committed_many.generations) == [sessions[0].generation + 1]
     assert server._cache.appends.reservation_count == 2

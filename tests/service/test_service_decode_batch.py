@@ -26,11 +26,21 @@ from ctxcache.v1.arena_pb2 import AccessResponse, AcquireLease, Operation, Relea
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
 ROW_BYTES = {TOKENS: 4, KV: 4096, HIDDEN: 12288, ODD: 6}
 SPEC = ModelSpec(
-    model_id="tiny", architecture="Tiny", revision="", weights_digest="w", tokenizer_digest="t",
-    dtype=DType.FLOAT16, layer_count=3, hidden_size=4, kv_head_count=1, head_size=4, rope="", norm="",
+    model_id="tiny",
+    architecture="Tiny",
+    revision="",
+    weights_digest="w",
+    tokenizer_digest="t",
+    dtype=DType.FLOAT16,
+    layer_count=3,
+    hidden_size=4,
+    kv_head_count=1,
+    head_size=4,
+    rope="",
+    norm="",
     is_relocatable=True,
     streams=tuple(StreamSpec(stream, ROW_BYTES[stream], DType.FLOAT16) for stream in (KV, HIDDEN, ODD)),
-)  # fmt: skip
+)
 OWN = CallerModel(SPEC)
 LANES = 5
 
@@ -134,7 +144,10 @@ def _lose_reservation(client: Client, batch: DecodeBatch, lane: int) -> None:
 
 
 def test_an_answer_of_many_locations_arrives(client: Client) -> None:
-    """A batch of full leases fills more than an answer over gRPC may: that has what stock clients can take."""
+    """A batch of full leases fills more than an answer over gRPC may.
+
+    That has what stock clients can take.
+    """
     session = client.create_session("models/tiny", session_id="long", layout=[ODD])
     count = 64 * 100
     client.append(session, OWN, {TOKENS: np.zeros((count, 4), np.uint8), ODD: np.zeros((count, 6), np.uint8)})

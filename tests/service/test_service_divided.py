@@ -1,4 +1,7 @@
-"""Tenants share a server: however much one asks for, another keeps what is its own, and its next call is taken."""
+"""Tenants share a server.
+
+However much one asks for, another keeps what is its own, and its next call is taken.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,10 +37,17 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     lines = (Token(name, digest_of(name), grant).line() for name, grant in grants.items())
     write_secret(hashes, "\n".join(lines))
     settings = Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket=str(tmp_path / "socket"),
-        arena_size_bytes=1 << 20, ssd_size_bytes=SSD_BYTES, arena_huge_pages="off", token_hashes=hashes,
-        max_bulk_connections=LIMIT, max_local_clients=LIMIT, drain_timeout_s=5,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="127.0.0.1:0",
+        unix_socket=str(tmp_path / "socket"),
+        arena_size_bytes=1 << 20,
+        ssd_size_bytes=SSD_BYTES,
+        arena_huge_pages="off",
+        token_hashes=hashes,
+        max_bulk_connections=LIMIT,
+        max_local_clients=LIMIT,
+        drain_timeout_s=5,
+    )
     made = await Server.start(settings, FakeClock())
     yield made
     await made.stop()

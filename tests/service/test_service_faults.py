@@ -1,4 +1,7 @@
-"""Faults on purpose: what comes of them is what docs/operations.md says of devices that fail by themselves."""
+"""Faults on purpose.
+
+What comes of them is what docs/operations.md says of devices that fail by themselves.
+"""
 
 import asyncio
 import errno
@@ -36,10 +39,16 @@ TOKENS = 8
 def settings(tmp_path: Path) -> Settings:
     """A server for tests, with two SSD paths."""
     return Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=1 << 20,
-        ssd_size_bytes=2 << 20, ssd_directories=(tmp_path / "one", tmp_path / "two"), arena_huge_pages="off",
-        drain_timeout_s=5, fault_injection=True,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="127.0.0.1:0",
+        unix_socket="",
+        arena_size_bytes=1 << 20,
+        ssd_size_bytes=2 << 20,
+        ssd_directories=(tmp_path / "one", tmp_path / "two"),
+        arena_huge_pages="off",
+        drain_timeout_s=5,
+        fault_injection=True,
+    )
 
 
 def request(kind: wire.FaultKind.ValueType, **changes: Any) -> wire.InjectFaultRequest:
@@ -115,7 +124,10 @@ async def test_a_server_for_faults_says_so(settings: Settings, caplog: pytest.Lo
 
 
 async def test_reads_that_fail_are_told_and_fence_the_path(server: Server, client: Client) -> None:
-    """With the path and why; after three the path takes no writes, and once they end its rows are read as before."""
+    """With the path and why.
+
+    After three the path takes no writes, and once they end its rows are read as before.
+    """
     await on_ssd(client, "a", 1)
     slot = server._cache.ledger.find("default", "a").segments[0].durable
     assert slot
@@ -170,7 +182,10 @@ async def test_a_device_that_hangs_is_lost_and_its_callers_are_answered(settings
 async def test_a_catalog_that_hangs_stops_nobody_else(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first SSD directory answers nothing: a commit waits, for a bounded while, and all else is answered."""
+    """The first SSD directory answers nothing.
+
+    A commit waits, for a bounded while, and all else is answered.
+    """
     server = await Server.start(settings.model_copy(update={"ssd_hang_after_s": 1.0}))
     directory = settings.ssd_directories[0] / "catalog"
     device = HungDevice(str(directory / "00000001.log"), ("write",))
@@ -253,7 +268,10 @@ async def test_when_no_path_takes_writes_flushes_say_so(settings: Settings) -> N
 
 
 async def test_a_wrong_bit_is_corrupt_and_never_returned(client: Client) -> None:
-    """The reader is told, and why-miss; other sessions are read; the place is right, and given back when it is tested."""
+    """The reader is told, and why-miss; other sessions are read.
+
+    The place is right, and given back when it is tested.
+    """
     await on_ssd(client, "a", 1)
     await on_ssd(client, "b", 2)
     await inject(client, BIT_FLIP)

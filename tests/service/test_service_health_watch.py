@@ -17,7 +17,10 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 async def deaf_watcher(target: str) -> RawClient:
-    """A client that watches health and has room for no byte of the answer; it is under way when this returns."""
+    """A client that watches health and has room for no byte of the answer.
+
+    It is under way when this returns.
+    """
     made = await RawClient.open(target, room=0)
     made.begin(1, WATCH)
     made.say(1, message(b""), is_last=True)

@@ -28,10 +28,16 @@ FOR_OTHER = ((TENANT_HEADER, "other"),)
 def settings(tmp_path: Path) -> Settings:
     """A small server with two SSD paths, and a share for one tenant."""
     return Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=1 << 20,
-        ssd_size_bytes=2 << 20, ssd_directories=(tmp_path / "one", tmp_path / "two"), arena_huge_pages="off",
-        tenant_shares={"default": Share(0.5)}, drain_timeout_s=5,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="127.0.0.1:0",
+        unix_socket="",
+        arena_size_bytes=1 << 20,
+        ssd_size_bytes=2 << 20,
+        ssd_directories=(tmp_path / "one", tmp_path / "two"),
+        arena_huge_pages="off",
+        tenant_shares={"default": Share(0.5)},
+        drain_timeout_s=5,
+    )
 
 
 def lease_of(client: Client, name: str) -> arena_pb2.AcquireLease:
@@ -48,7 +54,10 @@ async def stored(client: Client, name: str = "a") -> None:
 async def test_leases_are_listed_and_can_be_taken_back(
     client: Client, connect: Callable[[], Awaitable[Access]]
 ) -> None:
-    """Whoever holds one by the control socket is cut off, with all it holds; by gRPC it could not know, and keeps it."""
+    """Whoever holds one by the control socket is cut off, with all it holds.
+
+    By gRPC it could not know, and keeps it.
+    """
     await stored(client)
     access = await connect()
     held = [(await access.one(acquire_lease=lease_of(client, "a"))).lease.lease_id for _ in range(2)]
@@ -81,7 +90,10 @@ async def test_leases_are_listed_and_can_be_taken_back(
 
 async def test_a_bad_page_of_leases_is_refused(client: Client) -> None:
     """As of every list."""
-    for request in (ops.ListLeasesRequest(page_size=-1), ops.ListLeasesRequest(page_token="after:x")):  # noqa: S106
+    for request in (
+        ops.ListLeasesRequest(page_size=-1),
+        ops.ListLeasesRequest(page_token="after:x"),  # noqa: S106
+    ):
         await refused(client.admin.ListLeases(request), Code.INVALID_ARGUMENT, "INVALID_FIELD")
 
 
@@ -110,7 +122,10 @@ async def test_a_drain_writes_everything_and_ends_with_an_undrain(server: Server
 async def test_a_drain_waits_for_who_holds_something(
     client: Client, connect: Callable[[], Awaitable[Access]]
 ) -> None:
-    """A local client ends what it has begun, begins nothing, and is let go of; after the undrain it may come again."""
+    """A local client ends what it has begun, begins nothing, and is let go of.
+
+    After the undrain it may come again.
+    """
     await stored(client)
     access = await connect()
     lease_id = (await access.one(acquire_lease=lease_of(client, "a"))).lease.lease_id

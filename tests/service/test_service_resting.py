@@ -1,4 +1,7 @@
-"""A server whose metadata lacked something: it says so where it is asked, reads go on, and it ends by itself."""
+"""A server whose metadata lacked something.
+
+It says so where it is asked, reads go on, and it ends by itself.
+"""
 
 import asyncio
 import urllib.error
@@ -78,7 +81,10 @@ async def ready(server: Server) -> tuple[int, str]:
 async def test_it_says_that_writes_are_refused_and_why(
     server: Server, client: Client, lacking: asyncio.Event
 ) -> None:
-    """By the health of each service, to who asks and who watches, and at /readyz; then it serves again by itself."""
+    """By the health of each service, to who asks and who watches, and at /readyz.
+
+    Then it serves again by itself.
+    """
     stub: Any = health_pb2_grpc.HealthStub(client.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest())
     assert (await watch.read()).status == NOT_SERVING

@@ -1,4 +1,7 @@
-"""HintService.Schedule over a real server: queues, their merging, their loss, and what is told of sessions."""
+"""HintService.Schedule over a real server.
+
+Queues, their merging, their loss, and what is told of sessions.
+"""
 
 import asyncio
 import multiprocessing
@@ -145,8 +148,9 @@ async def test_layers_that_are_not_stored_are_missing(client: Client, engine: En
     event = await engine.event()
 
     assert [(run.layer_begin, run.layer_end, run.state) for run in event.readiness.layers] == [
-        (0, 1, hints_pb2.LAYER_STATE_MISSING), (1, 2, hints_pb2.LAYER_STATE_DRAM),
-    ]  # fmt: skip
+        (0, 1, hints_pb2.LAYER_STATE_MISSING),
+        (1, 2, hints_pb2.LAYER_STATE_DRAM),
+    ]
 
 
 async def test_expired_and_deleted_sessions_are_told(
@@ -545,9 +549,14 @@ async def test_bad_deltas_change_nothing(client: Client, engine: Engine, server:
         fields.append((await engine.acknowledged()).error.metadata["field"])
 
     assert fields == [
-        "delta.put[1].job_id", "delta.put[0].start", "delta.gone[1].job_id", "delta.gone[0].end",
-        "delta.gone[0].end", "delta.gone[0].job_id", "delta.gone",
-    ]  # fmt: skip
+        "delta.put[1].job_id",
+        "delta.put[0].start",
+        "delta.gone[1].job_id",
+        "delta.gone[0].end",
+        "delta.gone[0].end",
+        "delta.gone[0].job_id",
+        "delta.gone",
+    ]
     assert starts_in_s(server) is not None
 
 
@@ -623,7 +632,10 @@ async def test_draining_ends_streams(client: Client, engine: Engine, server: Ser
 
 
 async def test_events_of_one_session_are_one(client: Client, engine: Engine, server: Server) -> None:
-    """A reader that is late finds the newest state, and what happened since; memory is bounded by its jobs."""
+    """A reader that is late finds the newest state, and what happened since.
+
+    Memory is bounded by its jobs.
+    """
     await client.create("a")
     await client.append("a", 1, 0, 100, is_durable=True)
     await engine.put(job(1))

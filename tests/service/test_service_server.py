@@ -240,7 +240,10 @@ async def test_a_unix_socket_that_somebody_listens_to_is_not_taken_away(
 
 
 async def test_a_run_that_cannot_be_noted_is_none(settings: Settings) -> None:
-    """The last step of a start that may fail: by then it listens, and nobody may be let in or kept waiting."""
+    """The last step of a start that may fail.
+
+    By then it listens, and nobody may be let in or kept waiting.
+    """
     await (await Server.start(settings)).stop()
     in_the_way = settings.data_directory / "RUNS.partial"
     in_the_way.mkdir()

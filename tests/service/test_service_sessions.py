@@ -30,9 +30,23 @@ from ctxcache.v1.session_pb2 import TokenRange
 
 Code = grpc.StatusCode
 HOSTILE_IDS = [
-    "", ".", "..", "../../etc/passwd", "a/b", "-a", "a\0b", "a\n", "sessions/a", "\u0430dmin", "a\u202e", "x" * 129,
-    "a b", "%2e%2e", "😀", "x" * 200_000,
-]  # fmt: skip
+    "",
+    ".",
+    "..",
+    "../../etc/passwd",
+    "a/b",
+    "-a",
+    "a\0b",
+    "a\n",
+    "sessions/a",
+    "\u0430dmin",
+    "a\u202e",
+    "x" * 129,
+    "a b",
+    "%2e%2e",
+    "😀",
+    "x" * 200_000,
+]
 HOSTILE_NAMES = [*(f"sessions/{i}" for i in HOSTILE_IDS), "a", "models/a", "sessions//a", "SESSIONS/a"]
 
 
@@ -119,7 +133,8 @@ async def test_models_are_listed_page_by_page(client: Client) -> None:
     assert (names, second.next_page_token) == (["a", "b", "c", "tiny"], "")
 
 
-# -- names and pages -------------------------------------------------------------------------------------------
+# -- names and pages
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=range(len(HOSTILE_NAMES)))
@@ -183,7 +198,8 @@ async def test_sessions_are_listed_page_by_page(client: Client) -> None:
         await refused(client.sessions.ListSessions(request), Code.INVALID_ARGUMENT, "INVALID_FIELD")
 
 
-# -- create, update, expire ----------------------------------------------------------------------------------------
+# -- create, update, expire
+# ----------------------------------------------------------------------------------------
 
 
 async def test_a_created_session_says_what_it_is(client: Client) -> None:
@@ -276,7 +292,10 @@ async def _has(client: Client, token_count: int) -> bool:
 async def test_times_are_told_by_the_wall_clock_as_it_is(
     client: Client, clock: FakeClock, step_s: int
 ) -> None:
-    """What is left of a session's life is what answers say, before and after the clock was set; absolute times too."""
+    """What is left of a session's life is what answers say, before and after the clock was set.
+
+    Absolute times too.
+    """
     await client.create("a", ttl=Duration(seconds=60))
     fixed = Timestamp(seconds=EPOCH_NS // 10**9 + 60)
     before = await client.create("b", expire_time=fixed)
@@ -323,7 +342,8 @@ async def test_every_rpc_about_a_session_that_is_not_there_says_so(client: Clien
         await refused(call, Code.NOT_FOUND, "SESSION_NOT_FOUND")
 
 
-# -- change --------------------------------------------------------------------------------------------------------
+# -- change
+# --------------------------------------------------------------------------------------------------------
 
 
 async def test_truncation_keeps_what_it_says(client: Client) -> None:

@@ -1,7 +1,7 @@
 """Large requests of one tenant are carried out a little at a time: between two pieces others have their turn.
 
-What is counted are lines of Python between two turns of the event loop, where every slice is over at once: what
-is left is what cannot be put off. So it is the same on every machine, however busy.
+What is counted are lines of Python between two turns of the event loop, where every slice is over at once:
+what is left is what cannot be put off. So it is the same on every machine, however busy.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ from ctxcache.settings.config import Settings
 from ctxcache.v1 import model_pb2, session_pb2
 
 LINES_LIMIT = 32_000
-"""A millisecond or two. The most are those of a lease that is the first of its layout, and of a fork of 1,024 segments."""
+"""A millisecond or two.
+
+The most are those of a lease that is the first of its layout, and of a fork of 1,024 segments.
+"""
 SESSIONS = 48
 Code = grpc.StatusCode
 
@@ -60,9 +63,14 @@ def longest() -> Iterator[list[int]]:
 def settings(tmp_path: Path) -> Settings:
     """A server with room for rows of many streams."""
     return Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=64 << 20,
-        ssd_size_bytes=64 << 20, arena_huge_pages="off", drain_timeout_s=5,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="127.0.0.1:0",
+        unix_socket="",
+        arena_size_bytes=64 << 20,
+        ssd_size_bytes=64 << 20,
+        arena_huge_pages="off",
+        drain_timeout_s=5,
+    )
 
 
 @pytest.fixture

@@ -25,10 +25,18 @@ TOKENS = 640
 def settings(tmp_path: Path) -> Settings:
     """A small server: half of it is for whoever calls, and a quarter for one that has not come yet."""
     return Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=4 * MIB,
-        ssd_size_bytes=4 * MIB, arena_huge_pages="off", drain_timeout_s=5, client_share=0.75,
-        tenant_shares={"default": Share(0.5, 0.75), "other": Share(0.25)}, retention_share=1, pin_share=1,
-    )  # fmt: skip
+        data_directory=tmp_path / "data",
+        listen="127.0.0.1:0",
+        unix_socket="",
+        arena_size_bytes=4 * MIB,
+        ssd_size_bytes=4 * MIB,
+        arena_huge_pages="off",
+        drain_timeout_s=5,
+        client_share=0.75,
+        tenant_shares={"default": Share(0.5, 0.75), "other": Share(0.25)},
+        retention_share=1,
+        pin_share=1,
+    )
 
 
 async def test_tenants_are_listed_with_what_they_have(server: Server, client: Client) -> None:
@@ -61,7 +69,10 @@ async def test_a_bad_page_is_refused(client: Client) -> None:
 
 
 async def test_whatever_is_pinned_writes_go_through(client: Client) -> None:
-    """Everything is pinned and retained as soon as it is there, by several writers at once: none is ever refused."""
+    """Everything is pinned and retained as soon as it is there, by several writers at once.
+
+    None is ever refused.
+    """
     hints = hints_pb2_grpc.HintServiceStub(client.channel)
     granted_count = read_count = 0
 

@@ -1,4 +1,7 @@
-"""Callers that nobody knows and that finish no message: what they take of the server's memory, and that it comes back."""
+"""Callers that nobody knows and that finish no message.
+
+What they take of the server's memory, and that it comes back.
+"""
 
 import asyncio
 import sys
@@ -20,9 +23,13 @@ TAKEN_BYTES = CONNECTIONS * WINDOW_BYTES + ARRIVALS_LIMIT * MESSAGE_LIMIT_BYTES
 """The first window of every stream, and the messages that may arrive at a time."""
 # As an operator runs it, but for how often it looks whether memory can be given back.
 PROGRAM = (
-    sys.executable, "-c",
-    "from ctxcache.runtime import memory; memory.LOOK_INTERVAL_S = 0.5; from ctxcache.cli.main import main; main()",
-)  # fmt: skip
+    sys.executable,
+    "-c",
+    (
+        "from ctxcache.runtime import memory; memory.LOOK_INTERVAL_S = 0.5; from ctxcache.cli.main import"
+        " main; main()"
+    ),
+)
 
 
 @pytest.fixture
@@ -52,7 +59,10 @@ async def say_all_but_the_end(raw: RawClient) -> None:
 
 
 async def test_messages_that_nobody_finishes_take_what_settings_say(server: ServerProcess) -> None:
-    """200 connections without credentials; when they are gone the memory is, too, but for what malloc keeps."""
+    """200 connections without credentials.
+
+    When they are gone the memory is, too, but for what malloc keeps.
+    """
     before_bytes = most_bytes = own_bytes(server)
     crowd = [await RawClient.open(server.target) for _ in range(CONNECTIONS)]
     saying = [asyncio.create_task(say_all_but_the_end(raw)) for raw in crowd]

@@ -1,7 +1,7 @@
 """`python -m tests.stories`: files, calls and hops of the five stories.
 
-`--walk STORY` prints the way of one story instead: by thread, each file in order with the calls in it. The restored
-turn needs torch; without torch the store's four stories are told.
+`--walk STORY` prints the way of one story instead: by thread, each file in order with the calls in it. The
+restored turn needs torch; without torch the store's four stories are told.
 """
 
 import argparse

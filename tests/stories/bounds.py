@@ -1,7 +1,7 @@
 """The ratchet: the committed figures of every story, and how a story is held to its own.
 
-A figure above its bound is a regression. A figure far below its bound is progress that the bound must follow in the
-same commit, or the progress could be lost again unseen.
+A figure above its bound is a regression. A figure far below its bound is progress that the bound must follow
+in the same commit, or the progress could be lost again unseen.
 """
 
 import tomllib

@@ -1,7 +1,7 @@
 """The store's stories: four requests to a server in this process, traced on the server's side.
 
-The client is made of bare stubs and frames, so that the product's own client is not counted. Every request is warm:
-the server has answered the same request before. Upkeep is stopped, so that the request runs alone.
+The client is made of bare stubs and frames, so that the product's own client is not counted. Every request is
+warm: the server has answered the same request before. Upkeep is stopped, so that the request runs alone.
 """
 
 import asyncio

@@ -38,7 +38,10 @@ def test_every_file_of_the_told_request_runs(told: Told) -> None:
 def test_a_file_that_does_not_run_is_found() -> None:
     """A name stands for the file at its end, and for nothing else."""
     files = {"ctxcache/service/control_socket.py", "ctxcache/core/ledger/segments.py"}
-    document = f"## {SECTION}: one turn\n`service/control_socket.py`, `core/ledger/`, `service/local_client.py`, `trol.py`\n## B\n`x.py`"
+    document = (
+        f"## {SECTION}: one turn\n`service/control_socket.py`, `core/ledger/`, `service/local_client.py`,"
+        " `trol.py`\n## B\n`x.py`"
+    )
 
     silent = [name for name in _named(document) if not any(_is_of(file, name) for file in files)]
     assert silent == ["service/local_client.py", "trol.py"]

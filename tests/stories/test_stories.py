@@ -33,13 +33,20 @@ def test_a_request_is_as_long_each_time(tmp_path: Path) -> None:
         (Figures(40, 200, 100), []),
         (Figures(38, 190, 95), []),
         (Figures(41, 200, 100), ["s: 41 files, above the bound of 40"]),
-        (Figures(40, 201, 101), ["s: 201 calls, above the bound of 200", "s: 101 hops, above the bound of 100"]),
+        (
+            Figures(40, 201, 101),
+            ["s: 201 calls, above the bound of 200", "s: 101 hops, above the bound of 100"],
+        ),
         (Figures(37, 200, 100), ["s: 37 files: lower the bound to 37 (it is 40)"]),
-        (Figures(40, 189, 94), [
-            "s: 189 calls: lower the bound to 189 (it is 200)", "s: 94 hops: lower the bound to 94 (it is 100)",
-        ]),
+        (
+            Figures(40, 189, 94),
+            [
+                "s: 189 calls: lower the bound to 189 (it is 200)",
+                "s: 94 hops: lower the bound to 94 (it is 100)",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bound_is_kept_from_both_sides(figures: Figures, expected: list[str]) -> None:
     """Nothing above the bound passes, and nothing further below than 5 % and 2."""
     assert bounds.complaints("s", figures, Figures(40, 200, 100)) == expected

@@ -1,9 +1,9 @@
 """The tracer: through how many files of this project a request runs, by how many calls, with how many hops.
 
-A call is a Python function of the project that begins, or a coroutine of the project that goes on. A hop is a call
-into another file than that of the call before it in the same thread. Generated code and foreign code are invisible:
-a call through asyncio or gRPC counts as if it were direct. Only threads that start after the tracer are traced, so
-the tracer is installed before the server starts.
+A call is a Python function of the project that begins, or a coroutine of the project that goes on. A hop is a
+call into another file than that of the call before it in the same thread. Generated code and foreign code are
+invisible: a call through asyncio or gRPC counts as if it were direct. Only threads that start after the
+tracer are traced, so the tracer is installed before the server starts.
 """
 
 import sys

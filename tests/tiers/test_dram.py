@@ -155,7 +155,10 @@ def test_prefaulted_memory_is_mapped(arena: DramArena) -> None:
 
 
 def test_huge_pages_are_taken_where_there_are_enough(path: Path) -> None:
-    """`auto` says which pages it got and why; what it got is shared by descriptor, and by path only as a file."""
+    """`auto` says which pages it got and why.
+
+    What it got is shared by descriptor, and by path only as a file.
+    """
     arena = DramArena(path, SIZE_BYTES, huge_pages="auto")
     is_huge = arena.page_bytes == 2 << 20
     assert arena.write_fd is not None
@@ -175,7 +178,10 @@ def test_huge_pages_are_taken_where_there_are_enough(path: Path) -> None:
 def test_what_is_given_to_read_cannot_be_written(
     path: Path, huge_pages: HugePages, *, is_sealed: bool
 ) -> None:
-    """Whatever the pages are; the arena itself goes on being written, and sealed memory gives nothing to write through."""
+    """Whatever the pages are.
+
+    The arena itself goes on being written, and sealed memory gives nothing to write through.
+    """
     arena = DramArena(path, SIZE_BYTES, huge_pages=huge_pages, is_sealed=is_sealed)
     with pytest.raises(OSError, match=r"Permission denied|Operation not permitted"):
         mmap.mmap(arena.read_fd, SIZE_BYTES)
@@ -225,7 +231,10 @@ def test_two_views_share_their_bytes(arena: DramArena) -> None:
 def test_arenas_of_killed_servers_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     """A server that was killed and never started again does not keep its memory until the next boot."""
     killed, living = tmp_path / "ctxcache-a.arena", tmp_path / "ctxcache-b.arena"
-    script = f"import os; from ctxcache.storage.tiers.dram import DramArena; DramArena({str(killed)!r}, 65536); os._exit(9)"
+    script = (
+        f"import os; from ctxcache.storage.tiers.dram import DramArena; DramArena({str(killed)!r}, 65536);"
+        " os._exit(9)"
+    )
     subprocess.run([sys.executable, "-c", script], check=False)
     arena = DramArena(living, 65536)
 

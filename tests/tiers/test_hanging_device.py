@@ -90,7 +90,10 @@ async def test_an_operation_that_is_too_old_loses_its_device(
 async def test_those_in_line_behind_it_are_answered_too(
     tier: SsdFiles, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More callers than threads: none waits for a thread that does not come back, and their buffers are free."""
+    """More callers than threads.
+
+    None waits for a thread that does not come back, and their buffers are free.
+    """
     device = HungDevice(tier.paths[0], ("preadv",))
     with device.hung(monkeypatch):
         callers = [asyncio.create_task(tier.read(SLOT, 0, buffer(SLOT.size_bytes))) for _ in range(6)]

@@ -1,1 +1,4 @@
-"""Checksums of chunks where they lie: the store's own XXH3-64, so that what crossed the bus is what was saved."""
+"""Checksums of chunks where they lie.
+
+The store's own XXH3-64, so that what crossed the bus is what was saved.
+"""

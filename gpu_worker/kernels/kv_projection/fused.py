@@ -35,9 +35,15 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
 
 
 def _launch(
-    hidden: Rows, layer: LayerWeights, projection: ProjectionWeights, rotation: Rotation | None, pages: Pages,
-    cache: torch.Tensor, *, is_key: bool,
-) -> None:  # fmt: skip
+    hidden: Rows,
+    layer: LayerWeights,
+    projection: ProjectionWeights,
+    rotation: Rotation | None,
+    pages: Pages,
+    cache: torch.Tensor,
+    *,
+    is_key: bool,
+) -> None:
     values, scales, zeros, outliers, places, bits, group, outlier_count = parts_of(hidden)
     cos, sin, pairs, pairing = tables_of(rotation, values)
     norm, weight = layer.norm, projection.weight
@@ -45,17 +51,46 @@ def _launch(
     size = weight.shape[1]
     # Heads are the faster axis: those of one block of tokens run together and find it in L2.
     _kv_projection[projection.head_count, triton.cdiv(len(hidden), BLOCK_TOKENS)](
-        values, scales, zeros, outliers, places, weight, _or(projection.bias, weight), _or(norm.weight, weight), _or(norm.bias, weight),
-        head_norm.weight if head_norm else weight, cos, sin, pages.slots, cache, len(hidden),
-        norm.epsilon, head_norm.epsilon if head_norm else 0.0,
-        values.stride(0), scales.stride(0), outliers.stride(0), places.stride(0), weight.stride(0), *cache.stride(),
-        SIZE=size, HEAD_SIZE=projection.head_size, PAIRS=pairs, **_norm_of(norm),
-        HAS_BIAS=projection.bias is not None, HAS_HEAD_NORM=head_norm is not None,
-        ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
-        PAGE=pages.page_tokens, BITS=bits, GROUP=group, OUTLIERS=outlier_count, TOKENS=BLOCK_TOKENS,
-        BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(max(size, LEAST_HALF))), WIDEN=IS_INTERPRETED,
+        values,
+        scales,
+        zeros,
+        outliers,
+        places,
+        weight,
+        _or(projection.bias, weight),
+        _or(norm.weight, weight),
+        _or(norm.bias, weight),
+        head_norm.weight if head_norm else weight,
+        cos,
+        sin,
+        pages.slots,
+        cache,
+        len(hidden),
+        norm.epsilon,
+        head_norm.epsilon if head_norm else 0.0,
+        values.stride(0),
+        scales.stride(0),
+        outliers.stride(0),
+        places.stride(0),
+        weight.stride(0),
+        *cache.stride(),
+        SIZE=size,
+        HEAD_SIZE=projection.head_size,
+        PAIRS=pairs,
+        **_norm_of(norm),
+        HAS_BIAS=projection.bias is not None,
+        HAS_HEAD_NORM=head_norm is not None,
+        ARE_NEIGHBOURS=pairing is not Pairing.HALVES,
+        TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
+        PAGE=pages.page_tokens,
+        BITS=bits,
+        GROUP=group,
+        OUTLIERS=outlier_count,
+        TOKENS=BLOCK_TOKENS,
+        BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(max(size, LEAST_HALF))),
+        WIDEN=IS_INTERPRETED,
         HALF=max(triton.next_power_of_2(triton.cdiv(projection.head_size, 2)), LEAST_HALF),
-    )  # fmt: skip
+    )
 
 
 def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
@@ -64,9 +99,11 @@ def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
 
 def _norm_of(norm: Norm) -> dict[str, bool]:
     return {
-        "IS_RMS": norm.kind is NormKind.RMS, "IS_LAYER": norm.kind is NormKind.LAYER,
-        "HAS_NORM_WEIGHT": norm.weight is not None, "HAS_NORM_BIAS": norm.bias is not None,
-    }  # fmt: skip
+        "IS_RMS": norm.kind is NormKind.RMS,
+        "IS_LAYER": norm.kind is NormKind.LAYER,
+        "HAS_NORM_WEIGHT": norm.weight is not None,
+        "HAS_NORM_BIAS": norm.bias is not None,
+    }
 
 
 @triton.jit
@@ -89,10 +126,26 @@ def _row_sums(x, shift, mask, total, squares, IS_LAYER: tl.constexpr, IS_RMS: tl
 
 @triton.jit
 def _add(
-    x, product, weight_sum, norm_sum, weight_at, row, row_mask, column, column_mask, stride, scale, norm_bias,
-    IS_LAYER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Add what a tile of x gives one half of a head: the product, and the sums that the norm needs beside it."""
+    x,
+    product,
+    weight_sum,
+    norm_sum,
+    weight_at,
+    row,
+    row_mask,
+    column,
+    column_mask,
+    stride,
+    scale,
+    norm_bias,
+    IS_LAYER: tl.constexpr,
+    HAS_NORM_BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Add what a tile of x gives one half of a head.
+
+    The product, and the sums that the norm needs beside it.
+    """
     place = row.to(tl.int64)[:, None] * stride + column[None, :]
     raw = tl.load(weight_at + place, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
     # Rounded as the weights are before both uses: what the mean takes away is what the product put in.
@@ -107,9 +160,19 @@ def _add(
 
 @triton.jit
 def _finish(
-    product, weight_sum, norm_sum, mean, spread, bias_at, row, row_mask,
-    IS_RMS: tl.constexpr, IS_LAYER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    product,
+    weight_sum,
+    norm_sum,
+    mean,
+    spread,
+    bias_at,
+    row,
+    row_mask,
+    IS_RMS: tl.constexpr,
+    IS_LAYER: tl.constexpr,
+    HAS_NORM_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """Apply the norm, and the projection's bias, to one half of a head."""
     if IS_LAYER:
         product -= mean[:, None] * weight_sum[None, :]
@@ -133,15 +196,52 @@ def _norm_head(first, second, weight_at, row_1, row_2, mask_1, mask_2, epsilon, 
 
 @triton.jit
 def _kv_projection(
-    values_at, scales_at, zeros_at, outliers_at, places_at, weight_at, bias_at, norm_weight_at, norm_bias_at, head_norm_at, cos_at, sin_at, slots_at,
-    cache, token_count, epsilon, head_epsilon, value_stride, scale_stride, outlier_stride, place_stride, weight_stride,
-    page_stride, row_stride, head_stride, size_stride,
-    SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, IS_RMS: tl.constexpr,
-    IS_LAYER: tl.constexpr, HAS_NORM_WEIGHT: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_HEAD_NORM: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, OUTLIERS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    values_at,
+    scales_at,
+    zeros_at,
+    outliers_at,
+    places_at,
+    weight_at,
+    bias_at,
+    norm_weight_at,
+    norm_bias_at,
+    head_norm_at,
+    cos_at,
+    sin_at,
+    slots_at,
+    cache,
+    token_count,
+    epsilon,
+    head_epsilon,
+    value_stride,
+    scale_stride,
+    outlier_stride,
+    place_stride,
+    weight_stride,
+    page_stride,
+    row_stride,
+    head_stride,
+    size_stride,
+    SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    IS_LAYER: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    HAS_NORM_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_HEAD_NORM: tl.constexpr,
+    ARE_NEIGHBOURS: tl.constexpr,
+    TO_HALVES: tl.constexpr,
+    PAGE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
     HALF: tl.constexpr,
-):  # fmt: skip
+):
     head = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < token_count
@@ -202,13 +302,39 @@ def _kv_projection(
         if HAS_NORM_BIAS:
             norm_bias = tl.load(norm_bias_at + column, mask=is_column, other=0.0).to(tl.float32)
         first, sum_1, norm_1 = _add(
-            x, first, sum_1, norm_1, weight_at, row_1, is_1, column, is_column, weight_stride, scale, norm_bias,
-            IS_LAYER, HAS_NORM_BIAS, WIDEN,
-        )  # fmt: skip
+            x,
+            first,
+            sum_1,
+            norm_1,
+            weight_at,
+            row_1,
+            is_1,
+            column,
+            is_column,
+            weight_stride,
+            scale,
+            norm_bias,
+            IS_LAYER,
+            HAS_NORM_BIAS,
+            WIDEN,
+        )
         second, sum_2, norm_2 = _add(
-            x, second, sum_2, norm_2, weight_at, row_2, is_2, column, is_column, weight_stride, scale, norm_bias,
-            IS_LAYER, HAS_NORM_BIAS, WIDEN,
-        )  # fmt: skip
+            x,
+            second,
+            sum_2,
+            norm_2,
+            weight_at,
+            row_2,
+            is_2,
+            column,
+            is_column,
+            weight_stride,
+            scale,
+            norm_bias,
+            IS_LAYER,
+            HAS_NORM_BIAS,
+            WIDEN,
+        )
     mean, spread = total / SIZE, tl.full((TOKENS,), 1.0, tl.float32)
     if IS_RMS or IS_LAYER:
         spread = tl.rsqrt(squares / SIZE - mean * mean + epsilon)

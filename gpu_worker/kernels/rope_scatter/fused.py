@@ -21,24 +21,56 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
         return
     widest = max(key_size, value_size)
     _rope_scatter[triton.cdiv(len(rows), BLOCK_TOKENS), key_heads + value_heads](
-        values, scales, zeros, outliers, places, cos, sin, pages.slots, pages.keys, pages.values, len(rows),
-        values.stride(0), scales.stride(0), outliers.stride(0), places.stride(0), *pages.keys.stride(), *pages.values.stride(),
-        KEY_HEADS=key_heads, KEY_SIZE=key_size, VALUE_SIZE=value_size, PAIRS=pairs,
-        ARE_NEIGHBOURS=pairing is not Pairing.HALVES, TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
-        PAGE=pages.page_tokens, BITS=bits, GROUP=group, OUTLIERS=outlier_count, TOKENS=BLOCK_TOKENS,
+        values,
+        scales,
+        zeros,
+        outliers,
+        places,
+        cos,
+        sin,
+        pages.slots,
+        pages.keys,
+        pages.values,
+        len(rows),
+        values.stride(0),
+        scales.stride(0),
+        outliers.stride(0),
+        places.stride(0),
+        *pages.keys.stride(),
+        *pages.values.stride(),
+        KEY_HEADS=key_heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        PAIRS=pairs,
+        ARE_NEIGHBOURS=pairing is not Pairing.HALVES,
+        TO_HALVES=pairing is Pairing.NEIGHBOURS_TO_HALVES,
+        PAGE=pages.page_tokens,
+        BITS=bits,
+        GROUP=group,
+        OUTLIERS=outlier_count,
+        TOKENS=BLOCK_TOKENS,
         HALF=triton.next_power_of_2(triton.cdiv(widest, 2)),
-    )  # fmt: skip
+    )
 
 
 def parts_of(
     rows: Rows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
-    """Parts of rows, bits, group and outliers per token; rows that are not quantized have 0 bits and no outliers."""
+    """Parts of rows, bits, group and outliers per token.
+
+    Rows that are not quantized have 0 bits and no outliers.
+    """
     if isinstance(rows, Quantized):
         return (
-            rows.values, rows.scales, rows.zeros, rows.outliers, rows.places,
-            rows.bits, rows.group_size, rows.places.shape[1],
-        )  # fmt: skip
+            rows.values,
+            rows.scales,
+            rows.zeros,
+            rows.outliers,
+            rows.places,
+            rows.bits,
+            rows.group_size,
+            rows.places.shape[1],
+        )
     return rows, rows, rows, rows, rows, 0, 1, 0
 
 
@@ -53,12 +85,42 @@ def tables_of(
 
 @triton.jit
 def _rope_scatter(
-    values_at, scales_at, zeros_at, outliers_at, places_at, cos_at, sin_at, slots_at, keys, caches, token_count,
-    value_stride, scale_stride, outlier_stride, place_stride, k_page, k_row, k_head, k_size, v_page, v_row, v_head, v_size,
-    KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
-    ARE_NEIGHBOURS: tl.constexpr, TO_HALVES: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, OUTLIERS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    values_at,
+    scales_at,
+    zeros_at,
+    outliers_at,
+    places_at,
+    cos_at,
+    sin_at,
+    slots_at,
+    keys,
+    caches,
+    token_count,
+    value_stride,
+    scale_stride,
+    outlier_stride,
+    place_stride,
+    k_page,
+    k_row,
+    k_head,
+    k_size,
+    v_page,
+    v_row,
+    v_head,
+    v_size,
+    KEY_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ARE_NEIGHBOURS: tl.constexpr,
+    TO_HALVES: tl.constexpr,
+    PAGE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     pair = tl.arange(0, HALF)

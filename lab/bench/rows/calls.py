@@ -1,4 +1,7 @@
-"""Load beside load: two local readers at once, CPU seconds per path, and small calls while others move bytes."""
+"""Load beside load.
+
+Two local readers at once, CPU seconds per path, and small calls while others move bytes.
+"""
 
 import os
 import signal

@@ -34,7 +34,10 @@ def _opening(place: Place) -> Iterator[Sides]:
 
 
 def _open_once(place: Place, made: Made) -> tuple[float, int]:
-    """Seconds from starting the process to the first rows of a session, and the server's memory; then kill -9."""
+    """Seconds from starting the process to the first rows of a session, and the server's memory.
+
+    Then kill -9.
+    """
     begin_ns = perf_counter_ns()
     with (
         serving(place.directory / "many", arena_bytes=ARENA_BYTES, ssd_bytes=made.ssd_bytes) as server,

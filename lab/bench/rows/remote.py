@@ -182,7 +182,10 @@ def _bare_rows(
 
 
 class Pages:
-    """Paged KV of an engine: per layer [blocks, tokens of a block, row_bytes], half of the blocks a context's."""
+    """Paged KV of an engine.
+
+    Per layer [blocks, tokens of a block, row_bytes], half of the blocks a context's.
+    """
 
     def __init__(self, c: Contexts) -> None:
         self._layers: dict[Stream, Bytes] = {}

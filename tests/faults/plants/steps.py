@@ -50,9 +50,15 @@ _CALLS: dict[str, tuple[object, str]] = {
 STARTING = ("file_created", "file_sync", "file_rename", "directory_sync", "arena_made", "load", "run_begun")
 DRAINING = ("drain", "cache_close", "run_ended", "metadata_close")
 WORKING = (
-    "slot_write", "slot_sync", "record_write", "record_sync", "witness_note", "catalog_append", "slot_given",
+    "slot_write",
+    "slot_sync",
+    "record_write",
+    "record_sync",
+    "witness_note",
+    "catalog_append",
+    "slot_given",
     "slot_taken",
-)  # fmt: skip
+)
 SIDES = ("before", "after")
 
 

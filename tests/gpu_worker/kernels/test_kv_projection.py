@@ -1,4 +1,7 @@
-"""Hidden states to pages: the fused kernel against its reference, and the reference against an engine's own layer."""
+"""Hidden states to pages.
+
+The fused kernel against its reference, and the reference against an engine's own layer.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,9 +29,16 @@ HEADS = {"whole": (2, 16, 8), "partial": (2, 24, 6), "odd": (1, 17, 4), "wide": 
 
 
 def _compare(
-    kind: NormKind, dtype: torch.dtype, *, heads: str = "whole", pairing: Pairing = Pairing.HALVES,
-    bits: int = 0, token_count: int = 37, size: int = 96, has_head_norm: bool = False,
-) -> None:  # fmt: skip
+    kind: NormKind,
+    dtype: torch.dtype,
+    *,
+    heads: str = "whole",
+    pairing: Pairing = Pairing.HALVES,
+    bits: int = 0,
+    token_count: int = 37,
+    size: int = 96,
+    has_head_norm: bool = False,
+) -> None:
     count, head_size, pair_count = HEADS[heads]
     layer = layers.layer_of(
         kind, dtype, size=size, heads=(count, head_size), value_heads=(3, 20), has_head_norm=has_head_norm
@@ -154,17 +164,22 @@ def test_a_llama_layers_own_cache(kernel: Kernel) -> None:
     """What transformers itself caches of a layer comes out of its input."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config).train(mode=False)
     model.to(torch.device(layers.DEVICE))
     block = model.model.layers[1]
     attention, norm = block.self_attn, block.input_layernorm
     layer = LayerWeights(
         Norm(NormKind.RMS, norm.variance_epsilon, norm.weight.detach()),
-        ProjectionWeights(attention.k_proj.weight.detach(), 2), ProjectionWeights(attention.v_proj.weight.detach(), 2),
-    )  # fmt: skip
+        ProjectionWeights(attention.k_proj.weight.detach(), 2),
+        ProjectionWeights(attention.v_proj.weight.detach(), 2),
+    )
     ids = torch.arange(30, device=layers.DEVICE).unsqueeze(0)
     with torch.no_grad():
         out = model(ids, output_hidden_states=True, use_cache=True)
@@ -173,9 +188,11 @@ def test_a_llama_layers_own_cache(kernel: Kernel) -> None:
     pages = layers.poisoned(30, (2, 16), (2, 16), torch.float32)
     slots = torch.arange(30, device=layers.DEVICE)
     kernel(
-        out.hidden_states[1][0], layer, Rotation(cos[0, :, :half], sin[0, :, :half]),
+        out.hidden_states[1][0],
+        layer,
+        Rotation(cos[0, :, :half], sin[0, :, :half]),
         dataclasses.replace(pages, slots=slots),
-    )  # fmt: skip
+    )
     cached = out.past_key_values.layers[1]
     assert torch.allclose(pages.keys.flatten(0, 1)[:30], cached.keys[0].transpose(0, 1), atol=2e-6)
     assert torch.allclose(pages.values.flatten(0, 1)[:30], cached.values[0].transpose(0, 1), atol=2e-6)
@@ -185,9 +202,14 @@ def test_an_opt_layers_own_cache() -> None:
     """The same with layer norm, biases and learned positions."""
     torch.manual_seed(0)
     config = OPTConfig(
-        vocab_size=50, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
-        word_embed_proj_dim=64, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        max_position_embeddings=64,
+    )
     model = OPTForCausalLM(config).train(mode=False)
     model.to(torch.device(layers.DEVICE))
     block = model.model.decoder.layers[1]
@@ -196,7 +218,7 @@ def test_an_opt_layers_own_cache() -> None:
         Norm(NormKind.LAYER, norm.eps, norm.weight.detach(), norm.bias.detach()),
         ProjectionWeights(attention.k_proj.weight.detach(), 4, attention.k_proj.bias.detach()),
         ProjectionWeights(attention.v_proj.weight.detach(), 4, attention.v_proj.bias.detach()),
-    )  # fmt: skip
+    )
     ids = torch.arange(30, device=layers.DEVICE).unsqueeze(0)
     with torch.no_grad():
         out = model(ids, output_hidden_states=True, use_cache=True)

@@ -93,7 +93,10 @@ def test_the_largest_rows_stay_within_float16(bits: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 31, 33, 65, 577])
 @pytest.mark.parametrize("outlier_count", [0, 1, 4, 9])
 def test_outliers_at_every_size(size: int, outlier_count: int) -> None:
-    """Rows with fewer elements than outliers, and groups that are not full: every outlier is exact, and the largest."""
+    """Rows with fewer elements than outliers, and groups that are not full.
+
+    Every outlier is exact, and the largest.
+    """
     rows = layers.normal(5, size, seed=size)
     quantized = quantize(rows, bits=8, outlier_count=outlier_count)
     kept = min(outlier_count, size)

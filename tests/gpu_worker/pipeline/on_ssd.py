@@ -133,10 +133,19 @@ def direct_by(
 
 
 def restored(
-    direct: DirectStorage, pipeline: Pipeline, session: Session, kept: SessionInfo, plan: str,
-    *, target: CacheTarget | None = None, meanwhile: Callable[[], None] | None = None,
-) -> Cache:  # fmt: skip
-    """The session restored from the store. `meanwhile` is called when the first layer is there. Raises why it was not."""
+    direct: DirectStorage,
+    pipeline: Pipeline,
+    session: Session,
+    kept: SessionInfo,
+    plan: str,
+    *,
+    target: CacheTarget | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Cache:
+    """The session restored from the store. `meanwhile` is called when the first layer is there.
+
+    Raises why it was not.
+    """
     target = target or poisoned_target(session)
     model = stored_model(direct._client, kept.name)
     schedule = schedule_of(session, target, plan)

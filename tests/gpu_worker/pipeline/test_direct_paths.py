@@ -1,4 +1,7 @@
-"""Which direct path is live, and why: kvikio as it may be found, its probe, and its edge with the module faked."""
+"""Which direct path is live, and why.
+
+Kvikio as it may be found, its probe, and its edge with the module faked.
+"""
 
 import subprocess
 import sys
@@ -25,12 +28,19 @@ BROKEN = KvikioFound("libcufile is missing")
 @pytest.mark.parametrize(
     ("wanted", "found", "path"),
     [
-        (Wanted.AUTO, GDS, DirectPath.GDS), (Wanted.AUTO, COMPAT, DirectPath.COMPAT), (Wanted.AUTO, BROKEN, DirectPath.POSIX),
-        (Wanted.AUTO, None, DirectPath.OFF), (Wanted.OFF, GDS, DirectPath.OFF), (Wanted.POSIX, GDS, DirectPath.POSIX),
-        (Wanted.POSIX, None, DirectPath.POSIX), (Wanted.GDS, COMPAT, DirectPath.COMPAT), (Wanted.GDS, None, DirectPath.POSIX),
-        (Wanted.COMPAT, GDS, DirectPath.COMPAT), (Wanted.COMPAT, BROKEN, DirectPath.POSIX),
+        (Wanted.AUTO, GDS, DirectPath.GDS),
+        (Wanted.AUTO, COMPAT, DirectPath.COMPAT),
+        (Wanted.AUTO, BROKEN, DirectPath.POSIX),
+        (Wanted.AUTO, None, DirectPath.OFF),
+        (Wanted.OFF, GDS, DirectPath.OFF),
+        (Wanted.POSIX, GDS, DirectPath.POSIX),
+        (Wanted.POSIX, None, DirectPath.POSIX),
+        (Wanted.GDS, COMPAT, DirectPath.COMPAT),
+        (Wanted.GDS, None, DirectPath.POSIX),
+        (Wanted.COMPAT, GDS, DirectPath.COMPAT),
+        (Wanted.COMPAT, BROKEN, DirectPath.POSIX),
     ],
-)  # fmt: skip
+)
 def test_the_best_path_within_what_is_wanted(
     wanted: Wanted, found: KvikioFound | None, path: DirectPath
 ) -> None:

@@ -1,4 +1,7 @@
-"""Restores of sessions that lie only on SSD: the same by every path, and a miss or the store's rows when files fail."""
+"""Restores of sessions that lie only on SSD.
+
+The same by every path, and a miss or the store's rows when files fail.
+"""
 
 import os
 import threading
@@ -62,15 +65,27 @@ def is_same(found: object, expected: object) -> bool:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("llama", StateKind.KV), ("llama", StateKind.HIDDEN), ("deepseek", StateKind.LATENT),
-        ("llama", StateKind.HIDDEN_INT8), ("llama", StateKind.KV_INT4),
+        ("llama", StateKind.KV),
+        ("llama", StateKind.HIDDEN),
+        ("deepseek", StateKind.LATENT),
+        ("llama", StateKind.HIDDEN_INT8),
+        ("llama", StateKind.KV_INT4),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("is_unified", [True, False])
 def test_every_path_restores_the_same(
-    client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, name: str, kind: StateKind, *, is_unified: bool
-) -> None:  # fmt: skip
-    """By the store, from files into the host's memory, and into a device's; short segments, two SSD paths, small buffers."""
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    session_id: str,
+    name: str,
+    kind: StateKind,
+    *,
+    is_unified: bool,
+) -> None:
+    """By the store, from files into the host's memory, and into a device's.
+
+    Short segments, two SSD paths, small buffers.
+    """
     session, plan = saved(kind, name)
     kept = save(client, session, session_id, [kind])
     ways = ["posix", "gds", "store"] if not is_unified else ["posix", "store"]
@@ -152,7 +167,10 @@ def test_a_file_that_cannot_be_read_leaves_it_to_the_store(
 def test_bytes_that_are_wrong_on_the_device_are_a_miss(
     client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, at: int
 ) -> None:
-    """Nothing is computed from them, however late they are verified; the store reads next, and finds no damage."""
+    """Nothing is computed from them, however late they are verified.
+
+    The store reads next, and finds no damage.
+    """
     session, plan = saved()
     kept = save(client, session, session_id, [StateKind.KV])
     direct, opened = direct_by(client, "gds", monkeypatch)
@@ -191,7 +209,10 @@ def test_the_check_would_see_bytes_that_were_not_verified(
 def test_damage_on_the_device_ends_the_session_there(
     client: Client, monkeypatch: pytest.MonkeyPatch, session_id: str, way: str, place: str
 ) -> None:
-    """A miss with the reason, by whoever finds it; and the store, which is made to look, ends the session before it."""
+    """A miss with the reason, by whoever finds it.
+
+    And the store, which is made to look, ends the session before it.
+    """
     session, plan = saved()
     kept = save(client, session, session_id, [StateKind.KV])
     direct, _ = direct_by(client, way, monkeypatch)
@@ -244,7 +265,10 @@ def test_a_lease_that_ends_meanwhile_is_a_miss(
 
 
 def test_a_store_that_is_killed_meanwhile_is_a_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its files are there and can be read; whose they will be, nobody knows. Started again, it is all there."""
+    """Its files are there and can be read; whose they will be, nobody knows.
+
+    Started again, it is all there.
+    """
     session, plan = saved()
     is_killed, land = threading.Event(), LandingSource.land
 

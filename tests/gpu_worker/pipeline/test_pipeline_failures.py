@@ -1,4 +1,7 @@
-"""Failures: a restore that is late, cancelled, broken or stuck is a miss with a reason, and leaves nothing behind."""
+"""Failures.
+
+A restore that is late, cancelled, broken or stuck is a miss with a reason, and leaves nothing behind.
+"""
 
 import threading
 from collections.abc import Callable
@@ -184,7 +187,10 @@ def _have_ended(threads: set[threading.Thread]) -> bool:
 
 
 def test_closing_a_stuck_pipeline_leaves_no_thread_but_that_one() -> None:
-    """The lane whose read never ends is told, the others end at once; and so does that one when its read does."""
+    """The lane whose read never ends is told, the others end at once.
+
+    And so does that one when its read does.
+    """
     session, before = _session(), _lane_threads()
     is_there, may_go_on = threading.Event(), threading.Event()
     source = _At(session, 3, _stopping(is_there, may_go_on))
@@ -233,7 +239,10 @@ def test_a_pipeline_that_was_stuck_is_replaced_and_leaves_no_thread(monkeypatch:
 
 
 def test_two_restores_interleave() -> None:
-    """Two sessions on one pipeline at a time each get their own rows; one that fails does not harm the other."""
+    """Two sessions on one pipeline at a time each get their own rows.
+
+    One that fails does not harm the other.
+    """
     one, other = saved_session("llama"), saved_session("qwen3")
     targets = [poisoned_target(one), poisoned_target(other), poisoned_target(one)]
     failing = _At(one, 4, _raising(LeaseNotFound(lease_id=1)))
@@ -271,9 +280,12 @@ def test_a_schedule_of_another_length_is_refused() -> None:
 
     with Pipeline(SlowHost()) as pipeline, pytest.raises(InvalidArgument, match="schedule"):
         pipeline.start(
-            schedule_of(session, target, "saved:0-2"), RowsSource(session), other,
-            Modules(session.adapter, session.positions), deadline=Deadline.after_s(1),
-        )  # fmt: skip
+            schedule_of(session, target, "saved:0-2"),
+            RowsSource(session),
+            other,
+            Modules(session.adapter, session.positions),
+            deadline=Deadline.after_s(1),
+        )
 
 
 class _Late(Modules):

@@ -1,4 +1,7 @@
-"""The kernels in the pipeline: every family's weights and tables as they take them, beside the engine's own cache."""
+"""The kernels in the pipeline.
+
+Every family's weights and tables as they take them, beside the engine's own cache.
+"""
 
 import pytest
 import torch

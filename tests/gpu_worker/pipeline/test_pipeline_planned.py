@@ -27,7 +27,10 @@ def _plan(history: int, new_tokens: int, model: str = "llama-2-13b") -> Plan:
 
 @pytest.mark.parametrize("new_tokens", [1, 100, 400, 1600])
 def test_the_read_buffer_is_the_papers(new_tokens: int) -> None:
-    """For like layers it is S = B (T_load L_hist - T_pref L_new), to two layers: one arrives before the start in any case."""
+    """For like layers it is S = B (T_load L_hist - T_pref L_new), to two layers.
+
+    One arrives before the start in any case.
+    """
     planned = _plan(4096, new_tokens)
     request = planned.request
     layers = request.model.layers
@@ -35,9 +38,12 @@ def test_the_read_buffer_is_the_papers(new_tokens: int) -> None:
     prefill_s = sum(request.profile.recompute_s(layer, 4096, 4096 + new_tokens) for layer in layers)
     total_bytes = sum(piece.size_bytes for pieces in planned.layers for piece in pieces)
     paper = read_buffer_bytes(
-        bytes_per_s=total_bytes / load_s, load_s=load_s / 4096, history_tokens=4096,
-        prefill_s=prefill_s / new_tokens, new_tokens=new_tokens,
-    )  # fmt: skip
+        bytes_per_s=total_bytes / load_s,
+        load_s=load_s / 4096,
+        history_tokens=4096,
+        prefill_s=prefill_s / new_tokens,
+        new_tokens=new_tokens,
+    )
 
     assert abs(lead(planned).size_bytes - paper) <= 2 * total_bytes / len(layers)
 
@@ -45,7 +51,10 @@ def test_the_read_buffer_is_the_papers(new_tokens: int) -> None:
 @pytest.mark.parametrize("model", ["llama-2-7b", "gemma-3-270m"])
 @pytest.mark.parametrize("new_tokens", [0, 64, 1024])
 def test_no_layer_is_late_after_the_lead(model: str, new_tokens: int) -> None:
-    """From the start that it gives, each layer's restore ends before the pass gets there; a little earlier, one does not."""
+    """From the start that it gives, each layer's restore ends before the pass gets there.
+
+    A little earlier, one does not.
+    """
     planned = _plan(2048, new_tokens, model)
     request, found = planned.request, lead(planned)
     ends, at, copies_s, computes_s = [], found.start_s, 0.0, 0.0

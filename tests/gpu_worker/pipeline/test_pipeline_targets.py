@@ -1,4 +1,7 @@
-"""Targets: vLLM's layouts, windows and splits; what is filled is the engine's own, and nothing else is touched."""
+"""Targets: vLLM's layouts, windows and splits.
+
+What is filled is the engine's own, and nothing else is touched.
+"""
 
 import pytest
 import torch
@@ -114,10 +117,14 @@ def test_layers_may_be_split(name: str, pieces: list[list[tuple[str, int, int | 
     with (
         slowed() as pipeline,
         pipeline.start(
-            schedule, RowsSource(session), target, Modules(session.adapter, session.positions),
-            deadline=Deadline.after_s(20), token_ids=session.token_ids,
+            schedule,
+            RowsSource(session),
+            target,
+            Modules(session.adapter, session.positions),
+            deadline=Deadline.after_s(20),
+            token_ids=session.token_ids,
         ) as restoration,
-    ):  # fmt: skip
+    ):
         restoration.wait_all()
 
     for layer in range(3):

@@ -1,6 +1,7 @@
 """An engine in a process of its own, to be killed: attaches, says so, is told to go on, restores one session.
 
-Arguments: the worker's socket, a file with its hello, the session, the number of its tokens, of 16 to a block.
+Arguments: the worker's socket, a file with its hello, the session, the number of its tokens, of 16 to a
+block.
 """
 
 import sys

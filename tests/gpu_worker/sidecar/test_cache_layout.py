@@ -34,9 +34,15 @@ def _parse(place: Place, size_bytes: int = LAYERS * LAYER) -> CacheLayout:
             halves.append(CacheTensor(offset_bytes=offset, strides=strides))
         layers.append(LayerCache(keys=halves[0], values=halves[1]))
     cache = KvCache(
-        regions=[MemoryRegion(size_bytes=size_bytes)], dtype=int(DType.BFLOAT16), block_count=BLOCKS,  # type: ignore[arg-type]
-        block_tokens=TOKENS, head_count=2, key_size=16, value_size=16, layers=layers,
-    )  # fmt: skip
+        regions=[MemoryRegion(size_bytes=size_bytes)],
+        dtype=int(DType.BFLOAT16),  # type: ignore[arg-type]
+        block_count=BLOCKS,
+        block_tokens=TOKENS,
+        head_count=2,
+        key_size=16,
+        value_size=16,
+        layers=layers,
+    )
     return parse_layout(cache, heads=HEADS, dtype=DType.BFLOAT16, layer_count=LAYERS)
 
 
@@ -48,14 +54,18 @@ ENGINES: dict[str, Place] = {
     "B H P 2C": lambda i, half: (i * LAYER + half * HEAD, (2 * PAGE, 2 * HEAD, TOKENS * 2 * HEAD)),
     "B L 2 P H C": lambda i, half: ((2 * i + half) * PAGE, (2 * LAYERS * PAGE, 2 * HEAD, HEAD)),
     "B P L H 2C": lambda i, half: (
-        i * 4 * HEAD + half * HEAD, (TOKENS * LAYERS * 4 * HEAD, LAYERS * 4 * HEAD, 2 * HEAD)
+        i * 4 * HEAD + half * HEAD,
+        (TOKENS * LAYERS * 4 * HEAD, LAYERS * 4 * HEAD, 2 * HEAD),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layouts_that_engines_have_are_taken(engine: str) -> None:
-    """Split or interleaved, layer by layer or block by block; one element less room, or more overlap, is refused."""
+    """Split or interleaved, layer by layer or block by block.
+
+    One element less room, or more overlap, is refused.
+    """
     place = ENGINES[engine]
 
     assert len(_parse(place).layers) == LAYERS

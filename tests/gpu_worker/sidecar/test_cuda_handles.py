@@ -1,4 +1,7 @@
-"""Handles of GPU memory, at the driver's edge: which calls, in which order, and what is closed at a failure."""
+"""Handles of GPU memory, at the driver's edge.
+
+Which calls, in which order, and what is closed at a failure.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""The sidecar on sessions that lie only on SSD: a worker that reads the store's files. test_ranked_engine.py has ranks."""
+"""The sidecar on sessions that lie only on SSD.
+
+A worker that reads the store's files. test_ranked_engine.py has ranks.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Workers and engines that die while a restore holds its lease and writes: the store has its room back, the worker its memory."""
+"""Workers and engines that die while a restore holds its lease and writes.
+
+The store has its room back, the worker its memory.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -40,7 +43,10 @@ def _is_mapped(worker: WorkerProcess, engine: PagedEngine) -> bool:
 def test_what_is_killed_while_a_restore_is_held_up_is_let_go_of(
     held: _HeldWorker, store: ServerProcess, weights: Path, session_id: str, tmp_path: Path
 ) -> None:
-    """An engine: its attachment at once, its memory and lease when nothing uses them any more. Then the worker: all that it had."""
+    """An engine: its attachment at once, its memory and lease when nothing uses them any more.
+
+    Then the worker: all that it had.
+    """
     with (
         Client(store.target) as admin,
         WorkerClient(held.path) as client,

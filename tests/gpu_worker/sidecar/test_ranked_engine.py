@@ -45,8 +45,14 @@ def hello_of(
 @pytest.mark.parametrize("reads_files", [False, True])
 @pytest.mark.parametrize("is_tensor_parallel", [True, False])
 def test_ranks_restore_one_session_together(
-    request: pytest.FixtureRequest, store: ServerProcess, weights: Path, tmp_path: Path, *, is_tensor_parallel: bool, reads_files: bool
-) -> None:  # fmt: skip
+    request: pytest.FixtureRequest,
+    store: ServerProcess,
+    weights: Path,
+    tmp_path: Path,
+    *,
+    is_tensor_parallel: bool,
+    reads_files: bool,
+) -> None:
     """Each rank's cache has its heads of its layers, as the engine's own cache does; a miss is all ranks' miss.
 
     From the store's memory, and from its files.

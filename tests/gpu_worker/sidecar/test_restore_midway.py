@@ -41,8 +41,8 @@ class HeldRows(SessionRows):
     def __init__(self, engine: PagedEngine, error: CacheError | None = None) -> None:
         rows = conversation(engine.family)[1]
         self._rows = {
-            spec.stream: np.frombuffer(pack_rows(rows[spec.stream], spec), np.uint8).reshape(
-                PROMPT_TOKENS, -1
+            spec.stream: (
+                np.frombuffer(pack_rows(rows[spec.stream], spec), np.uint8).reshape(PROMPT_TOKENS, -1)
             )
             for spec in engine.spec.streams
             if spec.stream.kind is StateKind.KV
@@ -83,9 +83,11 @@ class OneSession:
     def __init__(self, engine: PagedEngine, rows: HeldRows) -> None:
         self._rows = rows
         self._session = SessionInfo(
-            name="sessions/one", token_count=PROMPT_TOKENS, model_fingerprint=engine.spec.fingerprint(),
+            name="sessions/one",
+            token_count=PROMPT_TOKENS,
+            model_fingerprint=engine.spec.fingerprint(),
             layout=tuple(ranges_of(rows.streams)),
-        )  # fmt: skip
+        )
 
     def register_model(self, spec: object, probe: object) -> None:
         """See Client."""
@@ -110,9 +112,13 @@ async def _service(engine: PagedEngine, rows: HeldRows, weights: Path) -> Any:  
     service = WorkerService(settings, client, direct, pipelines, attachments, on_stuck=_stuck)
     attachment = await attachments.attach(engine.hello(write_weights("llama", weights)))
     request = worker_pb2.RestoreRequest(
-        attachment_id=attachment.attachment_id, restore_id="this", session="sessions/one",
-        token_end=PROMPT_TOKENS, block_ids=BLOCKS, announces_layers=True,
-    )  # fmt: skip
+        attachment_id=attachment.attachment_id,
+        restore_id="this",
+        session="sessions/one",
+        token_end=PROMPT_TOKENS,
+        block_ids=BLOCKS,
+        announces_layers=True,
+    )
     stream = service.Restore(request, None)  # type: ignore[arg-type]  # a servicer's context is not looked at
     try:
         yield service, request, stream
@@ -183,7 +189,10 @@ async def test_what_fails_while_it_writes_names_its_blocks(weights: Path, fails:
 
 
 async def test_memory_that_is_written_yet_is_not_given_to_the_next(weights: Path) -> None:
-    """An engine that left while a restore wrote for it, and came back: it is attached when nothing is written any more."""
+    """An engine that left while a restore wrote for it, and came back.
+
+    It is attached when nothing is written any more.
+    """
     with running_engine("llama") as engine:
         rows = HeldRows(engine)
         async with _service(engine, rows, weights) as (service, request, stream):
@@ -203,7 +212,10 @@ async def test_memory_that_is_written_yet_is_not_given_to_the_next(weights: Path
 
 
 async def test_a_stream_that_is_left_ends_the_restore(weights: Path) -> None:
-    """An engine that drops the call has its restore cancelled; its name is free when nothing is written any more."""
+    """An engine that drops the call has its restore cancelled.
+
+    Its name is free when nothing is written any more.
+    """
     with running_engine("llama") as engine:
         rows = HeldRows(engine)
         async with _service(engine, rows, weights) as (service, request, stream):

@@ -63,21 +63,23 @@ WRONG_HELLOS: dict[str, tuple[Change, str]] = {
     "an odd offset": (_set("kv_cache.layers.1.keys.offset_bytes", 3), "multiples"),
     "a negative offset": (_set("kv_cache.layers.0.keys.offset_bytes", -4), "multiples"),
     "another region": (_set("kv_cache.layers.0.keys.region", 1), "region"),
-    "strides of nothing": (
-        lambda hello: hello.kv_cache.layers[0].keys.strides.SetInParent(), "strides"
-    ),
+    "strides of nothing": (lambda hello: hello.kv_cache.layers[0].keys.strides.SetInParent(), "strides"),
     "memory nowhere": (_set("kv_cache.regions.0.shared_memory_name", "/nonexistent"), "shared_memory_name"),
-    "memory by a path": (_set("kv_cache.regions.0.shared_memory_name", "/../etc/passwd"), "shared_memory_name"),
+    "memory by a path": (
+        _set("kv_cache.regions.0.shared_memory_name", "/../etc/passwd"),
+        "shared_memory_name",
+    ),
     "less memory than said": (_set("kv_cache.regions.0.size_bytes", 1 << 30), "shared_memory_name"),
     "memory of no size": (_set("kv_cache.regions.0.size_bytes", 0), "kv_cache"),
     "no memory": (lambda hello: hello.kv_cache.regions.pop(), "region"),
     "a handle of nothing": (lambda hello: hello.kv_cache.regions[0].ClearField("handle"), "handle"),
     "a descriptor that nobody passed": (
-        lambda hello: hello.kv_cache.regions[0].memory_descriptor.SetInParent(), "memory_descriptor"
+        lambda hello: hello.kv_cache.regions[0].memory_descriptor.SetInParent(),
+        "memory_descriptor",
     ),
     "memory of a GPU": (lambda hello: hello.kv_cache.regions[0].cuda_ipc.SetInParent(), "cuda_ipc"),
     "a save area of a GPU": (lambda hello: hello.save_area.cuda_vmm.SetInParent(), "cuda_vmm"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_HELLOS)
@@ -114,7 +116,10 @@ def test_another_models_weights_are_refused(client: WorkerClient, weights: Path,
 
 
 def test_an_engine_that_computes_something_else_is_refused(client: WorkerClient, weights: Path) -> None:
-    """The fingerprint is the same, the probe is not: nothing is attached, and the first engine's probe is kept."""
+    """The fingerprint is the same, the probe is not.
+
+    Nothing is attached, and the first engine's probe is kept.
+    """
     with running_engine("llama") as engine:
         hello = engine.hello(write_weights("llama", weights))
         with client.attach(hello):
@@ -276,7 +281,10 @@ def test_memory_may_be_a_sealed_memfd(client: WorkerClient, weights: Path, sessi
 
 
 def test_memory_of_another_engine_is_refused(client: WorkerClient, weights: Path, session_id: str) -> None:
-    """Two attachments that could write to the same blocks are not told of each other's restores: there is one."""
+    """Two attachments that could write to the same blocks are not told of each other's restores.
+
+    There is one.
+    """
     with saved_case(client, weights, session_id) as case:
         other = case.engine.hello(write_weights("llama", weights), engine="other")
 

@@ -43,7 +43,10 @@ def test_boxes_apart_share_no_byte(one: Box, other: Box) -> None:
 @given(BOXES.filter(Box.covers_itself_once), st.integers(-60, 60))
 @example(Box.of(0, (Axis(4, 16), Axis(2, 8)), 4), 4)
 def test_alike_boxes_are_told_apart_exactly(box: Box, shift: int) -> None:
-    """Keys and values of one cache have the same strides, however they interleave: the answer is exact there."""
+    """Keys and values of one cache have the same strides, however they interleave.
+
+    The answer is exact there.
+    """
     other = Box(box.offset + shift, box.axes, box.element_bytes)
 
     assert overlap(box, other) == bool(set(_bytes(box)) & set(_bytes(other)))

@@ -46,7 +46,10 @@ def test_every_family_projects_as_its_model_does(family: str, weights: Path) -> 
 def test_kernels_compute_from_a_workers_weights(
     family: str, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a worker does on a GPU, interpreted: the kernels, where they have such a projection, into the engine's blocks."""
+    """What a worker does on a GPU, interpreted.
+
+    The kernels, where they have such a projection, into the engine's blocks.
+    """
     if torch.cuda.is_available():
         pytest.skip("the tiny models are on the host")
     monkeypatch.setattr(
@@ -81,7 +84,10 @@ def test_kernels_compute_from_a_workers_weights(
 
 
 def test_a_worker_on_a_gpu_makes_kernels_weights_before_a_restore(weights: Path) -> None:
-    """Ready when a restore begins, which waits for them; on the host, where nobody takes them, they are not made."""
+    """Ready when a restore begins, which waits for them.
+
+    On the host, where nobody takes them, they are not made.
+    """
     directory = write_weights("llama", weights)
     lazy = LazyWeights(directory, spec_of("llama"), CPU)
     model = AttachedModel(lazy, known_profile("cpu"))

@@ -1,4 +1,7 @@
-"""The examples that the help of `ctxcache worker` ends with: each is run as it stands, but for names and addresses."""
+"""The examples that the help of `ctxcache worker` ends with.
+
+Each is run as it stands, but for names and addresses.
+"""
 
 import shlex
 import subprocess
@@ -22,7 +25,10 @@ EXAMPLES = [line for name in COMMANDS if name != "serve" for line in examples_of
 def test_an_example_works(
     line: str, worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a worker listens at the user's socket, and a model lies; the first of each command by the real program."""
+    """Where a worker listens at the user's socket, and a model lies.
+
+    The first of each command by the real program.
+    """
     is_first = any(line == examples_of(name)[0] for name in COMMANDS)
     torch.set_num_threads(1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

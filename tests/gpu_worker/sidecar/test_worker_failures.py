@@ -1,4 +1,7 @@
-"""What a worker does when engines, stores, or it itself fail: misses with reasons, and nothing written behind."""
+"""What a worker does when engines, stores, or it itself fail.
+
+Misses with reasons, and nothing written behind.
+"""
 
 import json
 import signal
@@ -103,9 +106,12 @@ def test_more_restores_than_there_may_be_are_refused(
             restoring = [Later(lambda index=index: one(index)) for index in range(RESTORE_LIMIT)]  # type: ignore[misc]
             until(lambda: under_way(client) == RESTORE_LIMIT)
             request = worker_pb2.RestoreRequest(
-                attachment_id=case.attached.attachment_id, restore_id="over", session=case.session,
-                token_end=BLOCK_TOKENS, block_ids=[count],
-            )  # fmt: skip
+                attachment_id=case.attached.attachment_id,
+                restore_id="over",
+                session=case.session,
+                token_end=BLOCK_TOKENS,
+                block_ids=[count],
+            )
             with pytest.raises(grpc.RpcError) as refused:
                 list(client.stub.Restore(request, timeout=10))
         error = refused.value
@@ -154,7 +160,10 @@ def test_a_store_that_is_killed_is_a_miss_until_it_is_back(
 def test_a_worker_that_is_killed_is_an_error_at_once(
     worker: WorkerProcess, store: ServerProcess, weights: Path, session_id: str
 ) -> None:
-    """The engine hears of it at the restore and at its attachment; a new worker at the same path serves it."""
+    """The engine hears of it at the restore and at its attachment.
+
+    A new worker at the same path serves it.
+    """
     with WorkerClient(worker.path) as client, saved_case(client, weights, session_id) as case:
         with stopped(store):
             restoring = Later(case.restore)

@@ -203,7 +203,10 @@ def test_every_metric_of_a_workers_alert_is_exposed(shown: tuple[str, str]) -> N
 
 
 def test_with_a_token_and_tls_it_answers_who_shows_the_one_and_knows_the_other(tmp_path: Path) -> None:
-    """Anybody else is refused; a certificate that is renewed is taken over; a silent handshake holds nobody up."""
+    """Anybody else is refused; a certificate that is renewed is taken over.
+
+    A silent handshake holds nobody up.
+    """
     pki = Pki(tmp_path)
     old = ssl.create_default_context(cafile=str(pki.authority("old")))
     new = ssl.create_default_context(cafile=str(pki.authority("new")))

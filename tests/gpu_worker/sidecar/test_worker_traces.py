@@ -68,8 +68,10 @@ async def test_an_engines_trace_goes_through_its_worker(
         ("ctxcache.save", f"{SERVICE}/Save"),
     }
     assert [names[int(span_id, 16)] for span_id in asked_by] == [
-        "ctxcache.save", "ctxcache.restore", "ctxcache.restore",
-    ]  # fmt: skip
+        "ctxcache.save",
+        "ctxcache.restore",
+        "ctxcache.restore",
+    ]
     restored, missed = (span for span in spans if span.name == "ctxcache.restore")
     assert _facts(restored) == {"ctxcache.token_count": PROMPT_TOKENS}
     assert _facts(missed)["ctxcache.reason"] == "SESSION_NOT_FOUND"

@@ -1,4 +1,7 @@
-"""A real worker in a process of its own: `ctxcache worker serve`, forked by a nursery that has torch imported."""
+"""A real worker in a process of its own.
+
+`ctxcache worker serve`, forked by a nursery that has torch imported.
+"""
 
 import atexit
 import functools
@@ -35,8 +38,10 @@ def mortal_engine(worker: Path, hello: Path, session: str, token_count: int) -> 
     return subprocess.Popen(
         [sys.executable, str(program), str(worker), str(hello), session, str(token_count)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @functools.cache

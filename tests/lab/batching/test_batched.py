@@ -65,7 +65,10 @@ class _Seen:
 def test_sessions_of_a_batch_are_saved_and_go_on_alone(
     client: Client, session_id: str, family: str, method: str
 ) -> None:
-    """Chunks and steps of five sessions share passes; each is stored bit for bit, and continues as one never dropped."""
+    """Chunks and steps of five sessions share passes.
+
+    Each is stored bit for bit, and continues as one never dropped.
+    """
     packed, alone = build(family), build(family)
     spec, adapter = model_spec(packed, model_id=family), adapt(packed)
     plan = RestorePlan.uniform(Method(method), spec.layer_count)
@@ -113,7 +116,10 @@ FALCONS = [name for name in CONFIGS if name.startswith("falcon")]
 
 @pytest.mark.parametrize("family", [*(name for name in CONFIGS if name not in FALCONS), *SINKS])
 def test_a_packed_sequence_is_what_transformers_generates(family: str) -> None:
-    """Windows, soft caps and sinks included: beside others, chunk by chunk, it says what `generate` says alone."""
+    """Windows, soft caps and sinks included.
+
+    Beside others, chunk by chunk, it says what `generate` says alone.
+    """
     model, alone = PackedModel(build(family)), build(family)
     prompts = PROMPTS[:3]
     caches = [SequenceCache(len(prompt) + REPLY_TOKENS) for prompt in prompts]

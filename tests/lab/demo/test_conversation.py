@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from lab.demo.text import PLAIN_FORMAT, chat_format, passages, sentences, turn_ids, user_turns
 
 _CHATML = (
-    "{% for message in messages %}{% if loop.first %}{{ '<|im_start|>system\\nBe brief<|im_end|>\\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first %}{{ '<|im_start|>system\\nBe brief<|im_end|>\\n' }}{%"
+    " endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n'}}{% endfor"
+    " %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 

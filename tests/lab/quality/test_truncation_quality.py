@@ -15,7 +15,10 @@ def _ids(count: int, seed: int = 3) -> list[int]:
 
 
 def test_one_layer_is_cut_exactly_and_naively_is_not() -> None:
-    """A layer whose input knows no other token: decoupled truncation is recomputation, the naive one is not."""
+    """A layer whose input knows no other token.
+
+    Decoupled truncation is recomputation, the naive one is not.
+    """
     adapter = adapt(build("llama", layer_count=1))
     found = perplexities(adapter, _ids(120), list(Cut), window=WINDOW, sink_count=SINKS)
     standard = found[Cut.RECOMPUTE].perplexity

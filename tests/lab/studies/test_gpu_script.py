@@ -21,8 +21,7 @@ SCRIPT = ROOT / "lab/gpu.sh"
 def python(tmp_path: Path) -> Path:
     """A Python whose steps end with the status that the environment has for them, and say one row."""
     path = tmp_path / "python"
-    path.write_text(
-        f"""#!{sys.executable}
+    path.write_text(f"""#!{sys.executable}
 import os, runpy, sys
 told = " ".join(sys.argv[1:3])
 step = next((key for key in ("pytest", "kernels", "saving", "lab.studies.restore", "lab.studies.direct", "gpu_table") if key in told), "")
@@ -32,8 +31,7 @@ if step == "gpu_table":
     sys.exit(0)
 print('{{"way": "two-stage", "model": "' + step + '", "batch": 16, "over_none": {{"median": 0.02}}}}', flush=True)
 sys.exit(int(os.environ.get("FAILS_" + step.split(".")[-1], 0)))
-"""
-    )
+""")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -153,7 +151,10 @@ def restore(**others: object) -> dict[str, Any]:
 
 
 def test_restores_have_the_goal_of_what_limits_them() -> None:
-    """0.9 of a pinned copy for K/V, 0.85 for the rest; a restore that is wrong is not met, whatever its speed."""
+    """0.9 of a pinned copy for K/V, 0.85 for the rest.
+
+    A restore that is wrong is not met, whatever its speed.
+    """
     (copied,) = lines([restore()])
     assert (copied.is_met, copied.goal) == (False, ">= 0.9")
     assert [each.is_met for each in lines([restore(limit_by="SSD"), restore(method="hidden")])] == [

@@ -1,4 +1,7 @@
-"""The restore benchmark: its limits, ratios and storage by hand, what is red has no figures, and all of it once on a tiny model."""
+"""The restore benchmark.
+
+Its limits, ratios and storage by hand, what is red has no figures, and all of it once on a tiny model.
+"""
 
 import io
 import json

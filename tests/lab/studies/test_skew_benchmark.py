@@ -1,4 +1,7 @@
-"""The skew benchmark: draws and kept caches by hand, what is red has no figures, and all of it once on a tiny model."""
+"""The skew benchmark.
+
+Draws and kept caches by hand, what is red has no figures, and all of it once on a tiny model.
+"""
 
 import io
 import json
